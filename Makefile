@@ -1,0 +1,49 @@
+# Two commands matter: `make demo` and `make test`. Each sets up everything it needs.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Pinned and installed first: any other spelling may pull gigabytes of accelerator libraries.
+TORCH_SPEC ?= torch==2.13.0
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup demo test test-all lint unit chaos bench clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml src/keepstep/native/torch_ext/*.cpp
+	@command -v g++ >/dev/null || (apt-get update -qq && apt-get install -y -qq g++)
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  (apt-get update -qq && apt-get install -y -qq python3-venv)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check numpy "$(TORCH_SPEC)"
+	$(BIN)/pip install -q --disable-pip-version-check -e ".[dev]"
+	$(BIN)/python -m keepstep.native
+	touch $@
+
+demo: setup
+	$(BIN)/keepstep demo
+
+test: setup lint unit chaos
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: setup
+	$(BIN)/pytest -q tests/unit tests/integration
+
+# A sample of the fault matrix, chosen by the commit id (see tests/chaos/README.md).
+chaos: setup
+	$(BIN)/pytest -q tests/chaos
+
+test-all: setup lint unit
+	$(BIN)/pytest -q tests/chaos --chaos-all --chaos-report benchmarks/results/chaos-full.json
+
+bench: setup
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,3 @@
+from keepstep.cli.main import main
+
+main()

@@ -1,0 +1,57 @@
+"""The environment a worker starts with: what torchrun sets, plus Keepstep's own names."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+
+from keepstep.model.messages import StartWorker
+
+TOKEN = "KEEPSTEP_TOKEN"
+
+# Absent for a standby: it parks at the first question about them.
+_OF_A_RANK = ("RANK", "GROUP_RANK")
+
+
+def worker_environment(
+    base: Mapping[str, str],
+    start: StartWorker,
+    *,
+    job: str,
+    control_fd: int,
+    page_fd: int,
+    bind: str,
+) -> dict[str, str]:
+    """What the job asks for beats what is inherited; what the protocol needs beats both."""
+    env = {**base, **start.env}
+    for name in (*_OF_A_RANK, TOKEN):
+        env.pop(name, None)
+    env.setdefault("OMP_NUM_THREADS", "1")
+    env.setdefault("PYTHONHASHSEED", "0")
+    if is_loopback(bind) and is_loopback(start.master.host):
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    env |= {
+        "KEEPSTEP_CONTROL_FD": str(control_fd),
+        "KEEPSTEP_PAGE_FD": str(page_fd),
+        "KEEPSTEP_GENERATION": str(start.generation),
+        "WORLD_SIZE": str(start.world),
+        "LOCAL_RANK": str(start.slot),
+        "LOCAL_WORLD_SIZE": str(start.local_world),
+        "MASTER_ADDR": start.master.host,
+        "MASTER_PORT": str(start.master.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": job,
+        "PYTHONUNBUFFERED": "1",
+    }
+    if start.rank >= 0:
+        env["RANK"] = str(start.rank)
+        env["GROUP_RANK"] = str(start.rank // max(1, start.local_world))
+    return env
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

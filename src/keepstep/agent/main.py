@@ -1,0 +1,108 @@
+"""The agent's composition root: arguments, environment and logging become one AgentConfig."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import sys
+from collections.abc import Callable, MutableMapping, Sequence
+from pathlib import Path
+
+from keepstep.agent.agent import Agent, AgentConfig
+from keepstep.agent.environment import TOKEN
+from keepstep.agent.session import leads_session
+from keepstep.agent.stores import native_store_command
+from keepstep.agent.workers import check_name
+from keepstep.errors import KeepstepError, UsageError
+from keepstep.model.messages import Address
+
+DEFAULT_WORKER_COMMAND = (sys.executable, "-m", "keepstep.worker")
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    worker_command: Sequence[str] = DEFAULT_WORKER_COMMAND,
+    store_command: Callable[[], Sequence[str]] = native_store_command,
+) -> int:
+    try:
+        config = _configure(arguments, os.environ, worker_command, store_command)
+        if not leads_session():
+            with contextlib.suppress(PermissionError):  # a shell's job leads its group already
+                os.setsid()
+        _log_to(config.directory / "logs" / f"agent-{config.node}.log")
+    except (KeepstepError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return asyncio.run(_run(config))
+
+
+async def _run(config: AgentConfig) -> int:
+    code = await Agent(config).run()
+    logging.getLogger(__name__).info("ends with %d", code)
+    return code
+
+
+def _configure(
+    arguments: Sequence[str] | None,
+    environment: MutableMapping[str, str],
+    worker_command: Sequence[str],
+    store_command: Callable[[], Sequence[str]],
+) -> AgentConfig:
+    parser = argparse.ArgumentParser(prog="keepstep.agent", description="Keepstep's node agent.")
+    parser.add_argument("--orchestrator", required=True, metavar="HOST:PORT")
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--node", required=True)
+    parser.add_argument("--slots", required=True, type=int)
+    parser.add_argument("--directory", required=True, type=Path)
+    parser.add_argument("--stall-timeout-ns", required=True, type=int)
+    parser.add_argument("--bind", default="127.0.0.1", help="address of this node for its peers")
+    given = parser.parse_args(arguments)
+    # Taken out, so that no worker (and no script of a user) inherits it.
+    token = environment.pop(TOKEN, "")
+    if not token:
+        raise UsageError(f"{TOKEN} is not set", hint="agents are started by `keepstep run`")
+    if given.slots < 1 or given.stall_timeout_ns < 1:
+        raise UsageError("--slots and --stall-timeout-ns must be positive")
+    return AgentConfig(
+        orchestrator=_address(given.orchestrator),
+        token=token,
+        job=given.job,
+        node=check_name(given.node),
+        slots=given.slots,
+        directory=given.directory,
+        stall_timeout_ns=given.stall_timeout_ns,
+        bind=_bind(given.bind),
+        worker_command=worker_command,
+        store_command=store_command,
+    )
+
+
+def _address(text: str) -> Address:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit():
+        raise UsageError(f"--orchestrator {text}: not HOST:PORT")
+    return Address(host.strip("[]"), int(port))
+
+
+def _bind(text: str) -> str:
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(text).is_unspecified:
+            raise UsageError(
+                f"--bind {text}: peers can not connect to that",
+                hint="name one address of this node",
+            )
+    return text
+
+
+def _log_to(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(
+        filename=path,
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )

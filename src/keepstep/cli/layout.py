@@ -1,0 +1,101 @@
+"""Which slots a job's nodes have, and the words of `keepstep run` turned into specs (pure)."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from keepstep.errors import UsageError
+from keepstep.model.job import POINTS, InjectSpec, NodeSpec
+
+RANKS_MAX = 4096
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    world: int
+    local_world: int
+    spares: int
+    nodes: list[NodeSpec]
+
+
+def lay_out(*, local_nodes: int, nproc: int, spares: int, spare_nodes: int) -> Layout:
+    """Ranks fill the first `local_nodes` nodes; spare slots go round-robin from the last of them,
+    so that the spare is on another node than most ranks and node 0 gets one last."""
+    slots = [nproc] * local_nodes
+    for i in range(spares):
+        slots[(local_nodes - 1 - i) % local_nodes] += 1
+    slots += [nproc] * spare_nodes
+    return Layout(
+        world=local_nodes * nproc,
+        local_world=nproc,
+        spares=spares + spare_nodes * nproc,
+        nodes=[NodeSpec(name=f"n{i}", slots=count) for i, count in enumerate(slots)],
+    )
+
+
+def check_counts(
+    *, nnodes: int, nproc: int, spares: int, local_nodes: int | None, spare_nodes: int
+) -> int:
+    """Returns the number of nodes that get ranks."""
+    for name, value, least in (
+        ("--nnodes", nnodes, 1),
+        ("--nproc-per-node", nproc, 1),
+        ("--spares", spares, 0),
+        ("--local-nodes", 1 if local_nodes is None else local_nodes, 1),
+        ("--spare-nodes", spare_nodes, 0),
+    ):
+        if not least <= value <= RANKS_MAX:
+            raise UsageError(f"{name} is {value}: it must be {least} to {RANKS_MAX}")
+    if nnodes > 1 and local_nodes is None:
+        raise UsageError(
+            f"--nnodes {nnodes}: this version starts jobs on one machine only",
+            hint=f"--local-nodes {nnodes} runs {nnodes} agents here as if they were nodes",
+        )
+    if nnodes > 1 and local_nodes != nnodes:
+        raise UsageError(f"--nnodes {nnodes} and --local-nodes {local_nodes} contradict each other")
+    return local_nodes or 1
+
+
+INJECT_HINT = (
+    "for example --inject kill:rank=2,step=5,point=in_backward or --inject kill-node:node=n1,step=9"
+)
+
+
+def parse_inject(text: str, id: str) -> InjectSpec:
+    """`action:key=value,...` as in --inject."""
+    action, _, rest = text.partition(":")
+    fields: dict[str, object] = {"id": id, "action": action}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals or key in ("id", "action"):
+            raise UsageError(f"--inject {text}: {part!r} is no key=value", hint=INJECT_HINT)
+        fields[key] = value
+    try:
+        spec = msgspec.convert(fields, InjectSpec, strict=False)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"--inject {text}: {error}", hint=INJECT_HINT) from error
+    return check_inject(spec)
+
+
+def check_inject(spec: InjectSpec) -> InjectSpec:
+    if spec.point not in POINTS:
+        raise UsageError(f"no such point: {spec.point}", hint=f"points: {', '.join(POINTS)}")
+    if spec.action == "kill-node":
+        # The step of a node's death is watched on one of its ranks, so either may name it.
+        if not spec.node and spec.rank < 0:
+            raise UsageError(
+                "kill-node needs a node", hint="--node n1, or --rank of one of its ranks"
+            )
+    elif spec.rank < 0:
+        raise UsageError(f"{spec.action} needs a rank", hint="--rank R")
+    if spec.seconds < 0:
+        raise UsageError("seconds cannot be negative")
+    return spec
+
+
+def compose_job_id(script: str, stamp: str, tail: str) -> str:
+    """`train-20261115-021455-a1b2`: says what runs, sorts by time, does not collide."""
+    stem = script.rpartition("/")[2].removesuffix(".py")
+    word = re.sub(r"[^A-Za-z0-9]+", "-", stem).strip("-")[:40] or "job"
+    return f"{word}-{stamp}-{tail}"

@@ -1,0 +1,229 @@
+"""Operator commands: look at jobs, move their ranks, break them on purpose.
+
+Each finds its orchestrator through KEEPSTEP_HOME/orchestrators; `--job` is needed only when
+several jobs are live. stdout is data (JSON word for word with --json), stderr is words.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from keepstep.adapters.store import sqlite
+from keepstep.cli import find, history, show
+from keepstep.cli.client import Client
+from keepstep.cli.home import home
+from keepstep.cli.layout import check_inject
+from keepstep.errors import UsageError
+from keepstep.model.job import POINTS, InjectSpec
+from keepstep.model.views import IncidentView, JobView
+from keepstep.orchestrator.api import spare_lines
+from keepstep.orchestrator.main import ENDED
+from keepstep.orchestrator.requests import (
+    DrainRequest,
+    MigrateRequest,
+    Ok,
+    TaintRequest,
+    UntaintRequest,
+)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+LEDGER_BROKEN = 1
+
+
+def job_option(command: F) -> F:
+    return click.option("--job", metavar="ID", help="Which job, when several are live.")(command)
+
+
+def json_option(command: F) -> F:
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
+
+
+@click.command()
+@job_option
+@click.option("--all", "everything", is_flag=True, help="Ended jobs too.")
+@json_option
+def status(job: str | None, everything: bool, as_json: bool) -> None:
+    """Show jobs: ranks, spares, nodes. Live ones, else the latest that ended."""
+    views = [one.view for one in chosen(job, everything)]
+    if as_json:
+        show.print_json(views)
+    elif views:
+        show.print_jobs(views)
+    else:
+        show.words(f"no jobs in {home()}")
+
+
+@click.command()
+@job_option
+@click.option("--all", "everything", is_flag=True, help="Those of ended jobs too.")
+@json_option
+def incidents(job: str | None, everything: bool, as_json: bool) -> None:
+    """Show incidents, newest first: what happened, how long it took, what it cost."""
+    found = [incident for one in chosen(job, everything) for incident in one.incidents]
+    found.sort(key=lambda incident: incident.opened_at_ns, reverse=True)
+    if as_json:
+        show.print_json(found)
+    elif found:
+        show.print_incidents(found)
+    else:
+        show.words("no incidents")
+
+
+def chosen(job: str | None, everything: bool) -> list[history.Past]:
+    """Live jobs, else the latest that ended; all of them, or the named one."""
+    where = home()
+    known = [
+        history.Past(view=one.view, incidents=_incidents(one), at_ns=0)
+        for one in find.all_jobs(where)
+    ]
+    names = [one.view.job for one in known]
+    if job is not None:
+        if job not in names:
+            known = history.past_jobs(where)
+        known = [one for one in known if one.view.job == job]
+        if not known:
+            raise UsageError(f"no such job: {job}", hint="keepstep status --all lists all jobs")
+        return known
+    if everything:
+        return known + history.past_jobs(where, skip=names)
+    live = [one for one in known if one.view.state not in ENDED]
+    return live or known[-1:] or history.past_jobs(where, latest=True)
+
+
+def _incidents(one: find.Found) -> list[IncidentView]:
+    return Client.of(one.entry).get(f"/v1/jobs/{one.view.job}/incidents", list[IncidentView])
+
+
+@click.command()
+@click.option("--rank", "ranks", type=int, multiple=True, required=True, help="Repeatable.")
+@click.option("--reason", default="requested", show_default=True)
+@job_option
+@json_option
+def migrate(ranks: tuple[int, ...], reason: str, job: str | None, as_json: bool) -> None:
+    """Move a rank to a spare while training goes on."""
+    body = MigrateRequest(ranks=list(ranks), reason=reason)
+    _ask(job, "migrate", body, as_json, f"moving rank {', '.join(map(str, ranks))}")
+
+
+@click.command()
+@click.argument("node")
+@click.option("--reason", default="drain", show_default=True)
+@job_option
+@json_option
+def drain(node: str, reason: str, job: str | None, as_json: bool) -> None:
+    """Move every rank off NODE and start nothing there any more."""
+    _ask(job, "drain", DrainRequest(node=node, reason=reason), as_json, f"draining {node}")
+
+
+@click.command()
+@click.argument("target")
+@click.option("--reason", required=True, metavar="TEXT")
+@job_option
+@json_option
+def taint(target: str, reason: str, job: str | None, as_json: bool) -> None:
+    """Mark a node (n1) or a slot (n1/0) as not to be trusted; its ranks move away."""
+    _ask(job, "taint", TaintRequest(target=target, reason=reason), as_json, f"tainted {target}")
+
+
+@click.command()
+@click.argument("target")
+@job_option
+@json_option
+def untaint(target: str, job: str | None, as_json: bool) -> None:
+    """Trust TARGET again: spares may start there."""
+    _ask(job, "untaint", UntaintRequest(target=target), as_json, f"untainted {target}")
+
+
+@click.command()
+@job_option
+@json_option
+def spares(job: str | None, as_json: bool) -> None:
+    """List standby processes of live jobs."""
+    views = [one.view for one in find.live_jobs(home())] if job is None else [_live(job)]
+    lines = spare_lines(views)
+    if as_json:
+        show.print_json(lines)
+    elif lines:
+        show.print_spares(lines)
+    else:
+        show.words("no spares")
+
+
+@click.command()
+@click.argument("action", type=click.Choice(["kill", "stop", "kill-node", "device-error"]))
+@click.option("--rank", type=int, default=-1, help="Victim.")
+@click.option("--node", default="", help="Victim of kill-node.")
+@click.option("--at-step", type=int, default=-1, help="In this step, instead of now.")
+@click.option("--at-point", type=click.Choice(POINTS), default=None, help="Where in that step.")
+@click.option("--seconds", type=float, default=0.0, help="stop: continue after that time.")
+@job_option
+@json_option
+def inject(
+    action: Any,
+    rank: int,
+    node: str,
+    at_step: int,
+    at_point: str | None,
+    seconds: float,
+    job: str | None,
+    as_json: bool,
+) -> None:
+    """Break something on purpose, to see that training goes on."""
+    if at_point is not None and at_step < 0:
+        raise UsageError("--at-point needs --at-step", hint="for example --at-step 100")
+    spec = InjectSpec(
+        id=f"inject-{secrets.token_hex(4)}",
+        action=action,
+        rank=rank,
+        node=node,
+        step=at_step,
+        point=at_point or "before_forward",
+        seconds=seconds,
+    )
+    _ask(job, "inject", check_inject(spec), as_json, f"{action} asked for", answer={"id": spec.id})
+
+
+@click.group()
+def ledger() -> None:
+    """Look after ledgers."""
+
+
+@ledger.command("verify")
+@click.argument("path", required=False, type=click.Path(path_type=Path))
+@json_option
+def ledger_verify(path: Path | None, as_json: bool) -> None:
+    """Check the hash chain of the ledger at PATH, or of all ledgers in KEEPSTEP_HOME."""
+    paths = [path] if path is not None else history.ledgers(home())
+    results = [sqlite.verify(one) for one in paths]
+    if as_json:
+        show.print_json(results)
+    else:
+        for result in results:
+            verdict = f"ok, {result.records} records" if result.ok else f"BROKEN: {result.problem}"
+            sys.stdout.write(f"{result.path}: {verdict}\n")
+        if not results:
+            show.words(f"no ledgers in {home()}")
+    if not all(result.ok for result in results):
+        sys.exit(LEDGER_BROKEN)
+
+
+def _live(job: str | None) -> JobView:
+    return find.one_job(home(), job).view
+
+
+def _ask(
+    job: str | None, verb: str, body: Any, as_json: bool, said: str, answer: Any = None
+) -> None:
+    found = find.one_job(home(), job)
+    Client.of(found.entry).post(f"/v1/jobs/{found.view.job}/{verb}", body, Ok)
+    if as_json:
+        show.print_json({"job": found.view.job, "ok": True, **(answer or {})})
+    else:
+        show.words(f"{found.view.job}: {said}; follow it with keepstep incidents")

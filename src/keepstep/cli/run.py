@@ -1,0 +1,200 @@
+"""`keepstep run`: torchrun's command line, with spares."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import os
+import secrets
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from keepstep.cli.client import AsyncClient
+from keepstep.cli.find import external
+from keepstep.cli.home import home
+from keepstep.cli.launcher import Launcher
+from keepstep.cli.layout import check_counts, compose_job_id, lay_out, parse_inject
+from keepstep.cli.output import Output
+from keepstep.errors import UsageError
+from keepstep.model.job import InjectSpec, JobSpec
+from keepstep.orchestrator.main import Orchestrator
+from keepstep.orchestrator.registry import check_id, prepare_home
+
+STALL_S_DEFAULT = 300.0
+
+
+@click.command(
+    name="run",
+    context_settings={"allow_interspersed_args": False},
+    short_help="Start a training script whose ranks can be moved and replaced.",
+)
+@click.option("--nnodes", type=int, default=1, show_default=True, help="Machines (1 for now).")
+@click.option(
+    "--nproc-per-node", "--nproc_per_node", "nproc", type=int, default=1, show_default=True,
+    help="Ranks on each node.",
+)  # fmt: skip
+@click.option("--spares", type=int, default=0, show_default=True, help="Warm standby processes.")
+@click.option(
+    "--local-nodes", "--local_nodes", type=int, default=None,
+    help="Run that many agents here, as if they were nodes.",
+)  # fmt: skip
+@click.option(
+    "--spare-nodes", "--spare_nodes", type=int, default=0, show_default=True,
+    help="More such nodes, all of whose slots are spares.",
+)  # fmt: skip
+@click.option(
+    "--stall-timeout", "--stall_timeout", "stall_s", type=float, default=STALL_S_DEFAULT,
+    show_default=True, metavar="S", help="A step that stands still that long is a hang.",
+)  # fmt: skip
+@click.option("--orchestrator", metavar="URL|ID", help="Use this orchestrator, do not embed one.")
+@click.option("--resume", metavar="DIR", help="Start from a just-in-time checkpoint.")
+@click.option(
+    "--log-dir", "--log_dir", metavar="DIR",
+    help="Logs and checkpoints [default: KEEPSTEP_HOME/jobs/<job>].",
+)  # fmt: skip
+@click.option("--job-id", "--job_id", metavar="ID", help="Name the job instead of inventing an id.")
+@click.option(
+    "--inject", multiple=True, metavar="SPEC",
+    help="Inject a fault, e.g. kill:rank=2,step=5,point=in_backward (repeatable).",
+)  # fmt: skip
+@click.option("--quiet", "-q", is_flag=True, help="Only ranks' output and errors.")
+@click.option("--standalone", is_flag=True, help="Accepted as torchrun's; every job is.")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module name, as in python -m.")
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def run(
+    nnodes: int,
+    nproc: int,
+    spares: int,
+    local_nodes: int | None,
+    spare_nodes: int,
+    stall_s: float,
+    orchestrator: str | None,
+    resume: str | None,
+    log_dir: str | None,
+    job_id: str | None,
+    inject: tuple[str, ...],
+    quiet: bool,
+    standalone: bool,
+    module: bool,
+    script: str,
+    args: tuple[str, ...],
+) -> None:
+    """Start SCRIPT with ARGS on every rank, as torchrun does, and keep it going."""
+    rank_nodes = check_counts(
+        nnodes=nnodes, nproc=nproc, spares=spares, local_nodes=local_nodes, spare_nodes=spare_nodes
+    )
+    check_script(script, module)
+    if not 0 < stall_s < 1e9:
+        raise UsageError(f"--stall-timeout is {stall_s:g}: it must be above 0")
+    injects = [parse_inject(text, f"inject-{i}") for i, text in enumerate(inject, 1)]
+    where = home()
+    prepare_home(where)
+    job = job_id or new_job_id(script)
+    check_id(job)
+    layout = lay_out(local_nodes=rank_nodes, nproc=nproc, spares=spares, spare_nodes=spare_nodes)
+    check_injects(injects, layout.world, [node.name for node in layout.nodes])
+    spec = JobSpec(
+        job=job,
+        world=layout.world,
+        local_world=layout.local_world,
+        nodes=layout.nodes,
+        spares=layout.spares,
+        stall_timeout_ns=int(stall_s * 1e9),
+        script=(["-m", script] if module else [script]) + list(args),
+        directory=str(Path(log_dir).absolute() if log_dir else where / "jobs" / job),
+        resume=check_resume(resume),
+        inject=injects,
+    )
+    code = asyncio.run(launch(spec, where, orchestrator, Output(quiet=quiet)))
+    sys.exit(code)
+
+
+async def launch(spec: JobSpec, where: Path, orchestrator: str | None, output: Output) -> int:
+    """Run `spec` under an external orchestrator, or under one of our own; returns the exit code."""
+    embedded: Orchestrator | None = None
+    if orchestrator is None:
+        log_to(where / "jobs" / spec.job / "orchestrator.log")
+        embedded = await Orchestrator.start(where, id=spec.job, embedded=True)
+        url, token, stream = embedded.url, embedded.token, embedded.stream
+    else:
+        url, token, stream = external(where, orchestrator, os.environ.get("KEEPSTEP_TOKEN", ""))
+    client = AsyncClient(url, token)
+    try:
+        launcher = Launcher(
+            spec, client=client, stream=stream, token=token, output=output, embedded=embedded
+        )
+        return await launcher.run()
+    finally:
+        await client.close()
+        if embedded is not None:
+            await embedded.stop()
+
+
+def log_to(path: Path) -> None:
+    """The orchestrator's own words go to a file: on the screen only what the user must know."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handler = logging.FileHandler(path)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {path}: {error.strerror}", hint="set KEEPSTEP_HOME to another directory"
+        ) from error
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger = logging.getLogger("keepstep")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    logger.propagate = False
+
+
+def check_script(script: str, module: bool) -> None:
+    if module:
+        top = script.partition(".")[0]
+        sys.path.insert(0, os.getcwd())
+        try:
+            found = importlib.util.find_spec(top) is not None
+        except (ImportError, ValueError):
+            found = False
+        finally:
+            sys.path.pop(0)
+        if not found:
+            raise UsageError(f"no module named {script}", hint="run it where python -m finds it")
+        return
+    path = Path(script)
+    if not path.is_file():
+        what = "is a directory" if path.is_dir() else "does not exist"
+        raise UsageError(f"script {script} {what}", hint="the script comes after all options")
+    if not os.access(path, os.R_OK):
+        raise UsageError(f"script {script} cannot be read")
+
+
+def check_resume(resume: str | None) -> str:
+    if resume is None:
+        return ""
+    path = Path(resume).absolute()
+    if not path.is_dir():
+        raise UsageError(
+            f"--resume {resume}: no such directory",
+            hint="name the checkpoint-<tick> directory that the held job reported",
+        )
+    return str(path)
+
+
+def check_injects(injects: list[InjectSpec], world: int, nodes: list[str]) -> None:
+    for spec in injects:
+        if spec.rank >= world:
+            raise UsageError(
+                f"--inject: there is no rank {spec.rank}", hint=f"ranks are 0 to {world - 1}"
+            )
+        if spec.node and spec.node not in nodes:
+            raise UsageError(
+                f"--inject: there is no node {spec.node}", hint=f"nodes: {', '.join(nodes)}"
+            )
+
+
+def new_job_id(script: str) -> str:
+    return compose_job_id(script, time.strftime("%Y%m%d-%H%M%S"), secrets.token_hex(2))

@@ -1,0 +1,94 @@
+"""Views as tables for people. With --json the same views are printed word for word."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from keepstep.model.views import IncidentView, JobView
+from keepstep.orchestrator.requests import SpareLine
+
+PIPE_COLUMNS = 400
+
+
+def print_json(value: Any) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
+
+
+def words(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+def print_jobs(views: Sequence[JobView]) -> None:
+    console = _console()
+    for view in views:
+        head = f"{view.job}  {view.state}  step {view.committed_step}"
+        head += f"  generation {view.generation}  {view.steps_per_s:.1f} steps/s"
+        if view.exit_code is not None:
+            head += f"  exit code {view.exit_code}"
+        console.print(Text(head, style="bold"), soft_wrap=True)
+        for line in (
+            view.reason,
+            view.protection,
+            view.checkpoint and f"checkpoint {view.checkpoint}",
+        ):
+            if line:
+                console.print(Text(f"  {line}"), soft_wrap=True)
+        rows: list[list[Any]] = [
+            [f"rank {r.rank}", r.pid, r.node, r.slot, r.generation, r.committed_step, r.state]
+            for r in view.ranks
+        ]
+        rows += [["spare", s.pid, s.node, s.slot, "", "", s.state] for s in view.spares]
+        _table(console, ("", "pid", "node", "slot", "generation", "step", "state"), rows)
+        for node in view.nodes:
+            if node.taints or node.state != "connected":
+                taints = f" tainted: {'; '.join(node.taints)}" if node.taints else ""
+                console.print(Text(f"  node {node.node} {node.state}{taints}"), soft_wrap=True)
+
+
+def print_incidents(incidents: Sequence[IncidentView]) -> None:
+    console = _console()
+    rows = [
+        [
+            one.id,
+            time.strftime("%H:%M:%S", time.localtime(one.opened_at_ns / 1e9)),
+            f"{one.trigger} {one.cause}",
+            ", ".join(map(str, one.victims)),
+            "; ".join(one.moves),
+            f"{one.pause_ms:.0f} ms",
+            one.steps_lost,
+            one.steps_recomputed,
+            one.outcome,
+            one.reason,
+        ]
+        for one in incidents
+    ]
+    names = ("incident", "at", "cause", "ranks", "moves", "pause", "lost", "recomputed")
+    _table(console, (*names, "outcome", "reason"), rows)
+
+
+def print_spares(spares: Sequence[SpareLine]) -> None:
+    rows = [[s.job, s.slot, s.pid, s.state, s.parked_at] for s in spares]
+    _table(_console(), ("job", "slot", "pid", "state", "parked at"), rows)
+
+
+def _console() -> Console:
+    # Where nobody looks at a screen (a pipe, a file) lines are not folded to a screen's width.
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+
+
+def _table(console: Console, names: Iterable[str], rows: Iterable[Sequence[Any]]) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in names:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        # Text, not markup: reasons hold whatever users wrote, square brackets included.
+        table.add_row(*(Text(str(cell)) for cell in row))
+    console.print(table)

@@ -1,0 +1,220 @@
+"""From facts to unplanned attempts: what broke, and who takes the seat.
+
+`broken` is the question asked after every event: do the ranks that are alive still match what is
+going on? If not, `recover_from` opens or widens the incident and starts the next attempt. It does
+not matter in which phase the previous one was.
+"""
+
+from __future__ import annotations
+
+from keepstep.core.incidents import (
+    close_incident,
+    end_job,
+    open_incident,
+    warn,
+    widen_incident,
+)
+from keepstep.core.migration import (
+    EXIT_FELL_BACK,
+    EXIT_GAVE_UP,
+    NEWCOMERS_MAX,
+    STAGE_FAILURES_MAX,
+    has_held,
+    newcomers,
+    start_attempt,
+)
+from keepstep.core.planned import fail_move
+from keepstep.core.processes import node_lost
+from keepstep.core.rewire import settle_committed_planned
+from keepstep.core.state import Attempt, Incident, Job, Out, Worker
+from keepstep.core.triage import hang_culprits, name_ranks
+from keepstep.model.records import SignalSeen
+
+
+def broken(job: Job) -> bool:
+    attempt = job.attempt
+    if attempt is None or attempt.kind == "planned" or attempt.committed:
+        return bool(job.dead()) or job.alarm is not None
+    job.alarm = None  # its Report will say it again
+    if attempt.kind == "resume":
+        return False
+    host = job.nodes.get(attempt.store_node)
+    if attempt.store is None and host is not None and host.state == "dead":
+        return True
+    return attempt.members != tuple(job.live()) or set(attempt.moving) != set(job.dead())
+
+
+def recover_from(job: Job, out: Out) -> None:
+    """Start an attempt for everything that is broken now."""
+    dead, live = job.dead(), job.live()
+    previous = job.attempt
+    cause, reason = _cause(job, dead)
+    incident = job.unplanned()
+    if incident is None:
+        incident = open_incident(
+            job, out, trigger="unplanned", cause=cause, victims=dead, reason=reason
+        )
+    elif set(dead) - set(incident.victims) or job.alarm is not None or _again(previous, dead):
+        if incident.cause in ("connection", "user"):
+            incident.cause = cause  # the exceptions were the effect of this
+        widen_incident(job, out, incident, cause, dead, reason)
+    job.alarm = None
+    reuse = _leave_attempt(job, out, previous, incident, dead)
+    if dead and not live:
+        _fall_back(job, out, dead)
+        return
+    start_attempt(job, out, "unplanned", incident, dead, reuse, reason)
+
+
+def _again(previous: Attempt | None, dead: list[int]) -> bool:
+    return previous is not None and (previous.committed or not set(dead) <= set(previous.moving))
+
+
+def _cause(job: Job, dead: list[int]) -> tuple[str, str]:
+    causes = [job.causes[rank] for rank in dead if rank in job.causes]
+    if causes:
+        sentences = list(dict.fromkeys(why for _, why in causes))
+        return causes[-1][0], "; ".join(sentences)
+    if job.alarm is not None:
+        return job.alarm
+    if dead:
+        return "process-exit", f"{name_ranks(dead)} died"
+    return "connection", "the attempt is repeated with the same members"
+
+
+def _leave_attempt(
+    job: Job, out: Out, previous: Attempt | None, incident: Incident, dead: list[int]
+) -> dict[int, str]:
+    """What of the previous attempt's newcomers can still be used, and what becomes of a planned
+    incident whose attempt it was."""
+    by = f"incident {incident.id}"
+    for other in list(job.incidents):
+        if other.trigger == "unplanned" or other is incident:
+            continue
+        was_pending = bool(other.pending)
+        other.pending = [rank for rank in other.pending if rank not in dead]
+        mine = previous is not None and previous.incident is other
+        if mine and previous is not None and previous.committed:
+            settle_committed_planned(job, out, other, by)
+        elif was_pending and not other.pending:
+            close_incident(job, out, other, "RESOLVED", f"its ranks died and are moved by {by}")
+        elif mine:
+            other.reason = f"{other.reason}; put off by {by}"
+    reuse: dict[int, str] = {}
+    if previous is None or previous.committed:
+        return reuse
+    for worker in newcomers(job, previous):
+        if worker.usable and worker.rank in dead:
+            reuse[worker.rank] = worker.id
+        elif worker.alive:
+            worker.role = "unwanted"
+            out.kill(worker)
+    return reuse
+
+
+def _fall_back(job: Job, out: Out, dead: list[int]) -> None:
+    version = max((worker.version for _, worker in job.owning()), default=0)
+    end_job(
+        job,
+        out,
+        "fell_back",
+        EXIT_FELL_BACK,
+        f"no rank is left alive ({name_ranks(dead)} died): the state of about {version} steps "
+        "is lost except for what the script saved itself",
+    )
+
+
+def repeat_attempt(job: Job, out: Out, attempt: Attempt, why: str) -> None:
+    """Same members, next generation. Newcomers keep their process."""
+    reuse = {w.rank: w.id for w in newcomers(job, attempt) if w.usable}
+    moving = list(attempt.moving)
+    start_attempt(job, out, attempt.kind, attempt.incident, moving, reuse, why)
+
+
+def stage_failed(job: Job, out: Out, attempt: Attempt, why: str) -> None:
+    if attempt.kind == "planned":
+        fail_move(job, out, attempt, why)
+        return
+    incident = attempt.incident
+    incident.stage_failures += 1
+    if incident.stage_failures >= STAGE_FAILURES_MAX:
+        end_job(
+            job,
+            out,
+            "failed",
+            EXIT_GAVE_UP,
+            f"new process groups could not be built {STAGE_FAILURES_MAX} times in a row: {why}",
+        )
+        return
+    repeat_attempt(job, out, attempt, f"process groups could not be built: {why}")
+
+
+def newcomer_failed(job: Job, out: Out, worker: Worker, why: str) -> None:
+    """Take the next spare. Groups in which it was awaited can never complete, so whoever was
+    told to stage starts over with the next generation."""
+    worker.role = "unwanted"
+    out.kill(worker)
+    attempt = job.attempt
+    if attempt is None or attempt.newcomers.get(worker.rank) != worker.id or attempt.committed:
+        return
+    if attempt.kind == "planned":
+        fail_move(job, out, attempt, why)
+        return
+    incident = attempt.incident
+    incident.failures += 1
+    del attempt.newcomers[worker.rank]
+    if incident.failures >= max(NEWCOMERS_MAX, len(attempt.moving) + 2):
+        incident.give_up = f"{incident.failures} newcomers failed, the last one: {why}"
+        incident.give_up_at = out.now
+        if attempt.kind == "resume":
+            end_job(job, out, "failed", EXIT_GAVE_UP, incident.give_up)
+            return
+    if attempt.staged_at:
+        repeat_attempt(job, out, attempt, f"{worker.id} failed: {why}")
+
+
+def lose_node(job: Job, out: Out, name: str, why: str) -> None:
+    joining = [
+        w for w in job.workers.values() if w.node == name and w.role == "newcomer" and w.alive
+    ]
+    node_lost(job, out, job.nodes[name], why)
+    for worker in joining:
+        newcomer_failed(job, out, worker, f"{name} {why}")
+
+
+def check_hang(job: Job, out: Out) -> None:
+    """Only when every rank that should progress stands still can the culprit be told."""
+    attempt = job.attempt
+    if attempt is not None and attempt.kind != "planned" and not attempt.committed:
+        return
+    stalled = {}
+    for rank, worker in job.owning():
+        if not worker.usable or worker.done:
+            continue
+        if attempt is not None and not attempt.committed and has_held(worker, attempt):
+            continue
+        if worker.stalled is None:
+            return
+        stalled[rank] = worker.stalled
+    if not stalled:
+        return
+    ranks, reason = hang_culprits(stalled, job.stall_ns)
+    if not ranks:
+        if not job.hang_warned:
+            warn(job, out, f"training stands still: {reason}")
+        job.hang_warned = True
+        return
+    for rank in ranks:
+        worker = job.workers[job.owners[rank]]
+        out.record(
+            SignalSeen(
+                job=job.id,
+                at_ns=out.now,
+                node=worker.node,
+                worker=worker.id,
+                signal="hang",
+                detail=reason,
+            )
+        )
+        job.causes[rank] = ("hang", reason)
+        out.kill(worker)

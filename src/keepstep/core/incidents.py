@@ -1,0 +1,132 @@
+"""Opening, widening and closing incidents, and ending a job.
+
+An incident is one cause with a set of victims. At most one unplanned incident is open in a job:
+whatever else breaks before it is resolved widens it, because the ranks are being rewired anyway.
+Planned ones queue behind it. Closing writes the whole story as one record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from keepstep.core.project import incident_view, job_view
+from keepstep.core.state import SECOND, Incident, Job, Out
+from keepstep.core.timeline import Timeline
+from keepstep.model.messages import Finish, Stop
+from keepstep.model.records import (
+    IncidentClosed,
+    IncidentOpened,
+    IncidentWidened,
+    JobEnded,
+    Trigger,
+    Warned,
+)
+from keepstep.model.views import JobState
+
+STOP_GRACE_NS = 3 * SECOND
+
+
+def open_incident(
+    job: Job,
+    out: Out,
+    *,
+    trigger: Trigger,
+    cause: str,
+    victims: Sequence[int],
+    reason: str,
+    target: str = "",
+) -> Incident:
+    incident = Incident(
+        id=f"{job.id}-{job.incident_next}",
+        trigger=trigger,
+        cause=cause,
+        opened_at=out.now,
+        victims=sorted(victims),
+        reason=reason,
+        timeline=Timeline(opened_at=out.now),
+        pending=sorted(victims) if trigger != "unplanned" else [],
+        target=target,
+        generation=job.generation,
+    )
+    job.incident_next += 1
+    job.incidents.append(incident)
+    out.record(
+        IncidentOpened(
+            job=job.id,
+            at_ns=out.now,
+            incident=incident.id,
+            trigger=trigger,
+            cause=cause,
+            victims=incident.victims,
+            reason=reason,
+            target=target,
+        )
+    )
+    return incident
+
+
+def widen_incident(
+    job: Job, out: Out, incident: Incident, cause: str, victims: Sequence[int], reason: str
+) -> None:
+    added = sorted(set(victims) - set(incident.victims))
+    incident.victims = sorted(set(incident.victims) | set(victims))
+    incident.reason = f"{incident.reason}; then {reason}"
+    out.record(
+        IncidentWidened(
+            job=job.id,
+            at_ns=out.now,
+            incident=incident.id,
+            cause=cause,
+            victims=added,
+            reason=reason,
+        )
+    )
+
+
+def close_incident(
+    job: Job,
+    out: Out,
+    incident: Incident,
+    outcome: Literal["RESOLVED", "ABORTED", "FELL_BACK", "FAILED"],
+    reason: str,
+) -> None:
+    """`reason` is added to why it was opened."""
+    lost = 0
+    if outcome == "FELL_BACK":
+        lost = max((worker.version for _, worker in job.owning()), default=0)
+    if reason:
+        incident.reason = f"{incident.reason}; {reason}" if incident.reason else reason
+    view = incident_view(job, incident, out.now, outcome=outcome, steps_lost=lost)
+    job.incidents.remove(incident)
+    job.closed.append(view)
+    out.record(IncidentClosed(job=job.id, at_ns=out.now, view=view))
+
+
+def warn(job: Job, out: Out, message: str) -> None:
+    out.record(Warned(job=job.id, at_ns=out.now, message=message))
+
+
+def end_job(job: Job, out: Out, state: JobState, exit_code: int, reason: str) -> None:
+    """Whatever is open is closed with it, and every agent is told to stop."""
+    if job.ended is not None:
+        return
+    outcomes: dict[str, Literal["RESOLVED", "ABORTED", "FELL_BACK", "FAILED"]] = {
+        "done": "RESOLVED",
+        "cancelled": "ABORTED",
+        "fell_back": "FELL_BACK",
+    }
+    for incident in list(job.incidents):
+        outcome = outcomes.get(state, "FAILED")
+        if incident.trigger != "unplanned" and incident.pending and outcome == "RESOLVED":
+            outcome = "ABORTED"
+        close_incident(job, out, incident, outcome, reason)
+    job.attempt = None
+    job.reason = reason
+    job.ended = job_view(job, state=state, exit_code=exit_code)
+    out.record(JobEnded(job=job.id, at_ns=out.now, view=job.ended))
+    if state == "done":
+        for _, worker in job.owning():
+            out.tell(worker, Finish())
+    for node in job.nodes.values():
+        out.send(node.name, Stop(grace_ns=STOP_GRACE_NS))

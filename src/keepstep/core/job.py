@@ -1,0 +1,303 @@
+"""One job: events become facts, then `settle` looks at all facts and acts.
+
+An event that cannot be true any more (an old generation, a process that is gone or fenced, an
+answer to something that was not asked) changes nothing. See state.py for why there are no
+callbacks, start.py for the beginning, migration.py for what an attempt is.
+"""
+
+from __future__ import annotations
+
+from keepstep.core import faults, planned, processes, rewire, start
+from keepstep.core.incidents import end_job, warn
+from keepstep.core.migration import EXIT_GAVE_UP, all_filled, recover
+from keepstep.core.recovery import agents_are_back
+from keepstep.core.state import Attempt, Job, Out, Worker
+from keepstep.core.workers import worker_said
+from keepstep.model.messages import (
+    AgentMessage,
+    CloseStore,
+    Forget,
+    Hello,
+    KillNode,
+    KillWorker,
+    Progress,
+    Release,
+    Stalled,
+    StoreFailed,
+    StoreOpened,
+    Unstalled,
+    WorkerExited,
+    WorkerSaid,
+    WorkerStarted,
+    WorkerState,
+)
+from keepstep.model.records import NodeJoined
+
+
+def settle(job: Job, out: Out) -> None:
+    for _ in range(200):
+        if job.ended is not None or not _step(job, out):
+            break
+    else:
+        raise AssertionError(f"job {job.id} does not come to rest")
+    if job.ended is None and not job.replayed:
+        _release(job, out)
+        _refill(job, out)
+
+
+def _step(job: Job, out: Out) -> bool:
+    """One look. True: something changed, look again."""
+    if job.replayed:
+        return agents_are_back(job, out)
+    attempt = job.attempt
+    owners = [worker for _, worker in job.owning()]
+    if len(owners) == job.spec.world and all(worker.done for worker in owners):
+        end_job(job, out, "done", 0, "all ranks finished")
+        return False
+    if job.mode != "running" and attempt is None:
+        mode = job.mode
+        start.advance_start(job, out)
+        return job.mode != mode
+    faults.check_hang(job, out)
+    if faults.broken(job):
+        faults.recover_from(job, out)
+        return True
+    if attempt is None:
+        planned.next_move(job, out)
+        return job.attempt is not None
+    return _advance(job, out, attempt)
+
+
+def _advance(job: Job, out: Out, attempt: Attempt) -> bool:
+    if attempt.committed:
+        rewire.rewire(job, out, attempt)
+        return job.attempt is not attempt
+    if attempt.kind == "planned":
+        planned.move(job, out, attempt)
+    else:
+        recover(job, out, attempt)
+        _give_up(job, out, attempt)
+    if job.ended is not None or job.attempt is not attempt:
+        return True
+    if attempt.phase != "COMMIT":
+        return faults.broken(job)
+    rewire.commit(job, out, attempt)
+    if attempt.kind == "resume":
+        start.started(job, out)
+    return True
+
+
+def _give_up(job: Job, out: Out, attempt: Attempt) -> None:
+    if job.ended is not None:
+        return
+    incident = attempt.incident
+    if incident.give_up and attempt.tick is not None and job.checkpoint_tick == attempt.tick:
+        where = f"; the state of tick {attempt.tick} is in {job.checkpoint}"
+        end_job(job, out, "failed", EXIT_GAVE_UP, incident.give_up + where)
+        return
+    if attempt.kind != "resume" or all_filled(job, attempt):
+        return
+    if not processes.may_get_spare(job):
+        end_job(job, out, "failed", EXIT_GAVE_UP, "not enough healthy slots to resume in")
+
+
+def _release(job: Job, out: Out) -> None:
+    for _, worker in job.owning():
+        due = worker.release_due
+        if due is not None and (not worker.usable or out.tell(worker, Release(generation=due))):
+            worker.release_due = None
+
+
+def _refill(job: Job, out: Out) -> None:
+    attempt = job.attempt
+    if job.mode in ("waiting", "opening"):
+        return
+    if attempt is None or attempt.kind == "planned":
+        taken = len(attempt.newcomers) if attempt is not None and not attempt.committed else 0
+        processes.refill(job, out, planned.pending_ranks(job) - taken, forced=False)
+    elif attempt.committed or attempt.incident.give_up:
+        processes.refill(job, out, 0, forced=True)
+    else:
+        unfilled = sum(1 for rank in attempt.moving if rank not in attempt.newcomers)
+        processes.refill(job, out, unfilled, forced=True)
+
+
+# ------------------------------------------------------------------ agents
+
+
+def agent_joined(job: Job, out: Out, name: str, hello: Hello) -> None:
+    node = job.nodes[name]
+    if node.state != "connected" or node.session != hello.session:
+        out.record(NodeJoined(job=job.id, at_ns=out.now, node=name, slots=hello.slots))
+    node.state = "connected"
+    node.blobs, node.pid, node.session = hello.blobs, hello.pid, hello.session
+    node.slots = hello.slots
+    there = {state.worker: state for state in hello.workers}
+    for worker in [w for w in job.workers.values() if w.node == name and w.alive]:
+        state = there.get(worker.id)
+        if state is not None:
+            _adopt(job, out, worker, state)
+        elif worker.running:
+            processes.worker_ended(
+                job, out, worker, -1, "was gone when its agent came back", "process-exit"
+            )
+            exited(job, out, worker, "was gone when its agent came back")
+        elif worker.start is not None and worker.killed_at is None:
+            out.send(name, worker.start)
+        else:
+            processes.worker_ended(job, out, worker, -1, "was never started", "process-exit")
+    for known in there:
+        if known not in job.workers or not job.workers[known].alive:
+            out.send(name, KillWorker(worker=known))
+    _sweep(job, out, name, hello)
+
+
+def _adopt(job: Job, out: Out, worker: Worker, state: WorkerState) -> None:
+    """What the worker was told before the stream broke may be lost: everything that is not
+    answered will be asked again."""
+    worker.running = True
+    note_progress(worker, state)
+    if job.replayed:
+        worker.swapped = state.generation
+    if worker.role == "standby" and not worker.parked and state.where == "parked":
+        worker.parked = "unknown"
+    if state.where == "done":
+        worker.done = True
+    answered = {"forget"}
+    answered |= {"assign"} if worker.arrived else set()
+    answered |= {"position"} if worker.ready is not None else set()
+    worker.asked = {what: when for what, when in worker.asked.items() if what in answered}
+    worker.resync = True
+    if worker.killed_at is not None:
+        out.send(worker.node, KillWorker(worker=worker.id))
+    elif worker.role == "standby" and job.replayed and state.rank >= 0:
+        worker.role = "unwanted"  # it was joining when the orchestrator was restarted
+        out.kill(worker)
+
+
+def _sweep(job: Job, out: Out, name: str, hello: Hello) -> None:
+    """Things that are asked without an answer, and could be lost with a stream."""
+    node = job.nodes[name]
+    attempt = job.attempt
+    if attempt is not None and attempt.store is None and attempt.store_node == name:
+        attempt.store_asked_at = 0
+    if job.mode == "opening" and job.store_node == name:
+        job.store_asked_at = 0
+    keep = {job.generation} | ({attempt.generation} if attempt is not None else set())
+    for generation in sorted(node.stores - keep):
+        out.send(name, CloseStore(generation=generation))
+        node.stores.discard(generation)
+    if attempt is None and not job.incidents:
+        stale = [worker for worker, _ in hello.retained]
+        if stale:
+            out.send(name, Forget(workers=stale))
+    for _, owner in job.owning():
+        if owner.node == name and owner.usable and owner.release_due is None:
+            released = job.released
+            if released is not None and released > job.generation and attempt is None:
+                owner.release_due = released
+
+
+def agent_gone(job: Job, out: Out, name: str) -> None:
+    node = job.nodes[name]
+    if node.state == "connected":
+        node.state = "disconnected"
+        node.gone_at = out.now
+
+
+def agent_said(job: Job, out: Out, name: str, message: AgentMessage) -> None:
+    if isinstance(message, WorkerSaid):
+        worker = _worker(job, name, message.worker)
+        if worker is not None and worker.usable:
+            worker.running = True
+            worker_said(job, out, worker, message.said)
+    elif isinstance(message, WorkerExited):
+        worker = _worker(job, name, message.worker)
+        if worker is not None:
+            _worker_exited(job, out, worker, message)
+    elif isinstance(message, WorkerStarted):
+        worker = _worker(job, name, message.worker)
+        if worker is not None:
+            worker.running, worker.pid = True, message.pid
+    elif isinstance(message, Progress):
+        for state in message.workers:
+            worker = _worker(job, name, state.worker)
+            if worker is not None:
+                note_progress(worker, state)
+        _after_progress(job, out, name)
+    elif isinstance(message, Stalled | Unstalled):
+        worker = _worker(job, name, message.worker)
+        if worker is not None:
+            worker.stalled = message if isinstance(message, Stalled) else None
+            if worker.stalled is None:
+                job.hang_warned = False
+    elif isinstance(message, StoreOpened | StoreFailed):
+        _store_answered(job, out, name, message)
+
+
+def _worker(job: Job, node: str, worker_id: str) -> Worker | None:
+    worker = job.workers.get(worker_id)
+    if worker is None or worker.node != node or not worker.alive:
+        return None
+    return worker
+
+
+def note_progress(worker: Worker, state: WorkerState) -> None:
+    worker.pid = state.pid or worker.pid
+    worker.generation = max(worker.generation, state.generation)
+    worker.version = max(worker.version, state.version)
+    worker.tick = max(worker.tick, state.tick)
+    worker.where = state.where
+    worker.steps_per_s = state.steps_per_s
+
+
+def _after_progress(job: Job, out: Out, name: str) -> None:
+    if job.mode == "starting" and job.attempt is None:
+        # Attached may have been said while no orchestrator was listening.
+        for _, worker in job.owning():
+            worker.attached = worker.attached or worker.tick > 0
+    for inject in list(job.injects.values()):
+        if inject.action != "kill-node" or inject.step < 0 or inject.id in job.fired:
+            continue
+        there = [w for _, w in job.owning() if w.node == name and w.usable]
+        if inject.node == name and any(w.version >= inject.step for w in there):
+            processes.inject_fired(job, out, inject.id, f"{name} killed")
+            out.send(name, KillNode())
+
+
+def _worker_exited(job: Job, out: Out, worker: Worker, message: WorkerExited) -> None:
+    tail = message.tail.strip().splitlines()
+    how = f"signal {-message.code}" if message.code < 0 else f"code {message.code}"
+    why = f"ended with {how}"
+    starting = job.mode == "starting" and job.attempt is None and worker.role == "rank"
+    processes.worker_ended(job, out, worker, message.code, why, "process-exit")
+    if starting:
+        start.rank_exited(job, out, worker, message.code, message.tail)
+    else:
+        exited(job, out, worker, f"{why}{': ' + tail[-1] if tail else ''}")
+
+
+def exited(job: Job, out: Out, worker: Worker, why: str) -> None:
+    if worker.role == "newcomer":
+        faults.newcomer_failed(job, out, worker, f"{worker.id} {why}")
+    elif worker.role == "standby" and worker.killed_at is None:
+        warn(job, out, f"standby {worker.id} in {worker.place} {why}")
+
+
+def _store_answered(job: Job, out: Out, name: str, message: StoreOpened | StoreFailed) -> None:
+    attempt = job.attempt
+    if isinstance(message, StoreOpened):
+        if attempt is not None and attempt.generation == message.generation:
+            if attempt.store is None and attempt.store_node == name and not attempt.committed:
+                attempt.store = message.store
+        else:
+            start.store_opened(job, out, message)
+        return
+    if attempt is not None and attempt.generation == message.generation:
+        if attempt.store is None and not attempt.committed:
+            faults.stage_failed(
+                job, out, attempt, f"{name} could not open a store: {message.error}"
+            )
+    elif job.mode == "opening" and message.generation == job.generation_max:
+        reason = f"{name} could not open a store: {message.error}"
+        end_job(job, out, "failed", EXIT_GAVE_UP, reason)

@@ -1,0 +1,494 @@
+"""The attempt machine: how ranks get from one generation to the next.
+
+Theory of operation. An attempt has a fixed set of members (ranks with a living owner) and a set
+of moving ranks that newcomers take over. Whoever else dies, answers wrongly or not at all ends
+the attempt, never the incident: the next attempt starts with the next generation, and whatever
+still speaks of the old one is ignored. Newcomers that are good keep their process and what they
+have built.
+
+Phases and their gates (first gate that is shut = the phase; `PHASES` below is this table):
+
+    phase    unplanned leaves it when               planned leaves it when
+    RESERVE  every moving rank has a newcomer       newcomers ready, all staged (training runs)
+    HOLD     decided, all held, newcomers ready     all held at one tick
+    COPY     all copied and staged, victims fenced  all copied
+    COMMIT   the record is durable (same outcome)   same
+    REWIRE   all swapped                            same
+    RESUME   all passed their first fence, or done  same
+    RETIRE   at once: old stores and side state dropped, spares refilled afterwards
+
+Within a phase everything that can be asked for is asked at once (rows, in this order):
+
+    command     to                       as soon as                           answered by
+    Abort       members, newcomers       at once (unplanned)                  Report (members)
+    OpenStore   an agent not hit         at once                              StoreOpened
+    Assign      a parked standby         a moving rank has no newcomer        Arrived
+    Decide      members                  all have reported, tick is on record Held
+    Stage       members, newcomers       store open; reported / arrived       Staged
+    Position    newcomers                arrived and tick known               Ready
+    Hold        members                  planned: all ready and staged        Held
+    Copy        newcomers                ready, all members hold              Copied
+    Checkpoint  members                  all hold and no spare can come       Checkpointed
+    Swap, Leave everyone                 Committed is on record               Swapped, Resumed
+
+Before Committed everything can be undone; after it, only forward: a fault then is the next
+attempt's, in which the newcomers are ranks like all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from keepstep.core import placement
+from keepstep.core.incidents import end_job
+from keepstep.core.processes import NOWHERE, close_stores, give_buddy, may_get_spare
+from keepstep.core.state import Attempt, Incident, Job, Kind, Out, Worker
+from keepstep.core.triage import judge_reports, name_ranks
+from keepstep.model.messages import (
+    Abort,
+    Address,
+    Assign,
+    Checkpoint,
+    Copy,
+    Decide,
+    OpenStore,
+    Position,
+    Source,
+    Stage,
+)
+from keepstep.model.records import AttemptStarted, Decided
+
+DEATHS_MAX = 3  # of one rank without the tick advancing
+RECONNECTS_MAX = 5
+NEWCOMERS_MAX = 5  # that fail in one unplanned incident
+STAGE_FAILURES_MAX = 3
+TICK_NEWEST = -2
+TICK_CHECKPOINT = -3
+
+EXIT_USER = 1
+EXIT_GAVE_UP = 3
+EXIT_FELL_BACK = 4
+
+
+def start_attempt(
+    job: Job,
+    out: Out,
+    kind: Kind,
+    incident: Incident,
+    moving: list[int],
+    newcomers: dict[int, str],
+    reason: str,
+) -> Attempt:
+    attempt = Attempt(
+        kind=kind,
+        incident=incident,
+        generation=job.new_generation(),
+        started_at=out.now,
+        members=tuple(job.live()),
+        moving=tuple(sorted(moving)),
+        newcomers=newcomers,
+    )
+    incident.attempts += 1
+    job.attempt = attempt
+    out.record(
+        AttemptStarted(
+            job=job.id,
+            at_ns=out.now,
+            incident=incident.id,
+            generation=attempt.generation,
+            kind=kind,
+            ranks=list(attempt.moving),
+            reason=reason,
+        )
+    )
+    # The stores of undone attempts: whoever still waits in their rendezvous fails at once.
+    close_stores(job, out, keep={job.generation})
+    mark(attempt, out, "RESERVE")
+    return attempt
+
+
+def mark(attempt: Attempt, out: Out, phase: str) -> None:
+    attempt.phase = phase
+    attempt.incident.timeline.mark(phase, out.now)
+
+
+def members(job: Job, attempt: Attempt) -> list[Worker]:
+    return [job.workers[job.owners[rank]] for rank in attempt.members]
+
+
+def newcomers(job: Job, attempt: Attempt) -> list[Worker]:
+    return [job.workers[worker] for _, worker in sorted(attempt.newcomers.items())]
+
+
+# ------------------------------------------------------------------ gates
+
+
+def has_reported(worker: Worker, attempt: Attempt) -> bool:
+    return worker.report is not None and worker.report.generation == attempt.generation
+
+
+def has_held(worker: Worker, attempt: Attempt) -> bool:
+    held = worker.held
+    if held is None or held.generation != attempt.generation:
+        return False
+    return attempt.kind == "planned" or held.tick == attempt.tick
+
+
+def has_copied(worker: Worker, attempt: Attempt) -> bool:
+    return worker.copied is not None and worker.copied.generation == attempt.generation
+
+
+def all_filled(job: Job, attempt: Attempt) -> bool:
+    return all(rank in attempt.newcomers for rank in attempt.moving)
+
+
+def all_ready(job: Job, attempt: Attempt) -> bool:
+    return all_filled(job, attempt) and all(w.ready is not None for w in newcomers(job, attempt))
+
+
+def all_held(job: Job, attempt: Attempt) -> bool:
+    return attempt.tick is not None and all(has_held(w, attempt) for w in members(job, attempt))
+
+
+def all_staged(job: Job, attempt: Attempt) -> bool:
+    if attempt.solo:
+        return True
+    group = group_of(job, attempt)
+    return all_filled(job, attempt) and all(w.staged == attempt.generation for w in group)
+
+
+def all_copied(job: Job, attempt: Attempt) -> bool:
+    return all_filled(job, attempt) and all(has_copied(w, attempt) for w in newcomers(job, attempt))
+
+
+def all_fenced(job: Job, attempt: Attempt) -> bool:
+    """Never two owners: a victim's process is known to be gone before its rank lives again."""
+    if attempt.kind == "planned":
+        return True
+    owners = (job.owner(rank) for rank in attempt.moving)
+    return not any(worker.alive for worker in owners if worker is not None)
+
+
+Gate = Callable[[Job, Attempt], bool]
+PHASES: dict[Kind, tuple[tuple[str, tuple[Gate, ...]], ...]] = {
+    "unplanned": (
+        ("RESERVE", (all_filled,)),
+        ("HOLD", (all_held, all_ready)),
+        ("COPY", (all_copied, all_staged, all_fenced)),
+    ),
+    "planned": (
+        ("RESERVE", (all_ready, all_staged)),
+        ("HOLD", (all_held,)),
+        ("COPY", (all_copied,)),
+    ),
+    "resume": (
+        ("RESERVE", (all_filled,)),
+        ("HOLD", (all_ready,)),
+        ("COPY", (all_copied, all_staged)),
+    ),
+}
+
+
+def phase_now(job: Job, attempt: Attempt) -> str:
+    for phase, gates in PHASES[attempt.kind]:
+        if not all(gate(job, attempt) for gate in gates):
+            return phase
+    return "COMMIT"
+
+
+def group_of(job: Job, attempt: Attempt) -> list[Worker]:
+    """Members of the new generation's process groups."""
+    stay = [w for w in members(job, attempt) if w.rank not in attempt.newcomers]
+    return [w for w in stay if w.rank not in attempt.moving] + newcomers(job, attempt)
+
+
+# ------------------------------------------------------------------ unplanned and resume
+
+
+def recover(job: Job, out: Out, attempt: Attempt) -> None:
+    abort_row(job, out, attempt)
+    store_row(job, out, attempt)
+    assign_row(job, out, attempt)
+    decide_row(job, out, attempt)
+    if job.ended is not None or job.attempt is not attempt:
+        return
+    stage_row(job, out, attempt)
+    position_row(job, out, attempt)
+    copy_row(job, out, attempt)
+    hold_without_spare(job, out, attempt)
+    mark(attempt, out, phase_now(job, attempt))
+
+
+def abort_row(job: Job, out: Out, attempt: Attempt) -> None:
+    command = Abort(generation=attempt.generation, reason=attempt.incident.reason)
+    for worker in members(job, attempt):
+        if has_reported(worker, attempt):
+            continue
+        if worker.resync and worker.swap is not None and worker.swapped < worker.swap.generation:
+            # Committed, but it may not know: a newcomer only reports once it is a rank.
+            out.tell(worker, worker.swap)
+        worker.resync = False
+        out.ask(worker, "abort", attempt.generation, command)
+    for worker in newcomers(job, attempt):
+        kept = worker.asked.get("assign", (attempt.generation, 0))[0] != attempt.generation
+        if kept and worker.staged != attempt.generation:
+            out.ask(worker, "abort", attempt.generation, command)
+
+
+def store_row(job: Job, out: Out, attempt: Attempt) -> None:
+    if attempt.store is not None or attempt.solo:
+        return
+    if attempt.store_node:
+        node = job.nodes[attempt.store_node]
+        if node.state == "connected" and attempt.store_asked_at == 0:
+            out.send(node.name, OpenStore(generation=attempt.generation))
+            attempt.store_asked_at = out.now
+        return
+    hit = [w.node for rank in attempt.moving if (w := job.owner(rank)) is not None]
+    chosen = placement.store_node(job.nodes, hit)
+    if chosen is None:
+        return
+    attempt.store_node = chosen.name
+    attempt.store_asked_at = out.now
+    chosen.stores.add(attempt.generation)
+    out.send(chosen.name, OpenStore(generation=attempt.generation))
+
+
+def assign_row(job: Job, out: Out, attempt: Attempt) -> None:
+    if attempt.kind == "resume" and attempt.store is None:
+        return
+    homes = placement.home_slots(job.spec) if attempt.kind == "resume" else {}
+    for rank in attempt.moving:
+        if rank in attempt.newcomers:
+            continue
+        old = job.owner(rank)
+        node, slot = homes.get(rank, ("", 0))
+        spare, _ = placement.choose_spare(
+            job.standbys(),
+            job.nodes,
+            away_from=old.node if old is not None else "",
+            home=f"{node}/{slot}",
+        )
+        if spare is None or attempt.incident.give_up:
+            break
+        attempt.newcomers[rank] = spare.id
+        spare.role = "newcomer"
+        spare.rank = rank
+        spare.assigned_at = out.now
+        spare.arrived, spare.ready, spare.positioned_at = False, None, None
+    for worker in newcomers(job, attempt):
+        if not worker.arrived and "assign" not in worker.asked:
+            assign = Assign(
+                rank=worker.rank,
+                generation=attempt.generation,
+                master=attempt.store or job.master or NOWHERE,
+                buddy=give_buddy(job, out, worker),
+            )
+            out.ask(worker, "assign", attempt.generation, assign)
+
+
+def decide_row(job: Job, out: Out, attempt: Attempt) -> None:
+    if attempt.kind == "resume":
+        attempt.tick = TICK_CHECKPOINT
+        return
+    if attempt.tick is None:
+        if not all(has_reported(w, attempt) for w in members(job, attempt)):
+            return
+        _decide(job, out, attempt)
+    if attempt.tick is None or job.ended is not None:
+        return
+    for worker in members(job, attempt):
+        if not has_held(worker, attempt):
+            decide = Decide(generation=attempt.generation, tick=attempt.tick)
+            out.ask(worker, "decide", attempt.generation, decide)
+
+
+def _decide(job: Job, out: Out, attempt: Attempt) -> None:
+    incident = attempt.incident
+    reports = [
+        (rank, report)
+        for rank in attempt.reported
+        if (report := job.workers[job.owners[rank]].report) is not None
+    ]
+    verdict = judge_reports(reports, attempt.moving, incident.sticky_tick)
+    if verdict.what == "fence":
+        for rank in verdict.ranks:
+            job.causes[rank] = ("device-error", verdict.reason)
+            out.kill(job.workers[job.owners[rank]])
+        return
+    if verdict.what == "user":
+        job.traceback = verdict.traceback
+        end_job(job, out, "failed", EXIT_USER, verdict.reason)
+        return
+    if verdict.what == "fell_back":
+        end_job(job, out, "fell_back", EXIT_FELL_BACK, verdict.reason)
+        return
+    if not _worth_trying(job, out, attempt, verdict.tick):
+        return
+    attempt.tick = verdict.tick
+    attempt.decided_at = out.now
+    attempt.solo = any(w.done for _, w in job.owning()) or any(r.done for _, r in reports)
+    incident.sticky_tick = verdict.tick
+    incident.decision = verdict.decision
+    incident.timeline.longest("report", out.now - attempt.started_at)
+    if verdict.decision == "RETRY" and any(report.computing for _, report in reports):
+        incident.steps_recomputed = 1
+    out.record(
+        Decided(
+            job=job.id,
+            at_ns=out.now,
+            incident=incident.id,
+            generation=attempt.generation,
+            tick=verdict.tick,
+            decision=verdict.decision,
+            reason=verdict.reason,
+        )
+    )
+
+
+def _worth_trying(job: Job, out: Out, attempt: Attempt, tick: int) -> bool:
+    """Replacing a rank that dies each time at the same place only repeats the death."""
+    for rank in attempt.moving:
+        seen_tick, workers = job.deaths.get(rank, (tick, set()))
+        workers = workers if seen_tick == tick else set()
+        job.deaths[rank] = (tick, workers | {job.owners[rank]})
+        if len(job.deaths[rank][1]) >= DEATHS_MAX:
+            end_job(
+                job,
+                out,
+                "failed",
+                EXIT_GAVE_UP,
+                f"rank {rank} died {DEATHS_MAX} times at tick {tick}, in different processes: "
+                "the cause is not the place it runs in",
+            )
+            return False
+    if not attempt.moving:
+        seen_tick, count = job.reconnects
+        job.reconnects = (tick, count + 1 if seen_tick == tick else 1)
+        if job.reconnects[1] > RECONNECTS_MAX:
+            end_job(
+                job,
+                out,
+                "failed",
+                EXIT_GAVE_UP,
+                f"the ranks lost their connections {RECONNECTS_MAX + 1} times at tick {tick}",
+            )
+            return False
+    return True
+
+
+def stage_row(job: Job, out: Out, attempt: Attempt) -> None:
+    if attempt.store is None or attempt.solo:
+        return
+    stage = Stage(generation=attempt.generation, store=attempt.store)
+    for worker in group_of(job, attempt):
+        if worker.staged == attempt.generation:
+            continue
+        joining = worker.role == "newcomer"
+        # A rank's old groups are gone once it has reported; a planned one keeps them.
+        if (
+            worker.arrived
+            if joining
+            else attempt.kind == "planned" or has_reported(worker, attempt)
+        ):
+            before = worker.asked.get("stage")
+            out.ask(worker, "stage", attempt.generation, stage)
+            if worker.asked.get("stage") != before:
+                attempt.staged_at = out.now
+
+
+def position_row(job: Job, out: Out, attempt: Attempt) -> None:
+    if attempt.kind == "planned":
+        tick, final = TICK_NEWEST, False
+    elif attempt.tick is None:
+        return
+    else:
+        tick, final = attempt.tick, True
+    for worker in newcomers(job, attempt):
+        if not worker.arrived or worker.ready is not None or "position" in worker.asked:
+            continue
+        position = Position(
+            generation=attempt.generation,
+            tick=tick,
+            final=final,
+            holders=side_state_holders(job, worker.rank),
+        )
+        out.ask(worker, "position", attempt.generation, position)
+        if "position" in worker.asked:
+            worker.positioned_at = out.now
+
+
+def side_state_holders(job: Job, rank: int) -> list[Address]:
+    owner = job.owner(rank)
+    if owner is None:  # resumed: everything is in the checkpoint
+        return []
+    return placement.holders(job.nodes, owner.node, owner.buddy)
+
+
+def copy_row(job: Job, out: Out, attempt: Attempt) -> None:
+    if attempt.tick is None or not all(has_held(w, attempt) for w in members(job, attempt)):
+        return
+    for worker in newcomers(job, attempt):
+        if worker.ready is None or has_copied(worker, attempt):
+            continue
+        checkpoint = job.spec.resume if attempt.kind == "resume" else ""
+        sources = [] if checkpoint else sources_for(job, attempt, worker)
+        copy = Copy(
+            generation=attempt.generation,
+            tick=attempt.tick,
+            sources=sources,
+            holders=side_state_holders(job, worker.rank),
+            checkpoint=checkpoint,
+        )
+        if sources or checkpoint:
+            out.ask(worker, "copy", attempt.generation, copy)
+
+
+def sources_for(job: Job, attempt: Attempt, newcomer: Worker) -> list[Source]:
+    """The leaver itself first, then ranks on the newcomer's node (shortest way), then others."""
+    held = [w for w in members(job, attempt) if w.rank not in newcomer.bad_sources]
+    held.sort(key=lambda w: (w.rank != newcomer.rank, w.node != newcomer.node, w.rank))
+    return [
+        Source(rank=w.rank, pid=w.held.pid, node=w.node, serve=w.held.serve)
+        for w in held
+        if w.held is not None
+    ]
+
+
+def hold_without_spare(job: Job, out: Out, attempt: Attempt) -> None:
+    """The state is safe in the survivors' memory; put it on disk too while waiting."""
+    attempt.no_spare = ""
+    if attempt.incident.give_up:
+        attempt.no_spare = attempt.incident.give_up
+    elif not all_filled(job, attempt) and not may_get_spare(job):
+        missing = [rank for rank in attempt.moving if rank not in attempt.newcomers]
+        attempt.no_spare = (
+            f"no spare for {name_ranks(missing)} and no free healthy slot to start one: "
+            "the other ranks hold their state until a node joins or a taint is removed"
+        )
+    if not attempt.no_spare or attempt.kind == "resume" or not all_held(job, attempt):
+        return
+    tick = attempt.tick
+    if tick is None or job.checkpoint_tick == tick:
+        return
+    holding = members(job, attempt)
+    lead = min((w.rank for w in holding), default=-1)
+    path = checkpoint_path(job, tick)
+    for worker in holding:
+        if worker.checkpointed == attempt.generation:
+            continue
+        command = Checkpoint(
+            generation=attempt.generation,
+            path=path,
+            lead=worker.rank == lead,
+            tick=tick,
+            world=job.spec.world,
+            dead={r: side_state_holders(job, r) for r in attempt.moving}
+            if worker.rank == lead
+            else {},
+        )
+        out.ask(worker, "checkpoint", attempt.generation, command)
+
+
+def checkpoint_path(job: Job, tick: int) -> str:
+    return f"{job.spec.directory}/checkpoint-{tick}"

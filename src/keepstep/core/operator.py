@@ -1,0 +1,247 @@
+"""What operators ask for. Everything is checked before anything is changed.
+
+A wrong request is a UsageError with a hint and leaves no trace; a request that cannot be met
+*yet* (no spare) is accepted and says in its incident what it waits for.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from keepstep.core import processes
+from keepstep.core.faults import newcomer_failed
+from keepstep.core.incidents import close_incident, end_job, open_incident
+from keepstep.core.recovery import apply_taint
+from keepstep.core.state import Job, Node, Out, Worker
+from keepstep.errors import UsageError
+from keepstep.model.job import POINTS, Cancel, Drain, InjectNow, JobSpec, Migrate, Taint, Untaint
+from keepstep.model.messages import KillNode
+from keepstep.model.records import SignalSeen, Tainted, Untainted
+
+
+def check_spec(spec: JobSpec) -> None:
+    def refuse(message: str, hint: str) -> None:
+        raise UsageError(f"job {spec.job}: {message}", hint=hint)
+
+    if spec.world < 1 or spec.local_world < 1 or spec.world % spec.local_world:
+        refuse(
+            f"{spec.world} ranks cannot be spread over nodes of {spec.local_world}",
+            "the number of ranks is the number of nodes times --nproc-per-node",
+        )
+    names = [node.name for node in spec.nodes]
+    if len(set(names)) != len(names) or any("/" in name or "." in name for name in names):
+        refuse(f"bad node names {names}", "names differ and have neither / nor .")
+    needed = spec.world // spec.local_world
+    if len(spec.nodes) < needed or any(n.slots < spec.local_world for n in spec.nodes[:needed]):
+        refuse(
+            f"{needed} nodes with {spec.local_world} slots each are needed",
+            "add nodes, or lower --nproc-per-node",
+        )
+    if spec.stall_timeout_ns <= 0 or spec.spares < 0:
+        refuse("stall timeout and spares must not be negative", "give --stall-timeout in seconds")
+    for inject in spec.inject:
+        if inject.action != "kill-node" and not 0 <= inject.rank < spec.world:
+            refuse(f"inject {inject.id}: there is no rank {inject.rank}", "ranks count from 0")
+        if inject.action == "kill-node" and inject.node not in names:
+            refuse(f"inject {inject.id}: there is no node {inject.node!r}", f"nodes: {names}")
+        if inject.point not in POINTS:
+            refuse(f"inject {inject.id}: unknown point {inject.point!r}", ", ".join(POINTS))
+    if len({inject.id for inject in spec.inject}) != len(spec.inject):
+        refuse("two injects have the same id", "give each its own id")
+
+
+def check_open(job: Job) -> None:
+    if job.ended is not None:
+        raise UsageError(
+            f"job {job.id} has ended ({job.ended.state})", hint="`keepstep status` lists jobs"
+        )
+
+
+def _check_running(job: Job) -> None:
+    check_open(job)
+    if job.mode != "running":
+        raise UsageError(
+            f"job {job.id} is still starting", hint="try again when `keepstep status` says running"
+        )
+
+
+def _rank(job: Job, rank: int) -> Worker:
+    worker = job.owner(rank)
+    if not 0 <= rank < job.spec.world or worker is None:
+        raise UsageError(
+            f"job {job.id} has no rank {rank}", hint=f"its ranks are 0 to {job.spec.world - 1}"
+        )
+    return worker
+
+
+def _node(job: Job, name: str) -> Node:
+    node = job.nodes.get(name)
+    if node is None:
+        known = ", ".join(job.nodes)
+        raise UsageError(f"job {job.id} has no node {name!r}", hint=f"its nodes are {known}")
+    return node
+
+
+def _target(job: Job, target: str) -> tuple[Node, int | None]:
+    name, slash, slot = target.partition("/")
+    node = _node(job, name)
+    if not slash:
+        return node, None
+    if not slot.isascii() or not slot.isdigit() or int(slot) >= node.slots:
+        raise UsageError(
+            f"node {name} has no slot {slot!r}",
+            hint=f"its slots are {name}/0 to {name}/{node.slots - 1}",
+        )
+    return node, int(slot)
+
+
+def _moving(job: Job) -> set[int]:
+    ranks = {rank for incident in job.incidents for rank in incident.pending}
+    if job.attempt is not None and not job.attempt.committed:
+        ranks |= set(job.attempt.moving)
+    return ranks | set(job.dead())
+
+
+def migrate(job: Job, out: Out, request: Migrate) -> None:
+    _check_running(job)
+    if not request.ranks or len(set(request.ranks)) != len(request.ranks):
+        raise UsageError("name each rank to migrate once", hint="--rank 2 --rank 3")
+    for rank in request.ranks:
+        if _rank(job, rank).done:
+            raise UsageError(f"rank {rank} has finished", hint="nothing is left to migrate")
+        if rank in _moving(job):
+            raise UsageError(f"rank {rank} is already being moved", hint="see `keepstep incidents`")
+    open_incident(
+        job,
+        out,
+        trigger="planned",
+        cause="migrate",
+        victims=request.ranks,
+        reason=request.reason,
+    )
+
+
+def drain(job: Job, out: Out, request: Drain) -> None:
+    _check_running(job)
+    node = _node(job, request.node)
+    if node.state == "dead":
+        raise UsageError(f"node {node.name} is dead", hint="its ranks are replaced anyway")
+    ranks = _ranks_in(job, node, None)
+    if ranks and not set(ranks) - _moving(job):
+        raise UsageError(
+            f"all ranks of {node.name} are already being moved", hint="see `keepstep incidents`"
+        )
+    ranks = sorted(set(ranks) - _moving(job))
+    reason = request.reason
+    _taint(job, out, node.name, f"drain: {reason}" if reason != "drain" else reason)
+    if not ranks:
+        reason = f"{reason}; no rank runs on {node.name}"
+    incident = open_incident(
+        job, out, trigger="planned", cause="drain", victims=ranks, reason=reason, target=node.name
+    )
+    if not ranks:
+        close_incident(job, out, incident, "RESOLVED", "")
+
+
+def _ranks_in(job: Job, node: Node, slot: int | None) -> list[int]:
+    return [
+        rank
+        for rank, worker in job.owning()
+        if worker.usable
+        and not worker.done
+        and worker.node == node.name
+        and slot in (None, worker.slot)
+    ]
+
+
+def _taint(job: Job, out: Out, target: str, reason: str) -> None:
+    apply_taint(job, target, reason)
+    out.record(Tainted(job=job.id, at_ns=out.now, target=target, reason=reason))
+    node, slot = _target(job, target)
+    for worker in list(job.workers.values()):
+        there = worker.node == node.name and slot in (None, worker.slot)
+        if there and worker.role == "newcomer" and worker.usable:
+            newcomer_failed(job, out, worker, f"{worker.place} was tainted: {reason}")
+
+
+def taint(job: Job, out: Out, request: Taint) -> None:
+    check_open(job)
+    node, slot = _target(job, request.target)
+    if not request.reason:
+        raise UsageError("a taint needs a reason", hint="--reason TEXT")
+    out.record(
+        SignalSeen(
+            job=job.id,
+            at_ns=out.now,
+            node=node.name,
+            worker="",
+            signal="taint",
+            detail=f"{request.target}: {request.reason}",
+        )
+    )
+    _taint(job, out, request.target, request.reason)
+    ranks = sorted(set(_ranks_in(job, node, slot)) - _moving(job))
+    if ranks and job.mode == "running":
+        open_incident(
+            job,
+            out,
+            trigger="pre-emptive",
+            cause="taint",
+            victims=ranks,
+            reason=request.reason,
+            target=request.target,
+        )
+
+
+def untaint(job: Job, out: Out, request: Untaint) -> None:
+    check_open(job)
+    node, slot = _target(job, request.target)
+    tainted = node.taints if slot is None else node.slot_taints.get(slot)
+    if not tainted:
+        raise UsageError(
+            f"{request.target} is not tainted", hint="`keepstep status --json` lists taints"
+        )
+    apply_taint(job, request.target, None)
+    out.record(Untainted(job=job.id, at_ns=out.now, target=request.target))
+    for incident in list(job.incidents):
+        running = job.attempt is not None and job.attempt.incident is incident
+        if incident.target == request.target and not running:
+            close_incident(
+                job, out, incident, "ABORTED", f"{request.target} was untainted before the move"
+            )
+
+
+def inject(job: Job, out: Out, request: InjectNow) -> None:
+    check_open(job)
+    spec = request.inject
+    if spec.id in job.injects:
+        raise UsageError(f"inject {spec.id} exists already", hint="give it another id")
+    if spec.point not in POINTS:
+        raise UsageError(f"unknown point {spec.point!r}", hint="one of " + ", ".join(POINTS))
+    if spec.action == "kill-node":
+        name = spec.node or (_rank(job, spec.rank).node if spec.rank >= 0 else "")
+        node = _node(job, name)
+        if node.state != "connected":
+            raise UsageError(f"node {name} is {node.state}", hint="it cannot be killed now")
+        if spec.step < 0:
+            job.injects[spec.id] = spec
+            processes.inject_fired(job, out, spec.id, f"{name} killed")
+            out.send(name, KillNode())
+        else:
+            job.injects[spec.id] = msgspec.structs.replace(spec, node=name)
+        return
+    worker = _rank(job, spec.rank)
+    if not worker.usable:
+        raise UsageError(f"rank {spec.rank} is dead", hint="wait until it is replaced")
+    job.injects[spec.id] = spec
+    if spec.step >= 0 or spec.action == "device-error":
+        step = spec.step if spec.step >= 0 else worker.version + 1
+        processes.arm_now(out, worker, spec.id, spec.action, step, spec.point)
+    else:
+        processes.inject_fired(job, out, spec.id, f"{spec.action} of {worker.id}")
+        processes.signal_now(out, worker, spec.action, spec.seconds)
+
+
+def cancel(job: Job, out: Out, request: Cancel) -> None:
+    check_open(job)
+    end_job(job, out, "cancelled", request.exit_code, request.reason)

@@ -1,0 +1,154 @@
+"""The core as the shell sees it: inputs in, records and commands out.
+
+    outcome = core.handle(now_ns, event)    # raises UsageError: nothing was changed
+    ledger.append(outcome.records)          # durable first
+    for send in outcome.sends: ...          # then act, in this order
+    core.deadline()                         # when to hand in Wake()
+
+`now_ns` is the wall clock; it may jump, and the core never lets it go backwards. The shell answers
+an agent's Hello itself (Accepted, or Refused when `handle` raised), because it owns the token.
+A Send to an agent that is not connected is never produced: what it would have said is part of
+the state and is said when the agent joins again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from keepstep.core import faults, operator, recovery
+from keepstep.core import job as jobs_
+from keepstep.core.project import incident_view, job_view
+from keepstep.core.state import Job, Out, Outcome, Send
+from keepstep.core.timers import fire, timers
+from keepstep.errors import UsageError
+from keepstep.model.job import (
+    AgentGone,
+    AgentJoined,
+    AgentSaid,
+    Cancel,
+    CoreInput,
+    Drain,
+    InjectNow,
+    Migrate,
+    NodeDead,
+    Submit,
+    Taint,
+    Untaint,
+    Wake,
+)
+from keepstep.model.messages import Stop
+from keepstep.model.records import JobSubmitted, Record
+from keepstep.model.views import IncidentView, JobView
+
+__all__ = ["Core", "Outcome", "Send"]
+
+
+class Core:
+    def __init__(self) -> None:
+        self._jobs: dict[str, Job] = {}
+        self._now = 0
+
+    def replay(self, records: Iterable[Record]) -> None:
+        """Before the first `handle`, with everything the ledger holds."""
+        for record in records:
+            self._now = max(self._now, record.at_ns)
+            recovery.apply(self._jobs, record)
+
+    def handle(self, now_ns: int, event: CoreInput) -> Outcome:
+        self._now = max(self._now, now_ns)
+        outcome = Outcome(records=[], sends=[])
+        for job in self._jobs.values():
+            if job.replayed and job.rejoin_until is None and job.ended is None:
+                recovery.begin_waiting(job, self._now)
+        if isinstance(event, Submit):
+            self._submit(event, outcome)
+        elif isinstance(event, Wake):
+            for job in self._jobs.values():
+                if job.ended is None:
+                    out = Out(self._now, job, outcome)
+                    fire(job, out)
+                    jobs_.settle(job, out)
+        else:
+            job = self._job(event.job)
+            out = Out(self._now, job, outcome)
+            if job.ended is not None:
+                self._after_the_end(job, out, event)
+            else:
+                self._dispatch(job, out, event)
+                jobs_.settle(job, out)
+        return outcome
+
+    def deadline(self) -> int | None:
+        """None: only an event can change anything."""
+        times = [at for job in self._jobs.values() for at, _, _ in timers(job)]
+        waiting = [j for j in self._jobs.values() if j.replayed and j.ended is None]
+        if any(job.rejoin_until is None for job in waiting):
+            times.append(self._now)  # the wait for the agents begins with the first event
+        return min(times, default=None)
+
+    def jobs(self) -> list[JobView]:
+        return [job_view(job) for job in self._jobs.values()]
+
+    def job(self, job_id: str) -> JobView:
+        return job_view(self._job(job_id))
+
+    def incidents(self, job_id: str | None = None) -> list[IncidentView]:
+        jobs = [self._job(job_id)] if job_id is not None else list(self._jobs.values())
+        views: list[IncidentView] = []
+        for job in jobs:
+            views += job.closed
+            views += [incident_view(job, incident, self._now) for incident in job.incidents]
+        return sorted(views, key=lambda view: (view.opened_at_ns, view.id))
+
+    def _job(self, job_id: str) -> Job:
+        job = self._jobs.get(job_id)
+        if job is None:
+            known = ", ".join(self._jobs) or "none"
+            raise UsageError(f"there is no job {job_id!r}", hint=f"known jobs: {known}")
+        return job
+
+    def _submit(self, event: Submit, outcome: Outcome) -> None:
+        spec = event.spec
+        if spec.job in self._jobs:
+            raise UsageError(f"job {spec.job} exists already", hint="choose another name")
+        operator.check_spec(spec)
+        job = recovery.new_job(spec, self._now)
+        self._jobs[spec.job] = job
+        out = Out(self._now, job, outcome)
+        out.record(JobSubmitted(job=spec.job, at_ns=self._now, spec=spec))
+        jobs_.settle(job, out)
+
+    def _dispatch(self, job: Job, out: Out, event: CoreInput) -> None:
+        if isinstance(event, AgentJoined):
+            recovery.add_node(job, event.node, event.hello.slots)
+            jobs_.agent_joined(job, out, event.node, event.hello)
+        elif isinstance(event, AgentSaid):
+            if event.node in job.nodes and job.nodes[event.node].state == "connected":
+                jobs_.agent_said(job, out, event.node, event.message)
+        elif isinstance(event, AgentGone):
+            if event.node in job.nodes:
+                jobs_.agent_gone(job, out, event.node)
+        elif isinstance(event, NodeDead):
+            if event.node in job.nodes:
+                faults.lose_node(job, out, event.node, "died")
+        elif isinstance(event, Migrate):
+            operator.migrate(job, out, event)
+        elif isinstance(event, Drain):
+            operator.drain(job, out, event)
+        elif isinstance(event, Taint):
+            operator.taint(job, out, event)
+        elif isinstance(event, Untaint):
+            operator.untaint(job, out, event)
+        elif isinstance(event, InjectNow):
+            operator.inject(job, out, event)
+        elif isinstance(event, Cancel):
+            operator.cancel(job, out, event)
+
+    def _after_the_end(self, job: Job, out: Out, event: CoreInput) -> None:
+        """Agents that come back are stopped; what workers still say does not matter."""
+        if isinstance(event, AgentJoined):
+            node = recovery.add_node(job, event.node, event.hello.slots)
+            node.state = "connected"
+            out.send(node.name, Stop(grace_ns=0))
+        elif not isinstance(event, AgentSaid | AgentGone | NodeDead):
+            operator.check_open(job)

@@ -1,0 +1,137 @@
+"""Where ranks and standbys go. Pure functions over nodes and workers; each says why.
+
+* A spare is a parked standby in a healthy place. Another node than the victim's is preferred:
+  what killed the victim may be about to kill its neighbours.
+* A slot is free if no process is, or may still be, in it. A rank that died by itself leaves its
+  slot reusable; a dead node's slots are gone; a tainted one waits for `untaint`.
+* A rank's buddy is the blob server of the next live node in node order, so that every node is
+  somebody's buddy and the load is even.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from keepstep.core.state import Node, Worker
+from keepstep.model.job import JobSpec
+from keepstep.model.messages import Address
+
+CRASHES_MAX = 3  # in one slot, without any training in between
+
+
+def choose_spare(
+    standbys: Iterable[Worker], nodes: Mapping[str, Node], *, away_from: str, home: str = ""
+) -> tuple[Worker | None, str]:
+    """The parked standby to use for a rank that was on node `away_from`.
+
+    `home` is a slot to prefer over everything (a resumed job gets its usual placement)."""
+    parked: list[Worker] = []
+    refused: list[str] = []
+    for worker in standbys:
+        node = nodes[worker.node]
+        if node.state != "connected":
+            refused.append(f"{worker.id}: node {node.name} is {node.state}")
+        elif not node.healthy(worker.slot):
+            refused.append(f"{worker.id}: {worker.place} is tainted")
+        elif not worker.parked:
+            refused.append(f"{worker.id}: still starting")
+        else:
+            parked.append(worker)
+    if not parked:
+        return None, "; ".join(refused) or "there is no standby"
+    best = min(
+        parked,
+        key=lambda w: (
+            w.place != home,
+            w.node == away_from,
+            nodes[w.node].index,
+            w.slot,
+            w.started_at,
+        ),
+    )
+    where = "another node" if best.node != away_from else "the same node, no other has one"
+    return best, f"{best.id} is parked in {best.place} ({where})"
+
+
+def free_slots(nodes: Mapping[str, Node], workers: Iterable[Worker]) -> list[tuple[str, int]]:
+    """Healthy, connected and empty, emptiest node first (a spare node before a rank's)."""
+    taken = {(worker.node, worker.slot) for worker in workers if worker.alive}
+    load = {name: sum(1 for node, _ in taken if node == name) for name in nodes}
+    free = [
+        (node.name, slot)
+        for node in nodes.values()
+        if node.state == "connected"
+        for slot in range(node.slots)
+        if node.healthy(slot) and (node.name, slot) not in taken
+    ]
+    return sorted(free, key=lambda place: (load[place[0]], nodes[place[0]].index, place[1]))
+
+
+def home_slots(spec: JobSpec) -> dict[int, tuple[str, int]]:
+    """Where torchrun would put the ranks: the first nodes, `local_world` each, in order."""
+    return {
+        rank: (spec.nodes[rank // spec.local_world].name, rank % spec.local_world)
+        for rank in range(spec.world)
+    }
+
+
+def start_slots(
+    spec: JobSpec, nodes: Mapping[str, Node], workers: Iterable[Worker]
+) -> tuple[dict[int, tuple[str, int]] | None, str]:
+    """Slots for all ranks of a start from scratch; standbys' slots may be taken for it."""
+    held = {(w.node, w.slot) for w in workers if w.alive and w.role != "standby"}
+    usable = [
+        (node.name, slot)
+        for node in nodes.values()
+        if node.state == "connected"
+        for slot in range(node.slots)
+        if node.healthy(slot) and (node.name, slot) not in held
+    ]
+    placed: dict[int, tuple[str, int]] = {}
+    for rank, place in home_slots(spec).items():
+        if place in usable:
+            placed[rank] = place
+            usable.remove(place)
+    for rank in range(spec.world):
+        if rank in placed:
+            continue
+        if not usable:
+            missing = spec.world - len(placed)
+            return None, f"{missing} more healthy slots are needed for {spec.world} ranks"
+        placed[rank] = usable.pop(0)
+    return placed, "usual placement" if placed == home_slots(spec) else "some ranks moved"
+
+
+def buddy_node(nodes: Mapping[str, Node], own: str) -> Node | None:
+    """The next live node after `own` in node order; None if there is no other."""
+    index = nodes[own].index
+    others = [n for n in nodes.values() if n.name != own and n.state == "connected" and n.blobs]
+    if not others:
+        return None
+    count = len(nodes)
+    return min(others, key=lambda node: ((node.index - index - 1) % count, node.index))
+
+
+def holders(nodes: Mapping[str, Node], own: str, buddy: str) -> list[Address]:
+    """Blob servers to ask for a rank's side state: its node, its buddy, then everybody else.
+
+    The rest is asked too because a buddy may have changed just before the fault."""
+    order = [own, buddy] + [node.name for node in sorted(nodes.values(), key=lambda n: n.index)]
+    addresses: list[Address] = []
+    for name in order:
+        node = nodes.get(name)
+        # A disconnected agent only lost the orchestrator; its blobs may well be served.
+        if node is None or node.state not in ("connected", "disconnected"):
+            continue
+        if node.blobs is not None and node.blobs not in addresses:
+            addresses.append(node.blobs)
+    return addresses
+
+
+def store_node(nodes: Mapping[str, Node], avoid: Iterable[str]) -> Node | None:
+    """Hosts the next generation's store: not where ranks are dying, not on a tainted node."""
+    avoided = set(avoid)
+    connected = [node for node in nodes.values() if node.state == "connected"]
+    if not connected:
+        return None
+    return min(connected, key=lambda n: (n.name in avoided, bool(n.taints), n.index))

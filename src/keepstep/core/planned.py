@@ -1,0 +1,141 @@
+"""Planned and pre-emptive moves: make before break.
+
+Training runs until everything that can be prepared is prepared; only copy and swap stand inside
+the pause, and until Committed all of it can be undone by one Release. Planned incidents wait in
+a queue: for a parked spare, for an unplanned incident to be over, for their next wave. One runs
+at a time. The phases are those of migration.py.
+"""
+
+from __future__ import annotations
+
+from keepstep.core import placement
+from keepstep.core.incidents import close_incident
+from keepstep.core.migration import (
+    all_ready,
+    all_staged,
+    assign_row,
+    copy_row,
+    has_held,
+    mark,
+    members,
+    newcomers,
+    phase_now,
+    position_row,
+    stage_row,
+    start_attempt,
+    store_row,
+)
+from keepstep.core.rewire import held_ticks
+from keepstep.core.state import Attempt, Incident, Job, Out
+from keepstep.core.triage import name_ranks
+from keepstep.model.messages import Hold
+
+FAILURES_MAX = 3
+
+
+def pending_ranks(job: Job) -> int:
+    """Spares wanted by moves that have not started yet."""
+    return sum(len(i.pending) for i in job.incidents if i.cause != "resume")
+
+
+def drop_done(job: Job, out: Out, incident: Incident) -> None:
+    close_incident(job, out, incident, "ABORTED", "the script is ending: nothing is left to move")
+
+
+def next_move(job: Job, out: Out) -> None:
+    """Start the first planned incident that can start."""
+    waiting = [i for i in job.incidents if i.trigger != "unplanned" and i.cause != "resume"]
+    if not waiting:
+        return
+    if any(worker.done for _, worker in job.owning()):
+        for incident in waiting:
+            drop_done(job, out, incident)
+        return
+    away = sorted({w.node for _, w in job.owning() if job.nodes[w.node].state != "connected"})
+    if away:
+        return
+    for incident in waiting:
+        if not incident.pending:  # emptied by an unplanned incident meanwhile
+            close_incident(job, out, incident, "RESOLVED", "nothing is left to move")
+            continue
+        if _start_wave(job, out, incident):
+            return
+
+
+def _start_wave(job: Job, out: Out, incident: Incident) -> bool:
+    spares = job.standbys()
+    wave: list[int] = []
+    for rank in incident.pending:
+        owner = job.workers[job.owners[rank]]
+        spare, why = placement.choose_spare(spares, job.nodes, away_from=owner.node)
+        if spare is None:
+            break
+        wave.append(rank)
+        spares.remove(spare)
+    if not wave:
+        wait = f"waiting for a spare for {name_ranks(incident.pending)}: {why}"
+        if not incident.reason.endswith(wait):
+            incident.reason = f"{incident.reason.split('; waiting for a spare')[0]}; {wait}"
+        return False
+    incident.reason = incident.reason.split("; waiting for a spare")[0]
+    rest = len(incident.pending) - len(wave)
+    later = f", {rest} later when spares are free" if rest else ""
+    start_attempt(
+        job, out, "planned", incident, wave, {}, f"{name_ranks(wave)} to parked spares{later}"
+    )
+    return True
+
+
+def move(job: Job, out: Out, attempt: Attempt) -> None:
+    if any(worker.done for _, worker in job.owning()):
+        release(job, out, attempt)
+        drop_done(job, out, attempt.incident)
+        return
+    store_row(job, out, attempt)
+    assign_row(job, out, attempt)
+    stage_row(job, out, attempt)
+    position_row(job, out, attempt)
+    _hold_row(job, out, attempt)
+    if job.attempt is not attempt:
+        return
+    copy_row(job, out, attempt)
+    mark(attempt, out, phase_now(job, attempt))
+
+
+def _hold_row(job: Job, out: Out, attempt: Attempt) -> None:
+    if not attempt.holding:
+        if not (all_ready(job, attempt) and all_staged(job, attempt)):
+            return
+        attempt.holding = True
+        attempt.hold_at = out.now
+    for worker in members(job, attempt):
+        if not has_held(worker, attempt):
+            out.ask(worker, "hold", attempt.generation, Hold(generation=attempt.generation))
+    ticks = held_ticks(job, attempt)
+    if len(ticks) > 1:
+        fail_move(job, out, attempt, f"ranks hold at different ticks {sorted(ticks)}")
+    elif ticks and all(has_held(worker, attempt) for worker in members(job, attempt)):
+        attempt.tick = ticks.pop()
+
+
+def release(job: Job, out: Out, attempt: Attempt) -> None:
+    """Undo: ranks go on as before, newcomers (whose position is stale by then) are replaced."""
+    for worker in members(job, attempt):
+        if worker.usable and not worker.done:
+            worker.release_due = attempt.generation
+    for worker in newcomers(job, attempt):
+        worker.role = "unwanted"
+        out.kill(worker)
+    job.released = attempt.generation
+    job.attempt = None
+
+
+def fail_move(job: Job, out: Out, attempt: Attempt, why: str) -> None:
+    release(job, out, attempt)
+    incident = attempt.incident
+    incident.failures += 1
+    incident.reason = f"{incident.reason}; attempt {incident.attempts} undone: {why}"
+    if incident.failures >= FAILURES_MAX:
+        close_incident(
+            job, out, incident, "ABORTED", f"gave up after {FAILURES_MAX} attempts, nothing changed"
+        )

@@ -1,0 +1,221 @@
+"""Starting and losing processes: ranks, standbys, nodes.
+
+A process has ended when its agent says so, when its node is dead, or when its agent comes back
+without it. Ending is one function whatever the way; what follows from it (an incident, a
+new standby) is not decided here but by the next look at all facts.
+"""
+
+from __future__ import annotations
+
+from keepstep.core import placement
+from keepstep.core.incidents import warn
+from keepstep.core.state import Job, Node, Out, Role, Worker
+from keepstep.model.messages import (
+    Address,
+    Arm,
+    Buddy,
+    CloseStore,
+    Signal,
+    StartWorker,
+)
+from keepstep.model.records import InjectDone, NodeLost, Placed, Tainted, WorkerEnded
+
+SIGKILL = 9
+SIGSTOP = 19
+NOWHERE = Address(host="127.0.0.1", port=0)
+
+
+def start_worker(job: Job, out: Out, node: str, slot: int, rank: int, role: Role) -> Worker:
+    worker = Worker(
+        id=f"{node}.w{job.worker_next}",
+        node=node,
+        slot=slot,
+        role=role,
+        rank=rank,
+        started_at=out.now,
+    )
+    job.worker_next += 1
+    job.workers[worker.id] = worker
+    buddy = placement.buddy_node(job.nodes, node) if rank >= 0 else None
+    worker.buddy = buddy.name if buddy is not None else ""
+    generation = job.generation_max if rank >= 0 else job.generation
+    worker.start = StartWorker(
+        worker=worker.id,
+        slot=slot,
+        rank=rank,
+        generation=generation,
+        world=job.spec.world,
+        local_world=job.spec.local_world,
+        master=job.master or NOWHERE,
+        buddy=buddy.blobs if buddy is not None else None,
+        script=job.spec.script,
+        env=job.spec.env,
+    )
+    out.record(
+        Placed(
+            job=job.id,
+            at_ns=out.now,
+            worker=worker.id,
+            node=node,
+            slot=slot,
+            rank=rank,
+            generation=generation,
+        )
+    )
+    out.send(node, worker.start)
+    if rank >= 0:
+        arm(job, out, worker, version=-1)
+    return worker
+
+
+def worker_ended(job: Job, out: Out, worker: Worker, code: int, why: str, cause: str) -> None:
+    if not worker.alive:
+        return
+    wanted = worker.killed_at is not None or worker.role in ("leaver", "unwanted") or worker.done
+    worker.alive = False
+    worker.stalled = None
+    out.record(
+        WorkerEnded(
+            job=job.id, at_ns=out.now, worker=worker.id, rank=worker.rank, code=code, why=why
+        )
+    )
+    node = job.nodes[worker.node]
+    if worker.role == "rank" and job.owners.get(worker.rank) == worker.id:
+        job.causes.setdefault(worker.rank, (cause, f"rank {worker.rank} ({worker.id}) {why}"))
+    if not wanted and not worker.injected and node.state != "dead":
+        crash(job, out, node, worker.slot)
+    # A leaver that is gone is nobody's loss, and its side state is of no use any more.
+
+
+def crash(job: Job, out: Out, node: Node, slot: int) -> None:
+    node.crashes[slot] = node.crashes.get(slot, 0) + 1
+    if node.crashes[slot] >= placement.CRASHES_MAX and not node.slot_taints.get(slot):
+        node.slot_taints[slot] = ["repeated failures"]
+        out.record(
+            Tainted(
+                job=job.id,
+                at_ns=out.now,
+                target=f"{node.name}/{slot}",
+                reason="repeated failures",
+            )
+        )
+
+
+def node_lost(job: Job, out: Out, node: Node, why: str) -> None:
+    """Fenced: nothing of it runs any more (its launcher swept it, or its ranks ended themselves
+    because they could reach nobody for the stall timeout)."""
+    if node.state == "dead":
+        return
+    node.state = "dead"
+    node.stores.clear()
+    out.record(NodeLost(job=job.id, at_ns=out.now, node=node.name, why=why))
+    for worker in list(job.workers.values()):
+        if worker.node == node.name and worker.alive:
+            if worker.killed_at is None:
+                worker.killed_at = out.now  # never to be told anything again
+                if worker.role == "rank":
+                    job.causes.setdefault(
+                        worker.rank,
+                        ("node-lost", f"rank {worker.rank} was on {node.name}, which {why}"),
+                    )
+            worker_ended(job, out, worker, -SIGKILL, f"lost with {node.name}", "node-lost")
+
+
+def refill(job: Job, out: Out, needed: int, forced: bool) -> None:
+    """Keep `spares` standbys, or as many as are needed at once. During a recovery (`forced`)
+    only the needed ones: the machine has better things to do than to warm up the next."""
+    for worker in job.standbys():
+        node = job.nodes[worker.node]
+        if node.state == "connected" and not node.healthy(worker.slot):
+            worker.role = "unwanted"
+            out.kill(worker)
+    wanted = needed if forced else max(job.spec.spares, needed)
+    missing = wanted - len(job.standbys())
+    for node_name, slot in placement.free_slots(job.nodes, job.workers.values())[: max(0, missing)]:
+        start_worker(job, out, node_name, slot, -1, "standby")
+
+
+def may_get_spare(job: Job) -> bool:
+    """A standby is on its way or could be started: waiting will help."""
+    if any(
+        job.nodes[w.node].state in ("connected", "disconnected")
+        and job.nodes[w.node].healthy(w.slot)
+        for w in job.standbys()
+    ):
+        return True
+    if placement.free_slots(job.nodes, job.workers.values()):
+        return True
+    # A slot that is being emptied.
+    return any(
+        worker.alive
+        and worker.killed_at is not None
+        and job.nodes[worker.node].state == "connected"
+        and job.nodes[worker.node].healthy(worker.slot)
+        for worker in job.workers.values()
+    )
+
+
+def give_buddy(job: Job, out: Out, worker: Worker, avoid: str = "") -> Address | None:
+    """Choose the buddy anew and remember it; the caller sends it."""
+    nodes = {n: node for n, node in job.nodes.items() if n != avoid or n == worker.node}
+    buddy = placement.buddy_node(nodes, worker.node)
+    worker.buddy = buddy.name if buddy is not None else ""
+    return buddy.blobs if buddy is not None else None
+
+
+def replace_buddy(job: Job, out: Out, worker: Worker, error: str) -> None:
+    """A rank waits in its fence for this, so it is answered even if there is no other node."""
+    lost = worker.buddy
+    state = job.nodes[lost].state if lost in job.nodes else "dead"
+    address = give_buddy(job, out, worker, avoid=lost)
+    if address is None and state == "connected":
+        # The only other node is there as far as we know: a passing failure, try it again.
+        address = give_buddy(job, out, worker)
+    warn(job, out, f"rank {worker.rank} lost its buddy {lost or '(none)'}: {error}")
+    out.tell(worker, Buddy(address=address))
+
+
+def close_stores(job: Job, out: Out, keep: set[int]) -> None:
+    for node in job.nodes.values():
+        for generation in sorted(node.stores - keep):
+            if out.send(node.name, CloseStore(generation=generation)):
+                node.stores.discard(generation)
+
+
+# ------------------------------------------------------------------ fault injection
+
+
+def arm(job: Job, out: Out, worker: Worker, version: int) -> None:
+    """A fault planned for a later step moves with its rank. One planned for the step that was
+    being made is not armed again: its report may have died with the process."""
+    for inject in job.injects.values():
+        if inject.id in job.fired or inject.rank != worker.rank or inject.step <= version:
+            continue
+        if inject.action == "kill-node" or inject.step < 0:
+            continue
+        arm_now(out, worker, inject.id, inject.action, inject.step, inject.point)
+
+
+def arm_now(out: Out, worker: Worker, inject: str, action: str, step: int, point: str) -> None:
+    assert action in ("kill", "stop", "device-error")
+    out.tell(
+        worker,
+        Arm(inject=inject, action=action, step=step, point=point),  # type: ignore[arg-type]
+    )
+
+
+def signal_now(out: Out, worker: Worker, action: str, seconds: float) -> None:
+    number = SIGKILL if action == "kill" else SIGSTOP
+    resume_after_ns = int(seconds * 1e9) if action == "stop" else 0
+    worker.injected = action == "kill"
+    out.send(
+        worker.node,
+        Signal(worker=worker.id, signal=number, resume_after_ns=resume_after_ns),
+    )
+
+
+def inject_fired(job: Job, out: Out, inject: str, detail: str) -> None:
+    if inject in job.fired:
+        return
+    job.fired.append(inject)
+    out.record(InjectDone(job=job.id, at_ns=out.now, inject=inject, detail=detail))

@@ -1,0 +1,201 @@
+"""Facts -> what operators see. Nothing here changes anything."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from keepstep.core.placement import buddy_node
+from keepstep.core.state import Incident, Job, Node, Worker
+from keepstep.model.views import (
+    IncidentView,
+    JobState,
+    JobView,
+    NodeView,
+    RankView,
+    SpareView,
+)
+
+
+def job_state(job: Job) -> JobState:
+    if job.ended is not None:
+        return job.ended.state
+    if job.mode != "running":
+        return "starting"
+    attempt = job.attempt
+    if attempt is not None and attempt.kind == "unplanned":
+        return "held" if attempt.no_spare and not attempt.committed else "recovering"
+    if job.dead():
+        return "recovering"
+    return "running"
+
+
+def rank_state(job: Job, rank: int, worker: Worker) -> str:
+    if worker.done:
+        return "done"
+    if not worker.usable:
+        return "dead"
+    attempt = job.attempt
+    if attempt is not None and not attempt.committed:
+        held = worker.held
+        if held is not None and held.generation == attempt.generation:
+            return "holding"
+        if attempt.kind == "unplanned":
+            return "holding" if attempt.tick is not None else "running"
+    if attempt is not None and attempt.committed and worker.swapped < attempt.generation:
+        return "joining" if worker.id in attempt.newcomers.values() else "holding"
+    if job.mode != "running" and not worker.attached:
+        return "starting"
+    return "running"
+
+
+def job_view(job: Job, state: JobState | None = None, exit_code: int | None = None) -> JobView:
+    if job.ended is not None:
+        return job.ended
+    ranks = [rank_view(job, rank) for rank in range(job.spec.world)]
+    protected, protection = protection_of(job)
+    moving = {w.id for _, w in job.owning() if w.usable and not w.done}
+    speeds = [job.workers[w].steps_per_s for w in moving if job.workers[w].steps_per_s > 0]
+    newest = job.incidents[-1].id if job.incidents else ""
+    if not newest and job.closed:
+        newest = job.closed[-1].id
+    return JobView(
+        job=job.id,
+        state=state or job_state(job),
+        reason=state_reason(job),
+        exit_code=exit_code,
+        generation=job.generation,
+        world=job.spec.world,
+        committed_step=max((view.committed_step for view in ranks), default=0),
+        steps_per_s=min(speeds, default=0.0),
+        script=" ".join(job.spec.script),
+        directory=job.spec.directory,
+        node_loss_protected=protected,
+        protection=protection,
+        ranks=ranks,
+        spares=[spare_view(w) for w in job.workers.values() if is_spare(w)],
+        nodes=[node_view(node) for node in job.nodes.values()],
+        last_incident=newest,
+        injects_fired=list(job.fired),
+        traceback=job.traceback,
+        checkpoint=job.checkpoint,
+    )
+
+
+def state_reason(job: Job) -> str:
+    if job.attempt is not None and job.attempt.no_spare:
+        return job.attempt.no_spare
+    if job.reason:
+        return job.reason
+    return job.incidents[0].reason if job.incidents else ""
+
+
+def rank_view(job: Job, rank: int) -> RankView:
+    worker = job.owner(rank)
+    if worker is None:
+        newcomer = job.attempt.newcomers.get(rank) if job.attempt is not None else None
+        if newcomer is None:
+            return RankView(
+                rank=rank,
+                pid=0,
+                node="",
+                slot="",
+                worker="",
+                generation=job.generation,
+                committed_step=0,
+                state="starting",
+            )
+        worker = job.workers[newcomer]
+        state = "joining"
+    else:
+        state = rank_state(job, rank, worker)
+        if state == "dead" and job.attempt is not None and rank in job.attempt.newcomers:
+            worker, state = job.workers[job.attempt.newcomers[rank]], "joining"
+    return RankView(
+        rank=rank,
+        pid=worker.pid,
+        node=worker.node,
+        slot=worker.place,
+        worker=worker.id,
+        generation=job.generation,
+        committed_step=worker.version,
+        state=state,
+    )
+
+
+def is_spare(worker: Worker) -> bool:
+    return worker.usable and worker.role in ("standby", "newcomer")
+
+
+def spare_view(worker: Worker) -> SpareView:
+    state = "parked" if worker.parked else "starting"
+    return SpareView(
+        worker=worker.id,
+        pid=worker.pid,
+        node=worker.node,
+        slot=worker.place,
+        state="assigned" if worker.role == "newcomer" else state,
+        parked_at=worker.parked,
+    )
+
+
+def node_view(node: Node) -> NodeView:
+    taints = list(node.taints)
+    for slot, reasons in sorted(node.slot_taints.items()):
+        taints += [f"{node.name}/{slot}: {reason}" for reason in reasons]
+    return NodeView(
+        node=node.name,
+        state="disconnected" if node.state == "absent" else node.state,
+        pid=node.pid,
+        session=node.session,
+        slots=node.slots,
+        taints=taints,
+    )
+
+
+def protection_of(job: Job) -> tuple[bool, str]:
+    """Would the loss of any one node cost a step? Said before it happens, not after."""
+    owners = [worker for _, worker in job.owning() if worker.usable]
+    if not owners:
+        return False, "no rank is running"
+    if not all(worker.redundant for worker in owners):
+        return False, "some state has no replica on another rank: its rank's loss falls back"
+    if job.spec.world == 1:
+        return False, "there is one rank only: nobody holds a replica of its state"
+    homes = {worker.node for worker in owners}
+    if len(homes) == 1:
+        node = next(iter(homes))
+        return False, f"any rank may die; all ranks are on {node}, whose loss falls back"
+    alone = [w.rank for w in owners if not w.done and buddy_node(job.nodes, w.node) is None]
+    if alone:
+        return False, f"rank {alone[0]} has no buddy on another node for its side state"
+    return True, "any rank or any one node may be lost without losing a step"
+
+
+def incident_view(
+    job: Job,
+    incident: Incident,
+    now: int,
+    outcome: Literal["OPEN", "RESOLVED", "ABORTED", "FELL_BACK", "FAILED"] = "OPEN",
+    steps_lost: int = 0,
+) -> IncidentView:
+    timeline = incident.timeline
+    return IncidentView(
+        id=incident.id,
+        job=job.id,
+        trigger=incident.trigger,
+        cause=incident.cause,
+        victims=list(incident.victims),
+        moves=list(incident.moves),
+        generation=incident.generation,
+        opened_at_ns=incident.opened_at,
+        phases=timeline.phases(now),
+        timings_ms=dict(timeline.timings_ms),
+        source=incident.source,
+        decision=incident.decision,
+        pause_ms=max(0.0, timeline.pause_ms),
+        steps_lost=steps_lost,
+        steps_recomputed=incident.steps_recomputed,
+        outcome=outcome,
+        reason=incident.reason,
+        attempts=max(1, incident.attempts),
+    )

@@ -1,0 +1,212 @@
+"""From submitted to training.
+
+Until every rank has attached no step has been made, so nothing is worth migrating: a death then
+starts all ranks again from scratch under the next generation. Exceptions need a moment's patience
+(`start_fault`): when a rank is killed, its neighbours raise, and what they raise often reaches
+us before the news of the death.
+
+    waiting --all agents joined--> opening --StoreOpened--> starting --all attached--> running
+       ^                                                       |
+       `------------------------ a death ----------------------'
+
+A resumed job has no ranks to start: `world` standbys are started and become newcomers of an
+attempt without members whose state comes from the checkpoint (migration.py).
+"""
+
+from __future__ import annotations
+
+from keepstep.core import placement
+from keepstep.core.incidents import close_incident, end_job, open_incident, widen_incident
+from keepstep.core.migration import EXIT_GAVE_UP, EXIT_USER, start_attempt
+from keepstep.core.processes import close_stores, start_worker
+from keepstep.core.state import SECOND, Job, Out, Worker
+from keepstep.core.timers import JOIN_SPARES_NS
+from keepstep.model.messages import Failure, OpenStore, StoreOpened
+from keepstep.model.records import JobStarted, StartBegun
+
+RESTARTS_MAX = 3
+
+
+def advance_start(job: Job, out: Out) -> None:
+    if job.mode == "waiting":
+        _begin(job, out)
+    elif job.mode == "opening":
+        node = job.nodes[job.store_node]
+        if node.state == "dead":
+            job.mode = "waiting"
+            _begin(job, out)
+        elif job.store_asked_at == 0 and out.send(
+            node.name, OpenStore(generation=job.generation_max)
+        ):
+            job.store_asked_at = out.now
+    elif job.mode == "starting":
+        _watch(job, out)
+
+
+def _begin(job: Job, out: Out) -> None:
+    if all(node.state == "dead" for node in job.nodes.values()):
+        end_job(job, out, "failed", EXIT_GAVE_UP, "no node is left to start the ranks on")
+        return
+    leaving = [
+        w
+        for w in job.workers.values()
+        if w.alive and w.role != "standby" and job.nodes[w.node].state != "dead"
+    ]
+    if leaving:
+        return  # being killed: their slots are needed
+    homes = {node for node, _ in placement.home_slots(job.spec).values()}
+    if any(job.nodes[name].state in ("absent", "disconnected") for name in homes):
+        job.reason = "waiting for the agents to join"
+        return
+    placed, why = placement.start_slots(job.spec, job.nodes, job.workers.values())
+    if placed is None:
+        job.reason = f"waiting: {why}"
+        return
+    if job.ranks_joined_at is None:
+        job.ranks_joined_at = out.now
+    absent = any(node.state == "absent" for node in job.nodes.values())
+    if absent and out.now < job.ranks_joined_at + JOIN_SPARES_NS:
+        return  # a spare node that joins now is somebody's buddy from the beginning
+    job.reason = ""
+    if job.spec.resume:
+        _begin_resume(job, out, placed)
+        return
+    store = placement.store_node(job.nodes, ())
+    assert store is not None, "slots are only found on connected nodes"
+    job.generation = job.new_generation()
+    job.mode = "opening"
+    job.store_node = store.name
+    job.store_asked_at = out.now
+    store.stores.add(job.generation)
+    out.record(StartBegun(job=job.id, at_ns=out.now, generation=job.generation, reason=why))
+    out.send(store.name, OpenStore(generation=job.generation))
+
+
+def store_opened(job: Job, out: Out, message: StoreOpened) -> None:
+    """All ranks at once; standbys follow by refill."""
+    if job.mode != "opening" or message.generation != job.generation_max:
+        return
+    placed, why = placement.start_slots(job.spec, job.nodes, job.workers.values())
+    if placed is None:
+        job.mode = "waiting"
+        job.reason = f"waiting: {why}"
+        return
+    job.master = message.store
+    in_the_way = [w for w in job.standbys() if (w.node, w.slot) in placed.values()]
+    if in_the_way:
+        for worker in in_the_way:
+            worker.role = "unwanted"
+            out.kill(worker)
+        job.mode = "waiting"
+        return
+    job.mode = "starting"
+    for incident in job.incidents:
+        if incident.cause == "start":
+            incident.timeline.mark("RESUME", out.now)
+    for rank, (node, slot) in placed.items():
+        worker = start_worker(job, out, node, slot, rank, "rank")
+        job.owners[rank] = worker.id
+
+
+def _begin_resume(job: Job, out: Out, placed: dict[int, tuple[str, int]]) -> None:
+    job.mode = "starting"
+    job.generation = max(job.generation, 0)
+    taken = {(w.node, w.slot) for w in job.workers.values() if w.alive}
+    for place in placed.values():
+        if place not in taken:
+            start_worker(job, out, place[0], place[1], -1, "standby")
+    ranks = list(range(job.spec.world))
+    reason = f"resumed from {job.spec.resume}"
+    incident = open_incident(
+        job, out, trigger="planned", cause="resume", victims=ranks, reason=reason
+    )
+    start_attempt(job, out, "resume", incident, ranks, {}, reason)
+
+
+def _watch(job: Job, out: Out) -> None:
+    owners = [worker for _, worker in job.owning()]
+    dead = [worker for worker in owners if not worker.usable and not worker.done]
+    fault = job.start_fault
+    killed = [w for w in dead if w.rank in job.causes]
+    if killed:
+        _cause, why = job.causes[killed[0].rank]
+        restart(job, out, why)
+    elif fault is not None and out.now >= fault[0] + SECOND:
+        _, kind, why, traceback = fault
+        if kind == "user":
+            job.traceback = traceback
+            end_job(job, out, "failed", EXIT_USER, f"{why}, before the first step")
+        else:
+            restart(job, out, why)
+    elif fault is None and owners and all(w.attached or w.done for w in owners):
+        started(job, out)
+
+
+def started(job: Job, out: Out) -> None:
+    job.mode = "running"
+    job.start_fault = None
+    job.reason = ""
+    out.record(JobStarted(job=job.id, at_ns=out.now, generation=job.generation))
+    for incident in list(job.incidents):
+        if incident.cause == "start":
+            incident.generation = job.generation
+            close_incident(
+                job, out, incident, "RESOLVED", "started again from scratch: no step had been made"
+            )
+
+
+def rank_exited(job: Job, out: Out, worker: Worker, code: int, tail: str) -> None:
+    """A rank's process ended before everybody attached (`worker_ended` has noted it)."""
+    if worker.killed_at is not None or worker.done:
+        return
+    if code < 0 or (job.start_fault is not None and job.start_fault[1] != "user"):
+        return  # by a signal: `causes` has it, and it is not the script's own doing
+    job.causes.pop(worker.rank, None)
+    _fault(job, out, "user", f"rank {worker.rank} exited with code {code}", tail)
+
+
+def rank_failed(job: Job, out: Out, worker: Worker, message: Failure) -> None:
+    if message.error_kind == "device":
+        job.causes[worker.rank] = ("device-error", f"rank {worker.rank}: device error")
+        out.kill(worker)
+        return
+    last = (message.error.strip().splitlines() or ["an exception"])[-1]
+    _fault(job, out, message.error_kind, f"rank {worker.rank} raised {last}", message.error)
+
+
+def _fault(job: Job, out: Out, kind: str, why: str, traceback: str) -> None:
+    if job.start_fault is None:
+        job.start_fault = (out.now, kind, why, traceback)
+    elif job.start_fault[1] != "user" and kind == "user":
+        job.start_fault = (job.start_fault[0], kind, why, traceback)
+
+
+def restart(job: Job, out: Out, why: str) -> None:
+    job.start_fault = None
+    job.start_failures += 1
+    dead = job.dead()
+    if job.start_failures > RESTARTS_MAX:
+        end_job(
+            job,
+            out,
+            "failed",
+            EXIT_GAVE_UP,
+            f"the ranks were started {RESTARTS_MAX + 1} times and never all attached: {why}",
+        )
+        return
+    incident = next((i for i in job.incidents if i.cause == "start"), None)
+    if incident is None:
+        incident = open_incident(
+            job, out, trigger="unplanned", cause="start", victims=dead, reason=why
+        )
+    else:
+        widen_incident(job, out, incident, "start", dead, why)
+    incident.attempts += 1
+    incident.timeline.mark("RESERVE", out.now)
+    for _, worker in job.owning():
+        worker.role = "unwanted"
+        out.kill(worker)
+    job.owners.clear()
+    job.causes.clear()
+    close_stores(job, out, keep=set())
+    job.mode = "waiting"

@@ -1,0 +1,319 @@
+"""What the core knows about a job, and the outbox its decisions go to.
+
+Theory of operation. The core is *level-triggered*: an event only changes facts in these objects
+("rank 2's worker is gone", "n1.w4 has staged generation 7"), and then one function, `settle` in
+job.py, looks at all facts and asks for whatever the current phase still lacks. There is no
+continuation to lose: a second fault in any phase is just another fact, after which the same
+look leads somewhere else.
+
+`Worker.asked` remembers what was already sent, so that looking again sends nothing twice. It is
+emptied when the worker's agent joins anew, so commands lost with a broken stream are sent again;
+commands are idempotent, and rows whose answer is already known are skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from keepstep.core.timeline import Timeline
+from keepstep.model.job import InjectSpec, JobSpec
+from keepstep.model.messages import (
+    Address,
+    AgentCommand,
+    Copied,
+    Held,
+    KillWorker,
+    Ready,
+    Report,
+    Resumed,
+    Stalled,
+    StartWorker,
+    Swap,
+    Tell,
+    WorkerCommand,
+)
+from keepstep.model.records import Record, Trigger
+from keepstep.model.views import IncidentView, JobView
+
+SECOND = 1_000_000_000
+
+Role = Literal["standby", "newcomer", "rank", "leaver", "unwanted"]
+Kind = Literal["planned", "unplanned", "resume"]
+
+
+class Send(msgspec.Struct, frozen=True, kw_only=True):
+    job: str
+    node: str
+    command: AgentCommand
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """Append `records` durably first, then carry out `sends` in order."""
+
+    records: list[Record] = []
+    sends: list[Send] = []
+
+
+@dataclass(slots=True)
+class Node:
+    name: str
+    index: int
+    slots: int
+    state: Literal["absent", "connected", "disconnected", "dead"] = "absent"
+    blobs: Address | None = None
+    pid: int = 0
+    session: int = 0
+    gone_at: int = 0
+    taints: list[str] = field(default_factory=list)
+    slot_taints: dict[int, list[str]] = field(default_factory=dict)
+    crashes: dict[int, int] = field(default_factory=dict)  # slot -> without training in between
+    stores: set[int] = field(default_factory=set)  # generations whose store was opened here
+
+    def healthy(self, slot: int) -> bool:
+        return not self.taints and not self.slot_taints.get(slot)
+
+
+@dataclass(slots=True)
+class Worker:
+    id: str
+    node: str
+    slot: int
+    role: Role
+    rank: int = -1
+    start: StartWorker | None = None  # to be sent again until it is known to run
+    running: bool = False
+    started_at: int = 0
+    pid: int = 0
+    alive: bool = True
+    killed_at: int | None = None  # KillWorker sent: it counts as dead, but it may still run
+    injected: bool = False  # its death was asked for and says nothing about the slot
+    # progress
+    version: int = 0
+    tick: int = 0
+    generation: int = 0
+    where: str = ""
+    steps_per_s: float = 0.0
+    stalled: Stalled | None = None
+    # standby and newcomer
+    parked: str = ""
+    assigned_at: int = 0
+    arrived: bool = False
+    positioned_at: int | None = None
+    ready: Ready | None = None
+    bad_sources: set[int] = field(default_factory=set)
+    # rank
+    attached: bool = False
+    redundant: bool = True
+    done: bool = False
+    buddy: str = ""  # node
+    leave_at: int = 0
+    release_due: int | None = None  # generation of a planned attempt it may still hold for
+    # answers in an attempt, each with its generation
+    report: Report | None = None
+    staged: int = -1
+    held: Held | None = None
+    copied: Copied | None = None
+    swap: Swap | None = None
+    swapped: int = -1
+    swapped_at: int = 0
+    resumed: Resumed | None = None
+    checkpointed: int = -1
+    asked: dict[str, tuple[int, int]] = field(default_factory=dict)  # what -> (generation, when)
+    resync: bool = False  # its agent came back: something sent before may never have arrived
+
+    @property
+    def usable(self) -> bool:
+        return self.alive and self.killed_at is None
+
+    @property
+    def place(self) -> str:
+        return f"{self.node}/{self.slot}"
+
+
+@dataclass(slots=True)
+class Incident:
+    id: str
+    trigger: Trigger
+    cause: str
+    opened_at: int
+    victims: list[int]
+    reason: str
+    timeline: Timeline
+    pending: list[int] = field(default_factory=list)  # planned: ranks still to be moved
+    target: str = ""  # planned: node or slot being emptied
+    moves: list[str] = field(default_factory=list)
+    generation: int = 0
+    attempts: int = 0
+    failures: int = 0  # planned attempts undone; unplanned: newcomers that failed
+    stage_failures: int = 0
+    decision: str = ""
+    steps_recomputed: int = 0
+    source: str = ""
+    sticky_tick: int | None = None  # a decision stays valid until it is committed
+    give_up: str = ""  # set: write a checkpoint, then end
+    give_up_at: int = 0
+    moving: list[int] = field(default_factory=list)  # of the last attempt (after a replay)
+    attempt_generation: int = -1  # likewise
+    interrupted: bool = False  # by a restart of the orchestrator
+    committed: int | None = None  # generation
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One try to reach a new generation. Its members never change: that takes a new attempt."""
+
+    kind: Kind
+    incident: Incident
+    generation: int
+    started_at: int
+    members: tuple[int, ...]  # ranks whose owners are alive
+    moving: tuple[int, ...]  # ranks that newcomers take over: victims, or leavers if planned
+    newcomers: dict[int, str] = field(default_factory=dict)
+    reported: list[int] = field(default_factory=list)  # ranks, in order of arrival
+    store_node: str = ""
+    store_asked_at: int = 0
+    store: Address | None = None
+    staged_at: int = 0  # when Stage was last sent
+    tick: int | None = None
+    decided_at: int = 0
+    holding: bool = False  # planned: Hold was sent
+    hold_at: int = 0
+    committed_at: int | None = None
+    phase: str = "RESERVE"
+    no_spare: str = ""  # why the job is held
+    solo: bool = False
+
+    @property
+    def committed(self) -> bool:
+        return self.committed_at is not None
+
+
+@dataclass(slots=True)
+class Job:
+    spec: JobSpec
+    submitted_at: int
+    nodes: dict[str, Node]
+    mode: Literal["waiting", "opening", "starting", "running"] = "waiting"
+    workers: dict[str, Worker] = field(default_factory=dict)
+    owners: dict[int, str] = field(default_factory=dict)  # rank -> worker
+    generation: int = 0
+    generation_max: int = -1  # highest one ever used
+    worker_next: int = 0
+    incident_next: int = 1
+    incidents: list[Incident] = field(default_factory=list)  # open ones
+    closed: list[IncidentView] = field(default_factory=list)
+    attempt: Attempt | None = None
+    master: Address | None = None
+    reason: str = ""
+    ended: JobView | None = None
+    traceback: str = ""
+    checkpoint: str = ""
+    checkpoint_tick: int | None = None
+    causes: dict[int, tuple[str, str]] = field(default_factory=dict)  # dead rank -> (cause, why)
+    alarm: tuple[str, str] | None = None  # a rank's exception: (cause, why), until an attempt
+    deaths: dict[int, tuple[int, set[str]]] = field(default_factory=dict)  # rank -> tick, workers
+    reconnects: tuple[int, int] = (-1, 0)  # tick, attempts without any victim at it
+    hang_warned: bool = False
+    injects: dict[str, InjectSpec] = field(default_factory=dict)
+    fired: list[str] = field(default_factory=list)
+    released: int | None = None  # generation of the last planned attempt that was undone
+    # start-up
+    start_failures: int = 0
+    start_fault: tuple[int, str, str, str] | None = None  # when, kind, why, traceback
+    store_node: str = ""
+    store_asked_at: int = 0
+    ranks_joined_at: int | None = None
+    # after a restart of the orchestrator
+    replayed: bool = False
+    rejoin_until: int | None = None
+
+    @property
+    def id(self) -> str:
+        return self.spec.job
+
+    @property
+    def stall_ns(self) -> int:
+        return self.spec.stall_timeout_ns
+
+    @property
+    def reply_ns(self) -> int:
+        """How long a live rank may take to answer."""
+        return max(self.stall_ns, 10 * SECOND)
+
+    @property
+    def build_ns(self) -> int:
+        """How long a newcomer may take for one stage of joining."""
+        return max(self.stall_ns, 60 * SECOND)
+
+    def owner(self, rank: int) -> Worker | None:
+        worker = self.owners.get(rank)
+        return self.workers[worker] if worker is not None else None
+
+    def owning(self) -> Iterator[tuple[int, Worker]]:
+        for rank in sorted(self.owners):
+            yield rank, self.workers[self.owners[rank]]
+
+    def live(self) -> list[int]:
+        return [rank for rank, worker in self.owning() if worker.usable]
+
+    def dead(self) -> list[int]:
+        """Ranks without a living owner. One whose script has ended needs none."""
+        return [rank for rank, worker in self.owning() if not worker.usable and not worker.done]
+
+    def standbys(self) -> list[Worker]:
+        return [w for w in self.workers.values() if w.role == "standby" and w.usable]
+
+    def connected(self) -> list[Node]:
+        return [node for node in self.nodes.values() if node.state == "connected"]
+
+    def unplanned(self) -> Incident | None:
+        for incident in self.incidents:
+            if incident.trigger == "unplanned" or incident.cause == "resume":
+                return incident
+        return None
+
+    def new_generation(self) -> int:
+        self.generation_max += 1
+        return self.generation_max
+
+
+class Out:
+    """Collects one outcome; the only way anything leaves the core."""
+
+    def __init__(self, now: int, job: Job, outcome: Outcome) -> None:
+        self.now = now
+        self.job = job
+        self._outcome = outcome
+
+    def record(self, record: Record) -> None:
+        self._outcome.records.append(record)
+
+    def send(self, node: str, command: AgentCommand) -> bool:
+        """False: not connected, the caller's fact stays open until the agent is back."""
+        if self.job.nodes[node].state != "connected":
+            return False
+        self._outcome.sends.append(Send(job=self.job.id, node=node, command=command))
+        return True
+
+    def tell(self, worker: Worker, command: WorkerCommand) -> bool:
+        if not worker.usable:
+            return False
+        return self.send(worker.node, Tell(worker=worker.id, command=command))
+
+    def ask(self, worker: Worker, what: str, generation: int, command: WorkerCommand) -> None:
+        """Tell once per generation, and once more after the agent was away."""
+        asked = worker.asked.get(what)
+        if asked is not None and asked[0] == generation:
+            return
+        if self.tell(worker, command):
+            worker.asked[what] = (generation, self.now)
+
+    def kill(self, worker: Worker) -> None:
+        """Fence: from now on it counts as dead; COMMIT still waits for the agent's word."""
+        if worker.alive and worker.killed_at is None:
+            worker.killed_at = self.now
+            self.send(worker.node, KillWorker(worker=worker.id))

@@ -1,0 +1,175 @@
+"""What happens if nothing happens. Every wait of the core has a row here.
+
+`timers` is computed from the facts each time, so a timer can neither be forgotten nor outlive its
+reason; `deadline()` is the earliest row, and a Wake carries out the rows whose time has come.
+Times derive from the one knob, `stall_timeout`.
+"""
+
+from __future__ import annotations
+
+from keepstep.core.faults import lose_node, newcomer_failed, stage_failed
+from keepstep.core.incidents import end_job, warn
+from keepstep.core.migration import EXIT_GAVE_UP, has_copied, has_held, has_reported, members
+from keepstep.core.migration import newcomers as newcomers_of
+from keepstep.core.planned import fail_move
+from keepstep.core.state import SECOND, Attempt, Job, Out, Worker
+from keepstep.model.messages import KillWorker
+
+LEAVE_NS = 10 * SECOND
+KILL_AGAIN_NS = 5 * SECOND
+STORE_NS = 15 * SECOND
+PARK_NS = 300 * SECOND
+JOIN_NS = 60 * SECOND
+JOIN_SPARES_NS = 2 * SECOND
+
+Timer = tuple[int, str, str]  # when, what, about whom
+
+
+def timers(job: Job) -> list[Timer]:
+    if job.ended is not None:
+        return []
+    rows: list[Timer] = []
+    for node in job.nodes.values():
+        if node.state == "disconnected":
+            rows.append((node.gone_at + job.stall_ns, "node", node.name))
+    for worker in job.workers.values():
+        if not worker.alive or job.nodes[worker.node].state != "connected":
+            continue
+        if worker.killed_at is not None:
+            rows.append((worker.killed_at + KILL_AGAIN_NS, "kill", worker.id))
+        elif worker.role == "leaver":
+            rows.append((worker.leave_at + LEAVE_NS, "leave", worker.id))
+        elif worker.role == "standby" and not worker.parked:
+            rows.append((worker.started_at + max(PARK_NS, job.stall_ns), "park", worker.id))
+    if job.mode in ("waiting", "opening", "starting"):
+        rows += _start_timers(job)
+    if job.rejoin_until is not None:
+        rows.append((job.rejoin_until, "rejoin", ""))
+    if job.attempt is not None:
+        rows += _attempt_timers(job, job.attempt)
+    return rows
+
+
+def _start_timers(job: Job) -> list[Timer]:
+    rows: list[Timer] = []
+    if job.mode == "waiting":
+        if job.ranks_joined_at is not None:
+            rows.append((job.ranks_joined_at + JOIN_SPARES_NS, "settle", ""))
+        if any(node.state == "absent" for node in job.nodes.values()):
+            rows.append((job.submitted_at + max(JOIN_NS, job.stall_ns), "join", ""))
+    if job.mode == "opening" and job.store_asked_at:
+        rows.append((job.store_asked_at + STORE_NS, "start-store", ""))
+    if job.start_fault is not None:
+        rows.append((job.start_fault[0] + SECOND, "settle", ""))
+    return rows
+
+
+def _attempt_timers(job: Job, attempt: Attempt) -> list[Timer]:
+    rows: list[Timer] = []
+    if attempt.committed_at is not None:
+        for _, worker in job.owning():
+            if worker.swapped < attempt.generation and not worker.done:
+                rows += _since(worker, "swap", attempt, job.reply_ns, "member")
+        return rows
+    if attempt.incident.give_up:
+        rows.append((attempt.incident.give_up_at + job.build_ns, "give-up", ""))
+    if attempt.store is None and attempt.store_asked_at:
+        rows.append((attempt.store_asked_at + STORE_NS, "store", ""))
+    elif attempt.staged_at and not attempt.solo and not _all_asked_staged(job, attempt):
+        rows.append((attempt.staged_at + job.build_ns, "stage", ""))
+    for worker in members(job, attempt):
+        if attempt.kind == "unplanned" and not has_reported(worker, attempt):
+            rows += _since(worker, "abort", attempt, job.reply_ns, "member")
+        elif attempt.kind == "unplanned" and not has_held(worker, attempt):
+            rows += _since(worker, "decide", attempt, job.reply_ns, "member")
+    if attempt.kind == "planned" and attempt.holding and attempt.tick is None:
+        rows.append((attempt.hold_at + max(job.build_ns, 4 * job.stall_ns), "hold", ""))
+    for worker in newcomers_of(job, attempt):
+        if not worker.usable:
+            continue
+        if not worker.arrived:
+            rows.append((worker.assigned_at + job.build_ns, "newcomer", worker.id))
+        elif worker.ready is None and worker.positioned_at is not None:
+            rows.append((worker.positioned_at + job.build_ns, "newcomer", worker.id))
+        elif worker.ready is not None and not has_copied(worker, attempt):
+            rows += _since(worker, "copy", attempt, job.build_ns, "newcomer")
+    return rows
+
+
+def _all_asked_staged(job: Job, attempt: Attempt) -> bool:
+    """A rendezvous that still waits for a newcomer's construction is not late."""
+    if any(not w.arrived for w in newcomers_of(job, attempt)):
+        return True
+    if any(rank not in attempt.newcomers for rank in attempt.moving):
+        return True
+    group = members(job, attempt) + newcomers_of(job, attempt)
+    asked = [w for w in group if w.asked.get("stage", (-1, 0))[0] == attempt.generation]
+    return all(worker.staged == attempt.generation for worker in asked)
+
+
+def _since(worker: Worker, what: str, attempt: Attempt, ns: int, row: str) -> list[Timer]:
+    asked = worker.asked.get(what)
+    if asked is None or asked[0] != attempt.generation or not worker.usable:
+        return []
+    return [(asked[1] + ns, row, worker.id)]
+
+
+def fire(job: Job, out: Out) -> None:
+    """Carry out what is due. One row may make the next ones pointless: look anew each time."""
+    for _ in range(1000):
+        due = [row for row in timers(job) if row[0] <= out.now and row[1] != "settle"]
+        if not due:
+            return
+        _, what, subject = min(due)
+        _fire_one(job, out, what, subject)
+        if job.ended is not None:
+            return
+    raise AssertionError("timers of a job do not come to rest")
+
+
+def _fire_one(job: Job, out: Out, what: str, subject: str) -> None:
+    attempt = job.attempt
+    if what == "node":
+        lose_node(job, out, subject, "did not come back within the stall timeout")
+    elif what in ("kill", "leave", "park", "member", "newcomer"):
+        _fire_worker(job, out, what, job.workers[subject])
+    elif what == "join":
+        absent = [node.name for node in job.nodes.values() if node.state == "absent"]
+        for name in absent:
+            lose_node(job, out, name, "never joined")
+    elif what == "rejoin":
+        job.rejoin_until = None
+    elif what == "start-store":
+        job.mode = "waiting"  # look again for a node that can open it
+        job.store_asked_at = 0
+        warn(job, out, f"{job.store_node} did not open the store in time, asking again")
+    elif attempt is not None:
+        if what == "store":
+            stage_failed(job, out, attempt, f"{attempt.store_node} did not open the store in time")
+        elif what == "stage":
+            stage_failed(job, out, attempt, "not all ranks had their new groups in time")
+        elif what == "hold":
+            fail_move(job, out, attempt, "not all ranks came to hold in time")
+        elif what == "give-up":
+            end_job(job, out, "failed", EXIT_GAVE_UP, attempt.incident.give_up)
+
+
+def _fire_worker(job: Job, out: Out, what: str, worker: Worker) -> None:
+    if what == "kill":
+        worker.killed_at = out.now
+        out.send(worker.node, KillWorker(worker=worker.id))
+    elif what == "leave":
+        out.kill(worker)
+    elif what == "park":
+        warn(job, out, f"standby {worker.id} in {worker.place} never asked for its rank")
+        worker.role = "unwanted"
+        job.nodes[worker.node].crashes[worker.slot] = (
+            job.nodes[worker.node].crashes.get(worker.slot, 0) + 1
+        )
+        out.kill(worker)
+    elif what == "newcomer":
+        newcomer_failed(job, out, worker, f"{worker.id} was not ready in time")
+    else:
+        late = f"rank {worker.rank} ({worker.id}) did not answer in time and was fenced"
+        job.causes[worker.rank] = ("hang", late)
+        out.kill(worker)

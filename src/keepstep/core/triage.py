@@ -1,0 +1,115 @@
+"""Who is to blame, and what is to be done about it. Pure functions: (decision, reason).
+
+Two questions need care, because effects look like causes:
+
+* After an abort every live rank reports. A rank that raised because its neighbour vanished looks
+  exactly like one with a bug, so a user's exception counts only if nobody died and no device
+  failed. The first one by arrival is the one shown.
+* In a hang every rank stands still, nearly all of them innocently inside a collective. The
+  culprit is the one that is stopped, or did less than the others, or is the only one computing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from keepstep.model.messages import Report, Stalled
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What the reports of all live ranks lead to."""
+
+    what: Literal["fence", "user", "decide", "fell_back"]
+    reason: str
+    ranks: tuple[int, ...] = ()  # fence: ranks with a broken device
+    tick: int = 0
+    decision: Literal["RETRY", "COMMIT"] = "RETRY"
+    traceback: str = ""
+
+
+def judge_reports(
+    reports: Sequence[tuple[int, Report]],
+    victims: Sequence[int],
+    sticky_tick: int | None,
+) -> Verdict:
+    """`reports` in order of arrival, one per live rank. `sticky_tick` was decided before."""
+    broken = tuple(sorted(rank for rank, report in reports if report.error_kind == "device"))
+    if broken:
+        return Verdict(
+            what="fence", ranks=broken, reason=f"device error on {name_ranks(broken)}: replace"
+        )
+    user = [(rank, report) for rank, report in reports if report.error_kind == "user"]
+    if user and not victims:
+        rank, report = user[0]
+        last = report.error.strip().splitlines()[-1:] or ["(no message)"]
+        return Verdict(
+            what="user",
+            traceback=report.error,
+            reason=f"rank {rank} raised {last[0]}; no rank died and no device failed before it",
+        )
+    return _decide_tick(reports, sticky_tick)
+
+
+def _decide_tick(reports: Sequence[tuple[int, Report]], sticky_tick: int | None) -> Verdict:
+    tick = max(report.tick for _, report in reports)
+    if sticky_tick == tick + 1 and all(report.in_fence for _, report in reports):
+        # Decided COMMIT, then the only ranks that had applied it died: those waiting in the
+        # fence can still apply, and the decision on record stays the only one.
+        tick = sticky_tick
+    behind = sorted(rank for rank, report in reports if report.tick == tick - 1)
+    torn = sorted(
+        rank
+        for rank, report in reports
+        if report.tick < tick - 1 or (report.tick == tick - 1 and not report.in_fence)
+    )
+    if torn:
+        return Verdict(
+            what="fell_back",
+            tick=tick,
+            reason=f"{name_ranks(torn)} cannot reach tick {tick}: not waiting in its fence",
+        )
+    if behind:
+        return Verdict(
+            what="decide",
+            tick=tick,
+            decision="COMMIT",
+            reason=f"fence {tick - 1} was passed, {name_ranks(behind)} waiting in it can apply",
+        )
+    return Verdict(
+        what="decide",
+        tick=tick,
+        decision="RETRY",
+        reason=f"all live ranks stand at tick {tick} and nobody passed its fence",
+    )
+
+
+def hang_culprits(
+    stalled: Mapping[int, Stalled], stall_timeout_ns: int
+) -> tuple[tuple[int, ...], str]:
+    """Every live rank that should progress is in `stalled`. Nobody to blame: ((), why)."""
+    frozen = tuple(
+        rank
+        for rank, seen in sorted(stalled.items())
+        if seen.stopped or seen.heartbeat_age_ns > stall_timeout_ns
+    )
+    if frozen:
+        return frozen, f"{name_ranks(frozen)}: stopped, or no heartbeat for the stall timeout"
+    done = {rank: (seen.tick, seen.marks) for rank, seen in stalled.items()}
+    least = min(done.values())
+    behind = tuple(sorted(rank for rank, marks in done.items() if marks == least))
+    if len(behind) < len(done):
+        where = ", ".join(sorted({stalled[rank].where for rank in behind}))
+        return behind, f"{name_ranks(behind)} did less than the others (in {where})"
+    busy = tuple(rank for rank, seen in sorted(stalled.items()) if seen.cpu_busy)
+    if len(busy) == 1:
+        return busy, f"rank {busy[0]} is the only one that computes while the others wait"
+    return (), "all ranks stand still at the same place: no culprit can be told"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return "ranks " + ", ".join(str(rank) for rank in ranks)

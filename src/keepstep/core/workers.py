@@ -1,0 +1,247 @@
+"""What a worker says, as facts. Nothing is decided here except who is to be believed.
+
+Answers count only from whom they were asked and for the current attempt's generation; a newcomer's
+Arrived and Ready count for any generation, because its process outlives attempts.
+"""
+
+from __future__ import annotations
+
+from keepstep.core import start
+from keepstep.core.faults import newcomer_failed, repeat_attempt, stage_failed
+from keepstep.core.incidents import end_job, warn
+from keepstep.core.migration import (
+    EXIT_FELL_BACK,
+    EXIT_GAVE_UP,
+    NEWCOMERS_MAX,
+    checkpoint_path,
+    sources_for,
+)
+from keepstep.core.planned import fail_move
+from keepstep.core.processes import inject_fired, replace_buddy, signal_now
+from keepstep.core.state import Attempt, Job, Out, Worker
+from keepstep.model.messages import (
+    Arrived,
+    Attached,
+    BuddyLost,
+    Checkpointed,
+    Copied,
+    CopyFailed,
+    Done,
+    Failure,
+    Held,
+    InjectFired,
+    Parked,
+    Ready,
+    Report,
+    Resumed,
+    Staged,
+    StageFailed,
+    Swapped,
+    WorkerMessage,
+)
+from keepstep.model.records import CheckpointWritten
+
+CAUSES = {"comm": "connection", "device": "device-error", "user": "user"}
+
+
+def worker_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> None:
+    if isinstance(said, Parked):
+        if worker.role == "standby":
+            worker.parked = said.where or "unknown"
+    elif isinstance(said, InjectFired):
+        _inject_fired(job, out, worker, said)
+    elif isinstance(said, BuddyLost):
+        if worker.role in ("rank", "newcomer"):
+            replace_buddy(job, out, worker, said.error)
+    elif worker.role == "newcomer":
+        _newcomer_said(job, out, worker, said)
+    elif worker.role == "rank":
+        _rank_said(job, out, worker, said)
+
+
+def _newcomer_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> None:
+    attempt = job.attempt
+    if attempt is None or attempt.newcomers.get(worker.rank) != worker.id:
+        return
+    timeline = attempt.incident.timeline
+    if isinstance(said, Attached):
+        worker.attached, worker.redundant = True, said.redundant
+    elif isinstance(said, Arrived):
+        worker.arrived = True
+    elif isinstance(said, Ready):
+        if worker.ready is None:
+            worker.arrived, worker.ready = True, said
+            timeline.ready(said)
+    elif isinstance(said, Failure):
+        last = (said.error.strip().splitlines() or ["an exception"])[-1]
+        newcomer_failed(job, out, worker, f"{worker.id} raised {last} while joining")
+    elif isinstance(said, Staged | StageFailed):
+        _staged(job, out, attempt, worker, said)
+    elif isinstance(said, Copied):
+        if said.generation == attempt.generation and attempt.tick is not None:
+            worker.copied = said
+            timeline.copied(said)
+    elif isinstance(said, CopyFailed) and said.generation == attempt.generation:
+        _copy_failed(job, out, attempt, worker, said)
+
+
+def _rank_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> None:
+    attempt = job.attempt
+    if isinstance(said, Attached):
+        _attached(job, out, worker, said)
+    elif isinstance(said, Failure):
+        _failure(job, out, worker, said)
+    elif isinstance(said, Done):
+        worker.done = True
+        worker.version = max(worker.version, said.version)
+        worker.tick = max(worker.tick, said.tick)
+    elif isinstance(said, Swapped):
+        if attempt is not None and attempt.committed and said.generation == attempt.generation:
+            worker.swapped, worker.swapped_at = said.generation, out.now
+            attempt.incident.timeline.swapped(said)
+    elif isinstance(said, Resumed):
+        _resumed(job, out, worker, said)
+    elif attempt is not None and not attempt.committed and worker.rank in attempt.members:
+        _member_said(job, out, attempt, worker, said)
+
+
+def _member_said(job: Job, out: Out, attempt: Attempt, worker: Worker, said: WorkerMessage) -> None:
+    if isinstance(said, Report):
+        if said.generation != attempt.generation or attempt.kind != "unplanned":
+            return
+        worker.version = max(worker.version, said.version)
+        worker.done = worker.done or said.done
+        if worker.rank not in attempt.reported:
+            worker.report = said
+            attempt.reported.append(worker.rank)
+        if said.error_kind == "device":
+            job.causes[worker.rank] = ("device-error", f"rank {worker.rank}: {said.error}")
+            out.kill(worker)
+    elif isinstance(said, Held):
+        if said.generation == attempt.generation:
+            worker.held = said
+            worker.version = max(worker.version, said.version)
+            worker.done = worker.done or said.done
+    elif isinstance(said, Staged | StageFailed):
+        _staged(job, out, attempt, worker, said)
+    elif isinstance(said, Checkpointed):
+        _checkpointed(job, out, attempt, worker, said)
+
+
+def _staged(
+    job: Job, out: Out, attempt: Attempt, worker: Worker, said: Staged | StageFailed
+) -> None:
+    if said.generation != attempt.generation or attempt.committed:
+        return
+    if isinstance(said, StageFailed):
+        if worker.staged != attempt.generation and not attempt.solo:
+            stage_failed(job, out, attempt, f"{worker.id}: {said.error}")
+        return
+    if "stage" in worker.asked:
+        worker.staged = said.generation
+
+
+def _attached(job: Job, out: Out, worker: Worker, said: Attached) -> None:
+    worker.attached, worker.redundant = True, said.redundant
+    for warning in said.warnings:
+        warn(job, out, f"rank {worker.rank}: {warning}")
+
+
+def _failure(job: Job, out: Out, worker: Worker, said: Failure) -> None:
+    worker.version = max(worker.version, said.version)
+    if job.mode == "starting":
+        start.rank_failed(job, out, worker, said)
+        return
+    if said.generation < job.generation:
+        return
+    last = (said.error.strip().splitlines() or ["an exception"])[-1]
+    why = f"rank {worker.rank} raised {last}"
+    if said.error_kind == "device":
+        job.causes[worker.rank] = ("device-error", why)
+        out.kill(worker)
+    else:
+        job.alarm = (CAUSES[said.error_kind], why)
+
+
+def _resumed(job: Job, out: Out, worker: Worker, said: Resumed) -> None:
+    if said.generation != job.generation:
+        return
+    worker.version = max(worker.version, said.version)
+    worker.tick = max(worker.tick, said.tick)
+    job.nodes[worker.node].crashes.pop(worker.slot, None)
+    attempt = job.attempt
+    if attempt is None or not attempt.committed or worker.resumed is said:
+        return
+    if worker.resumed is not None and worker.resumed.generation == said.generation:
+        return
+    worker.resumed = said
+    worker.swapped = max(worker.swapped, said.generation)
+    attempt.incident.timeline.resumed(said, worker.swapped_at, out.now)
+
+
+def _copy_failed(job: Job, out: Out, attempt: Attempt, worker: Worker, said: CopyFailed) -> None:
+    why = f"{worker.id} could not copy ({said.reason}): {said.error}"
+    if attempt.kind == "planned":
+        fail_move(job, out, attempt, why)
+    elif said.reason == "source-lost":
+        _other_source(job, out, attempt, worker, said, why)
+    elif said.reason == "side-state-missing" and attempt.kind == "unplanned":
+        end_job(
+            job,
+            out,
+            "fell_back",
+            EXIT_FELL_BACK,
+            f"the side state of rank {worker.rank} at tick {attempt.tick} is lost with its node "
+            f"and its buddy: {said.error}",
+        )
+    elif said.reason == "side-state-missing":
+        reason = f"{job.spec.resume} cannot be resumed from: {said.error}"
+        end_job(job, out, "failed", EXIT_GAVE_UP, reason)
+    else:
+        newcomer_failed(job, out, worker, why)
+
+
+def _other_source(
+    job: Job, out: Out, attempt: Attempt, worker: Worker, said: CopyFailed, why: str
+) -> None:
+    """If the source died, its exit is on the way and widens the incident; meanwhile try the
+    others. With none left, start over: the connection may have been the trouble."""
+    worker.asked.pop("copy", None)
+    worker.bad_sources.add(said.source)
+    if sources_for(job, attempt, worker):
+        return
+    worker.bad_sources.clear()
+    incident = attempt.incident
+    incident.failures += 1
+    if incident.failures >= NEWCOMERS_MAX:
+        newcomer_failed(job, out, worker, why)
+    else:
+        repeat_attempt(job, out, attempt, why)
+
+
+def _checkpointed(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Checkpointed) -> None:
+    if said.generation != attempt.generation or attempt.tick is None:
+        return
+    worker.checkpointed = said.generation
+    owners = [job.workers[job.owners[rank]] for rank in attempt.members]
+    if job.checkpoint_tick == attempt.tick:
+        return
+    if all(owner.checkpointed == attempt.generation for owner in owners):
+        job.checkpoint = checkpoint_path(job, attempt.tick)
+        job.checkpoint_tick = attempt.tick
+        out.record(
+            CheckpointWritten(job=job.id, at_ns=out.now, path=job.checkpoint, tick=attempt.tick)
+        )
+
+
+def _inject_fired(job: Job, out: Out, worker: Worker, said: InjectFired) -> None:
+    inject = job.injects.get(said.inject)
+    detail = f"{worker.id} (rank {worker.rank}) at {said.point} of step {said.version}"
+    inject_fired(job, out, said.inject, detail)
+    if inject is None:
+        return
+    if inject.action == "kill":
+        worker.injected = True
+    if inject.action == "stop" and inject.seconds > 0:
+        # The worker can stop itself but not wake up again.
+        signal_now(out, worker, "stop", inject.seconds)

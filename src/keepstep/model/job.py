@@ -1,0 +1,143 @@
+"""A job as it is submitted, and what operators can ask of it (inputs of the core)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from keepstep.model.messages import AgentMessage, Hello
+
+POINTS = (
+    "before_forward",
+    "in_backward",
+    "before_fence",
+    "in_fence",
+    "in_optimizer",
+    "after_step",
+    "in_section",
+)
+
+
+class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    slots: int  # places where a rank or a standby can run
+
+
+class InjectSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A fault to inject. Without `step` it happens at once; with it the worker does it itself."""
+
+    id: str
+    action: Literal["kill", "stop", "kill-node", "device-error"]
+    rank: int = -1
+    node: str = ""
+    step: int = -1  # version
+    point: str = "before_forward"
+    seconds: float = 0.0  # stop only: continue after that time (0: never)
+
+
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    job: str
+    world: int
+    local_world: int  # --nproc-per-node
+    nodes: list[NodeSpec]  # the first world/local_world of them get the ranks, in order
+    spares: int  # warm standbys to keep, where free slots exist
+    stall_timeout_ns: int
+    script: list[str]
+    env: dict[str, str] = {}
+    directory: str  # logs and just-in-time checkpoints of this job
+    resume: str = ""  # just-in-time checkpoint to start from
+    inject: list[InjectSpec] = []
+
+
+# --------------------------------------------------------------------------- inputs of the core
+
+
+class Input(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    pass
+
+
+class Submit(Input, frozen=True):
+    spec: JobSpec
+
+
+class AgentJoined(Input, frozen=True):
+    job: str
+    node: str
+    hello: Hello
+
+
+class AgentSaid(Input, frozen=True):
+    job: str
+    node: str
+    message: AgentMessage
+
+
+class AgentGone(Input, frozen=True):
+    """The stream broke. Not yet a death: training may go on without it."""
+
+    job: str
+    node: str
+
+
+class NodeDead(Input, frozen=True):
+    """Positive knowledge (its launcher reaped it and swept its session): fenced already."""
+
+    job: str
+    node: str
+
+
+class Wake(Input, frozen=True):
+    """The time given by `deadline()` has come."""
+
+
+class Migrate(Input, frozen=True):
+    job: str
+    ranks: list[int]
+    reason: str = "requested"
+
+
+class Drain(Input, frozen=True):
+    job: str
+    node: str
+    reason: str = "drain"
+
+
+class Taint(Input, frozen=True):
+    """`target` is a node ("n1") or a slot ("n1/0")."""
+
+    job: str
+    target: str
+    reason: str
+
+
+class Untaint(Input, frozen=True):
+    job: str
+    target: str
+
+
+class InjectNow(Input, frozen=True):
+    job: str
+    inject: InjectSpec
+
+
+class Cancel(Input, frozen=True):
+    job: str
+    reason: str
+    exit_code: int
+
+
+CoreInput = (
+    Submit
+    | AgentJoined
+    | AgentSaid
+    | AgentGone
+    | NodeDead
+    | Wake
+    | Migrate
+    | Drain
+    | Taint
+    | Untaint
+    | InjectNow
+    | Cancel
+)

@@ -1,0 +1,599 @@
+"""What the processes say to each other.
+
+    orchestrator <-> agent    one authenticated TCP stream per node     AgentMessage / AgentCommand
+    agent <-> worker          one inherited socketpair per process      WorkerMessage / WorkerCommand
+    worker <-> agent (blobs)  TCP, side state of other nodes' ranks      BlobRequest / BlobReply
+
+The agent relays worker messages and commands without looking at most of them. Everything that
+belongs to a migration carries the *generation* of the attempt it belongs to; a receiver ignores
+whatever is older than the newest generation it has seen.
+
+A *tick* counts finished transactions (steps and sections) of the job; it is equal on all ranks at
+a boundary. A *version* counts finished steps only (what users call the committed step).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    pass
+
+
+class Address(msgspec.Struct, frozen=True):
+    host: str
+    port: int
+
+
+# --------------------------------------------------------------------------- worker -> orchestrator
+
+
+class Parked(Message, frozen=True):
+    """A standby reached the script's first question about its rank, at `where`."""
+
+    where: str
+    warm_ns: int  # process start to parked
+
+
+class Attached(Message, frozen=True):
+    """`keepstep.attach` was called; the rank has finished its set-up."""
+
+    generation: int
+    groups: list[str]  # process-group names, sorted: must be equal on all ranks
+    parameters: int
+    bytes_state: int
+    redundant: bool  # every tensor has a replica on another rank (DDP)
+    warnings: list[str] = []
+
+
+class Arrived(Message, frozen=True):
+    """A newcomer reached its first ks.epochs/batches/step/section and needs a Position."""
+
+    generation: int
+
+
+class Ready(Message, frozen=True):
+    """A newcomer has warmed up in solo mode and waits for Copy."""
+
+    generation: int
+    arrived_ns: int  # assigned -> arrived (script's construction)
+    warm_ns: int  # arrived -> warmed up
+
+
+class Staged(Message, frozen=True):
+    """New backends for all groups of `generation` are built, beside the old ones."""
+
+    generation: int
+
+
+class StageFailed(Message, frozen=True):
+    generation: int
+    error: str
+
+
+class Report(Message, frozen=True):
+    """Where a rank stands after Abort(generation), or after an error that interrupted it.
+
+    `error_kind` is what this rank's own exception looked like: "" (none), "comm", "device" or
+    "user". A rank reports again for every newer generation.
+    """
+
+    generation: int
+    tick: int
+    version: int
+    in_fence: bool  # it reached fence `tick`: side state tick+1 is published and acknowledged
+    computing: bool  # it was interrupted inside a transaction, so a retry recomputes
+    error_kind: Literal["", "comm", "device", "user"] = ""
+    error: str = ""
+    done: bool = False  # the script has ended; the process lingers as a source of state
+
+
+class Failure(Message, frozen=True):
+    """A rank's main thread raised outside any known incident. Reports follow after Abort."""
+
+    generation: int
+    error_kind: Literal["comm", "device", "user"]
+    error: str
+    version: int
+
+
+class Held(Message, frozen=True):
+    """The rank stands at boundary `tick`, holds, and serves its state at `serve`."""
+
+    generation: int
+    tick: int
+    version: int
+    serve: Address
+    pid: int
+    done: bool = False
+
+
+class Copied(Message, frozen=True):
+    """A newcomer has all state of `tick`; digests were equal on both ends."""
+
+    generation: int
+    tick: int
+    bytes_copied: int
+    copy_ns: int
+    sources: list[int]  # ranks that served tensors
+    side_state: Literal["own-agent", "buddy", "checkpoint", "natural", "self"]
+
+
+class CopyFailed(Message, frozen=True):
+    generation: int
+    reason: Literal["source-lost", "digest", "side-state-missing", "position", "error"]
+    error: str
+    source: int = -1  # rank, for source-lost and digest
+
+
+class Swapped(Message, frozen=True):
+    generation: int
+    swap_ns: int
+
+
+class Resumed(Message, frozen=True):
+    """The first fence of `generation` was passed on this rank. Times on this rank's clock."""
+
+    generation: int
+    tick: int
+    version: int
+    last_commit_ns: int  # 0 for a newcomer
+    first_commit_ns: int
+    median_step_ns: int
+    detect_ns: int = 0  # exception or Abort -> report sent
+
+
+class Checkpointed(Message, frozen=True):
+    generation: int
+    path: str
+    bytes_written: int
+
+
+class BuddyLost(Message, frozen=True):
+    """Publishing to the buddy failed; the rank waits inside its fence for another Buddy."""
+
+    generation: int
+    error: str
+
+
+class Done(Message, frozen=True):
+    """The user's script ended. The process stays until Finish."""
+
+    tick: int
+    version: int
+
+
+class InjectFired(Message, frozen=True):
+    inject: str
+    point: str
+    version: int
+
+
+WorkerMessage = (
+    Parked
+    | Attached
+    | Arrived
+    | Ready
+    | Staged
+    | StageFailed
+    | Report
+    | Failure
+    | Held
+    | Copied
+    | CopyFailed
+    | Swapped
+    | Resumed
+    | Checkpointed
+    | BuddyLost
+    | Done
+    | InjectFired
+)
+
+
+# --------------------------------------------------------------------------- orchestrator -> worker
+
+
+class Buddy(Message, frozen=True):
+    """Where this rank publishes its side state besides its own agent; None: nowhere."""
+
+    address: Address | None
+
+
+class Welcome(Message, frozen=True):
+    """First frame an agent writes on a new worker's socket (the agent itself makes it)."""
+
+    job: str
+    node: str
+    worker: str
+    token: str  # for blob and state channels of this job
+    blobs: Address  # of the own agent
+    stall_timeout_ns: int
+    interface: str  # address to bind state servers to
+
+
+class Assign(Message, frozen=True):
+    """A standby becomes the newcomer for `rank`."""
+
+    rank: int
+    generation: int
+    master: Address
+    buddy: Address | None
+    holders: list[Address] = []  # blob servers that may hold the rank's init record (tick -1)
+    checkpoint: str = ""  # or the directory that does
+
+
+class Position(Message, frozen=True):
+    """Which side state tells a newcomer where to re-enter. tick 0: start naturally.
+
+    tick -2 is the newest there is; tick -3 is the one in the checkpoint directory of Assign.
+
+    `final` is False while the job still trains (planned moves): the newest blob of the rank is
+    used to warm up, and Copy names the real one.
+    """
+
+    generation: int
+    tick: int
+    final: bool
+    holders: list[Address]  # blob servers to ask, in order
+
+
+class Abort(Message, frozen=True):
+    """Stop using the current groups now, whatever they are doing, and Report."""
+
+    generation: int
+    reason: str
+
+
+class Hold(Message, frozen=True):
+    """Planned: raise the hold word in the next fence; all ranks stop at the same boundary."""
+
+    generation: int
+
+
+class Stage(Message, frozen=True):
+    """Build the backends of `generation` in a background thread, answer Staged."""
+
+    generation: int
+    store: Address
+
+
+class Decide(Message, frozen=True):
+    """Unplanned: go to `tick` (apply if waiting in the fence before it, else roll back to
+    its begin), then answer Held."""
+
+    generation: int
+    tick: int
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    rank: int
+    pid: int
+    node: str
+    serve: Address
+
+
+class Copy(Message, frozen=True):
+    """A newcomer pulls the state of `tick` from `sources` (several in parallel) and its side
+    state from `holders`; or, when `checkpoint` is set, both from that directory."""
+
+    generation: int
+    tick: int
+    sources: list[Source]
+    holders: list[Address]
+    checkpoint: str = ""
+
+
+class Swap(Message, frozen=True):
+    """Committed: put the staged backends of `generation` in place and go on training.
+
+    `solo` keeps a newcomer without peers: everyone else has already finished."""
+
+    generation: int
+    buddy: Address | None
+    solo: bool = False
+
+
+class Release(Message, frozen=True):
+    """A planned attempt is over without a swap: drop what was staged and go on as before."""
+
+    generation: int
+
+
+class Checkpoint(Message, frozen=True):
+    """Held with no spare: write the state of the held tick to `path` (just-in-time checkpoint).
+
+    Every held rank writes its own side state; `lead` also writes the replicated state and the
+    dead ranks' side state, asked from `holders` (rank -> blob servers)."""
+
+    generation: int
+    path: str
+    lead: bool
+    tick: int
+    world: int
+    dead: dict[int, list[Address]] = {}
+
+
+class Leave(Message, frozen=True):
+    """The rank has moved elsewhere: exit quietly."""
+
+    generation: int
+
+
+class Finish(Message, frozen=True):
+    """All ranks are done: exit now."""
+
+
+class Arm(Message, frozen=True):
+    """Fault injection: kill or stop yourself at `point` of step `step` (a version)."""
+
+    inject: str
+    action: Literal["kill", "stop", "device-error"]
+    step: int
+    point: str
+
+
+WorkerCommand = (
+    Buddy
+    | Welcome
+    | Assign
+    | Position
+    | Abort
+    | Hold
+    | Stage
+    | Decide
+    | Copy
+    | Swap
+    | Release
+    | Checkpoint
+    | Leave
+    | Finish
+    | Arm
+)
+
+
+# --------------------------------------------------------------------------- agent -> orchestrator
+
+
+class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of an agent's inventory, and of its progress messages."""
+
+    worker: str
+    slot: int
+    pid: int
+    rank: int = -1  # -1: standby
+    generation: int = 0  # from the progress page, as the three below
+    version: int = 0
+    tick: int = 0
+    where: str = ""
+    steps_per_s: float = 0.0
+
+
+class Hello(Message, frozen=True):
+    """First frame on an agent's stream. `workers` lets a restarted orchestrator catch up."""
+
+    protocol: int
+    token: str
+    job: str
+    node: str
+    pid: int
+    session: int
+    blobs: Address
+    slots: int
+    workers: list[WorkerState] = []
+    retained: list[tuple[str, int]] = []  # dead workers whose side state is still held: (worker, rank)
+
+
+class WorkerStarted(Message, frozen=True):
+    worker: str
+    slot: int
+    pid: int
+
+
+class WorkerExited(Message, frozen=True):
+    """`code` as in subprocess: negative is the signal. Its side state is kept until Forget."""
+
+    worker: str
+    rank: int
+    code: int
+    tail: str  # last lines it wrote
+
+
+class WorkerSaid(Message, frozen=True):
+    worker: str
+    rank: int
+    said: WorkerMessage
+
+
+class Progress(Message, frozen=True):
+    workers: list[WorkerState]
+
+
+class Stalled(Message, frozen=True):
+    """No progress for stall_timeout. What triage needs to find the culprit among the ranks."""
+
+    worker: str
+    rank: int
+    version: int
+    tick: int
+    marks: int  # progress marks since the process began (collectives, forwards, fences, ...)
+    where: str
+    heartbeat_age_ns: int  # the daemon thread's: large means stopped or stuck holding the GIL
+    stopped: bool  # process state T
+    cpu_busy: bool  # its main thread burnt CPU during the stall
+
+
+class Unstalled(Message, frozen=True):
+    worker: str
+
+
+class StoreOpened(Message, frozen=True):
+    generation: int
+    store: Address
+
+
+class StoreFailed(Message, frozen=True):
+    generation: int
+    error: str
+
+
+class StopDone(Message, frozen=True):
+    """Answer to Stop: every worker of the node is gone and reaped."""
+
+
+AgentMessage = (
+    Hello
+    | WorkerStarted
+    | WorkerExited
+    | WorkerSaid
+    | Progress
+    | Stalled
+    | Unstalled
+    | StoreOpened
+    | StoreFailed
+    | StopDone
+)
+
+
+# --------------------------------------------------------------------------- orchestrator -> agent
+
+
+class Accepted(Message, frozen=True):
+    """Answer to Hello. A refused Hello is answered by Refused and a closed stream."""
+
+
+class Refused(Message, frozen=True):
+    error: str
+    hint: str = ""
+
+
+class StartWorker(Message, frozen=True):
+    """Start a process in `slot`; rank -1 is a standby. Idempotent by `worker`."""
+
+    worker: str
+    slot: int
+    rank: int
+    generation: int
+    world: int
+    local_world: int
+    master: Address
+    buddy: Address | None
+    script: list[str]  # script or -m module, and its arguments
+    env: dict[str, str] = {}
+
+
+class KillWorker(Message, frozen=True):
+    """SIGKILL the worker's whole process group (fence), then WorkerExited. Idempotent."""
+
+    worker: str
+
+
+class Signal(Message, frozen=True):
+    """Send SIGSTOP (and SIGCONT after `resume_after_ns`, 0: never) or SIGKILL: injection."""
+
+    worker: str
+    signal: int
+    resume_after_ns: int = 0
+
+
+class KillNode(Message, frozen=True):
+    """Injection: the agent ends its whole session with SIGKILL, itself included."""
+
+
+class Tell(Message, frozen=True):
+    """Relay to one worker. `rank` tells the agent the rank a standby has from now on."""
+
+    worker: str
+    command: WorkerCommand
+
+
+class OpenStore(Message, frozen=True):
+    """Host a fresh c10d TCPStore for `generation`; answer StoreOpened. Idempotent."""
+
+    generation: int
+
+
+class CloseStore(Message, frozen=True):
+    """Close it: ranks blocked in its rendezvous fail at once."""
+
+    generation: int
+
+
+class Forget(Message, frozen=True):
+    """Drop the side state kept for dead workers and for `ranks` of other nodes not listed."""
+
+    workers: list[str]
+
+
+class Stop(Message, frozen=True):
+    """End every worker, close stores, answer StopDone and exit.
+
+    `finished`: the workers were told Finish and end by themselves; only stragglers are killed."""
+
+    grace_ns: int
+    finished: bool = False
+
+
+AgentCommand = (
+    Accepted
+    | Refused
+    | StartWorker
+    | KillWorker
+    | Signal
+    | KillNode
+    | Tell
+    | OpenStore
+    | CloseStore
+    | Forget
+    | Stop
+)
+
+
+# --------------------------------------------------------------------------- blobs (side state)
+
+
+class BlobPut(Message, frozen=True):
+    """Keep `data` as `rank`'s side state of `tick`; the two newest ticks are kept.
+
+    tick -1 is the record of the rank's init-time collectives; it is kept for good."""
+
+    token: str
+    rank: int
+    tick: int
+    data: bytes
+
+
+class BlobGet(Message, frozen=True):
+    """tick -2 asks for the newest."""
+
+    token: str
+    rank: int
+    tick: int
+
+
+BlobRequest = BlobPut | BlobGet
+
+
+class BlobOk(Message, frozen=True):
+    pass
+
+
+class BlobData(Message, frozen=True):
+    tick: int
+    data: bytes
+    own: bool  # read from the rank's own node, not a buddy copy
+
+
+class BlobMissing(Message, frozen=True):
+    held: list[int]
+
+
+class BlobRefused(Message, frozen=True):
+    error: str
+
+
+BlobReply = BlobOk | BlobData | BlobMissing | BlobRefused
+
+PROTOCOL = 1

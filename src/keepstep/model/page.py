@@ -1,0 +1,54 @@
+"""The progress page: a memfd shared by a worker (writer) and its agent (reader).
+
+The worker writes plain memory and the agent preads it, so neither progress nor the side state
+for the own node costs a system call, and both outlive a kill -9 of the worker.
+
+    0     header   fixed fields below, little endian, each written whole (8-byte aligned)
+    4096  slot 0   side state of even ticks
+    4096+capacity  slot 1, odd ticks
+    4096+2*capacity  init record (tick -1), capacity bytes
+
+A slot is: seq (u64; odd while being written), tick (i64), length (u64), crc32 (u64), data. The
+reader takes a slot only if seq is even and equal before and after, and the checksum is right.
+`capacity` can grow: the worker extends the file, writes all slots anew and sets `capacity` last.
+"""
+
+from __future__ import annotations
+
+import struct
+
+MAGIC = 0x4B50_5347_4501
+PAGE_BYTES = 4096
+SLOT_HEADER = struct.Struct("<QqQQ")
+CAPACITY_DEFAULT = 256 << 10
+
+# name -> offset in the header; all are unsigned 64-bit
+FIELDS = {
+    "magic": 0,
+    "capacity": 8,
+    "heartbeat_ns": 16,  # CLOCK_MONOTONIC, written by the daemon thread
+    "progress_ns": 24,  # CLOCK_MONOTONIC of the last mark
+    "marks": 32,
+    "version": 40,
+    "tick": 48,
+    "generation": 56,
+    "where": 64,  # index into WHERE
+    "stepping": 72,  # 1 once the first transaction has begun: stall detection is on
+    "commit_ns": 80,  # CLOCK_MONOTONIC of the last commit
+    "step_ns": 88,  # smoothed step time
+    "hold": 96,  # 1 while the rank holds (a stall is not a hang)
+}
+
+WHERE = (
+    "starting",
+    "parked",
+    "building",
+    "outside",
+    "compute",
+    "fence",
+    "apply",
+    "section",
+    "data",
+    "held",
+    "done",
+)

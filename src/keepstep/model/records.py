@@ -1,0 +1,175 @@
+"""Ledger records: what the core wrote down before it acted on it.
+
+The ledger is the only truth after a crash of the orchestrator, so a record exists for everything
+that later decisions depend on and that no agent could tell again (who was started under which id,
+which generations were used up, what was decided and committed), and for everything an operator
+may ask about afterwards. Facts that agents repeat in their Hello (pids, steps) are not recorded.
+
+New kinds may be added and fields with defaults too; neither may be renamed.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from keepstep.model.job import JobSpec
+from keepstep.model.views import IncidentView, JobView
+
+Trigger = Literal["planned", "pre-emptive", "unplanned"]
+
+
+class BaseRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    job: str
+    at_ns: int
+
+
+class JobSubmitted(BaseRecord, frozen=True, kw_only=True):
+    spec: JobSpec
+
+
+class StartBegun(BaseRecord, frozen=True, kw_only=True):
+    """All ranks are about to be started from scratch, with this generation's store."""
+
+    generation: int
+    reason: str
+
+
+class JobStarted(BaseRecord, frozen=True, kw_only=True):
+    """Every rank has attached (or ended): from here on a death is migrated, not restarted."""
+
+    generation: int
+
+
+class Placed(BaseRecord, frozen=True, kw_only=True):
+    """A process is started in a slot. `rank` -1 is a standby. Worker ids are never used again."""
+
+    worker: str
+    node: str
+    slot: int
+    rank: int
+    generation: int
+
+
+class WorkerEnded(BaseRecord, frozen=True, kw_only=True):
+    worker: str
+    rank: int
+    code: int
+    why: str
+
+
+class NodeLost(BaseRecord, frozen=True, kw_only=True):
+    node: str
+    why: str
+
+
+class NodeJoined(BaseRecord, frozen=True, kw_only=True):
+    node: str
+    slots: int
+
+
+class IncidentOpened(BaseRecord, frozen=True, kw_only=True):
+    incident: str
+    trigger: Trigger
+    cause: str
+    victims: list[int]
+    reason: str
+    target: str = ""  # node or slot to be emptied
+
+
+class IncidentWidened(BaseRecord, frozen=True, kw_only=True):
+    incident: str
+    cause: str
+    victims: list[int]  # those added
+    reason: str
+
+
+class AttemptStarted(BaseRecord, frozen=True, kw_only=True):
+    incident: str
+    generation: int
+    kind: Literal["planned", "unplanned", "resume"]
+    ranks: list[int]  # to be given to newcomers
+    reason: str
+
+
+class Decided(BaseRecord, frozen=True, kw_only=True):
+    incident: str
+    generation: int
+    tick: int
+    decision: Literal["RETRY", "COMMIT"]
+    reason: str
+
+
+class Committed(BaseRecord, frozen=True, kw_only=True):
+    """The point of no return: from here on `placement` (rank -> worker) holds."""
+
+    incident: str
+    generation: int
+    tick: int
+    placement: dict[int, str]
+    moves: list[str]
+
+
+class IncidentClosed(BaseRecord, frozen=True, kw_only=True):
+    view: IncidentView
+
+
+class Tainted(BaseRecord, frozen=True, kw_only=True):
+    target: str
+    reason: str
+
+
+class Untainted(BaseRecord, frozen=True, kw_only=True):
+    target: str
+
+
+class SignalSeen(BaseRecord, frozen=True, kw_only=True):
+    """A detector's reading that was looked at, whether or not anything followed from it."""
+
+    node: str
+    worker: str
+    signal: str
+    detail: str
+
+
+class Warned(BaseRecord, frozen=True, kw_only=True):
+    message: str
+
+
+class CheckpointWritten(BaseRecord, frozen=True, kw_only=True):
+    path: str
+    tick: int
+
+
+class InjectDone(BaseRecord, frozen=True, kw_only=True):
+    inject: str
+    detail: str
+
+
+class JobEnded(BaseRecord, frozen=True, kw_only=True):
+    view: JobView
+
+
+Record = (
+    JobSubmitted
+    | StartBegun
+    | JobStarted
+    | Placed
+    | WorkerEnded
+    | NodeLost
+    | NodeJoined
+    | IncidentOpened
+    | IncidentWidened
+    | AttemptStarted
+    | Decided
+    | Committed
+    | IncidentClosed
+    | Tainted
+    | Untainted
+    | SignalSeen
+    | Warned
+    | CheckpointWritten
+    | InjectDone
+    | JobEnded
+)

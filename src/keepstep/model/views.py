@@ -1,0 +1,87 @@
+"""What operators see: `keepstep status --json` and `keepstep incidents --json`, word for word."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+JobState = Literal["starting", "running", "recovering", "held", "done", "failed", "fell_back", "cancelled"]
+
+
+class RankView(msgspec.Struct, frozen=True, kw_only=True):
+    rank: int
+    pid: int
+    node: str
+    slot: str
+    worker: str
+    generation: int
+    committed_step: int
+    state: str  # starting, running, holding, joining, dead, done
+
+
+class SpareView(msgspec.Struct, frozen=True, kw_only=True):
+    worker: str
+    pid: int
+    node: str
+    slot: str
+    state: str  # starting, parked, assigned
+    parked_at: str = ""
+
+
+class NodeView(msgspec.Struct, frozen=True, kw_only=True):
+    node: str
+    state: str  # connected, disconnected, dead
+    pid: int
+    session: int
+    slots: int
+    taints: list[str]
+
+
+class PhaseView(msgspec.Struct, frozen=True, kw_only=True):
+    phase: str  # RESERVE, HOLD, COPY, COMMIT, REWIRE, RESUME, RETIRE
+    start_ns: int  # since the incident was opened
+    duration_ms: float
+
+
+class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    job: str
+    trigger: Literal["planned", "pre-emptive", "unplanned"]
+    cause: str  # process-exit, node-lost, hang, device-error, connection, drain, migrate, taint, resume, start
+    victims: list[int]
+    moves: list[str]  # "rank 2: n0/1 -> n1/0"
+    generation: int  # after it
+    opened_at_ns: int  # wall clock
+    phases: list[PhaseView]
+    timings_ms: dict[str, float]  # detect, report, newcomer_build, warm_up, copy, rewire, first_step
+    source: str  # "rank 0, rank 1 + side state from own-agent"
+    decision: str  # "", RETRY or COMMIT
+    pause_ms: float
+    steps_lost: int
+    steps_recomputed: int
+    outcome: Literal["OPEN", "RESOLVED", "ABORTED", "FELL_BACK", "FAILED"]
+    reason: str
+    attempts: int = 1
+
+
+class JobView(msgspec.Struct, frozen=True, kw_only=True):
+    job: str
+    state: JobState
+    reason: str
+    exit_code: int | None
+    generation: int
+    world: int
+    committed_step: int
+    steps_per_s: float
+    script: str
+    directory: str
+    node_loss_protected: bool
+    protection: str  # a sentence
+    ranks: list[RankView]
+    spares: list[SpareView]
+    nodes: list[NodeView]
+    last_incident: str  # id, or ""
+    injects_fired: list[str]
+    traceback: str = ""
+    checkpoint: str = ""  # just-in-time checkpoint, when held

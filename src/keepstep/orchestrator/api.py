@@ -1,0 +1,334 @@
+"""REST for operators and launchers, described by OpenAPI at /v1/openapi.json.
+
+Every route but /healthz needs the bearer token, the description included. Bodies are the same
+msgspec structs that the rest of Keepstep uses, so their schemas are put into the description from
+there. Everything that changes something becomes one input of the core, and the answer is sent
+when its records are durable.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from keepstep.errors import KeepstepError, UsageError
+from keepstep.model import job as inputs
+from keepstep.model.views import IncidentView, JobView
+from keepstep.orchestrator import registry
+from keepstep.orchestrator import requests as bodies
+from keepstep.runtime.driver import Driver
+
+log = logging.getLogger("keepstep.api")
+
+BODY_BYTES_MAX = 1 << 20
+WATCH_S_MAX = 60.0
+
+T = TypeVar("T")
+Handler = Callable[..., Awaitable[Response]]
+SCHEMAS = "#/components/schemas/{name}"
+STRUCTS = (
+    inputs.JobSpec,
+    inputs.InjectSpec,
+    JobView,
+    IncidentView,
+    bodies.MigrateRequest,
+    bodies.DrainRequest,
+    bodies.TaintRequest,
+    bodies.UntaintRequest,
+    bodies.CancelRequest,
+    bodies.SignalRequest,
+    bodies.Ok,
+    bodies.SignalTaken,
+    bodies.Watch,
+    bodies.SpareLine,
+    bodies.Info,
+    bodies.ErrorBody,
+)
+
+
+class NotFound(UsageError):
+    pass
+
+
+class TooLarge(UsageError):
+    pass
+
+
+class Unauthorized(UsageError):
+    pass
+
+
+STATUS: tuple[tuple[type[KeepstepError], int], ...] = (
+    (NotFound, 404),
+    (TooLarge, 413),
+    (Unauthorized, 401),
+    (UsageError, 400),
+    (KeepstepError, 503),
+)
+
+
+def build(driver: Driver, token: str, info: Callable[[], bodies.Info]) -> FastAPI:
+    app = FastAPI(title="Keepstep", openapi_url=None, docs_url=None, redoc_url=None)
+    guard = [Depends(bearer(token))]
+    add = Routes(app, guard)
+    _add_reading(add, driver, info)
+    _add_operating(add, driver)
+    _add_signals(add, driver)
+
+    @app.get("/healthz")
+    async def healthz() -> Response:
+        return encoded(bodies.Ok(ok=not driver.failed.done()))
+
+    @app.get("/v1/openapi.json", dependencies=guard, include_in_schema=False)
+    async def openapi() -> Response:
+        return JSONResponse(describe(app))
+
+    app.add_exception_handler(KeepstepError, _on_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(RequestValidationError, _on_bad_query)
+    return app
+
+
+def _add_reading(add: Routes, driver: Driver, info: Callable[[], bodies.Info]) -> None:
+    @add("GET", "/v1/orchestrator", answer=bodies.Info)
+    async def orchestrator() -> Response:
+        return encoded(info())
+
+    @add("GET", "/v1/jobs", answer=list[JobView])
+    async def jobs() -> Response:
+        return encoded(driver.core.jobs())
+
+    @add("GET", "/v1/jobs/{job}", answer=JobView)
+    async def job_view(job: str) -> Response:
+        return encoded(find(driver, job))
+
+    @add("GET", "/v1/jobs/{job}/watch", answer=bodies.Watch)
+    async def watch(job: str, since: int = 0, wait_s: float = 20.0) -> Response:
+        find(driver, job)
+        change = await driver.wait_change(job, since, min(max(wait_s, 0.0), WATCH_S_MAX))
+        incidents = list(driver.core.incidents(job))
+        return encoded(bodies.Watch(change=change, job=find(driver, job), incidents=incidents))
+
+    @add("GET", "/v1/jobs/{job}/incidents", answer=list[IncidentView])
+    async def job_incidents(job: str) -> Response:
+        find(driver, job)
+        return encoded(driver.core.incidents(job))
+
+    @add("GET", "/v1/incidents", answer=list[IncidentView])
+    async def incidents() -> Response:
+        return encoded(driver.core.incidents(None))
+
+    @add("GET", "/v1/spares", answer=list[bodies.SpareLine])
+    async def spares() -> Response:
+        return encoded(spare_lines(driver.core.jobs()))
+
+
+def _add_operating(add: Routes, driver: Driver) -> None:
+    @add("POST", "/v1/jobs", body=inputs.JobSpec, answer=JobView, status=201)
+    async def submit(request: Request) -> Response:
+        spec = await read(request, inputs.JobSpec)
+        registry.check_id(spec.job)  # it names files and is part of addresses
+        driver.submit(inputs.Submit(spec=spec))
+        return encoded(find(driver, spec.job), status=201)
+
+    @add("POST", "/v1/jobs/{job}/migrate", body=bodies.MigrateRequest, answer=bodies.Ok)
+    async def migrate(request: Request, job: str) -> Response:
+        find(driver, job)
+        asked = await read(request, bodies.MigrateRequest)
+        return done(driver, inputs.Migrate(job=job, ranks=asked.ranks, reason=asked.reason))
+
+    @add("POST", "/v1/jobs/{job}/drain", body=bodies.DrainRequest, answer=bodies.Ok)
+    async def drain(request: Request, job: str) -> Response:
+        find(driver, job)
+        asked = await read(request, bodies.DrainRequest)
+        return done(driver, inputs.Drain(job=job, node=asked.node, reason=asked.reason))
+
+    @add("POST", "/v1/jobs/{job}/taint", body=bodies.TaintRequest, answer=bodies.Ok)
+    async def taint(request: Request, job: str) -> Response:
+        find(driver, job)
+        asked = await read(request, bodies.TaintRequest)
+        return done(driver, inputs.Taint(job=job, target=asked.target, reason=asked.reason))
+
+    @add("POST", "/v1/jobs/{job}/untaint", body=bodies.UntaintRequest, answer=bodies.Ok)
+    async def untaint(request: Request, job: str) -> Response:
+        find(driver, job)
+        asked = await read(request, bodies.UntaintRequest)
+        return done(driver, inputs.Untaint(job=job, target=asked.target))
+
+    @add("POST", "/v1/jobs/{job}/inject", body=inputs.InjectSpec, answer=bodies.Ok)
+    async def inject(request: Request, job: str) -> Response:
+        find(driver, job)
+        asked = await read(request, inputs.InjectSpec)
+        return done(driver, inputs.InjectNow(job=job, inject=asked))
+
+    @add("POST", "/v1/jobs/{job}/cancel", body=bodies.CancelRequest, answer=bodies.Ok)
+    async def cancel(request: Request, job: str) -> Response:
+        find(driver, job)
+        asked = await read(request, bodies.CancelRequest)
+        given = inputs.Cancel(job=job, reason=asked.reason, exit_code=asked.exit_code)
+        return done(driver, given)
+
+    @add("POST", "/v1/jobs/{job}/nodes/{node}/dead", answer=bodies.Ok)
+    async def node_dead(job: str, node: str) -> Response:
+        find(driver, job)
+        return done(driver, inputs.NodeDead(job=job, node=node))
+
+
+def _add_signals(add: Routes, driver: Driver) -> None:
+    @add("POST", "/v1/signals", body=bodies.SignalRequest, answer=bodies.SignalTaken)
+    async def signal(request: Request) -> Response:
+        asked = await read(request, bodies.SignalRequest)
+        target = signal_target(find(driver, asked.job), asked)
+        log.info("%s: signal %s about %s: %s", asked.job, asked.kind, target, asked.reason)
+        if asked.severity == "info":
+            return encoded(bodies.SignalTaken(action="noted", target=target))
+        reason = f"{asked.kind}: {asked.reason}"
+        driver.submit(inputs.Taint(job=asked.job, target=target, reason=reason))
+        return encoded(bodies.SignalTaken(action="tainted", target=target))
+
+
+def signal_target(view: JobView, asked: bodies.SignalRequest) -> str:
+    named = [bool(asked.node), bool(asked.slot), asked.rank >= 0]
+    if sum(named) != 1:
+        raise UsageError("a signal names exactly one of node, slot and rank")
+    if asked.rank >= 0:
+        slots = [seat.slot for seat in view.ranks if seat.rank == asked.rank]
+        if not slots:
+            raise UsageError(
+                f"job {view.job} has no rank {asked.rank}", hint=f"ranks are 0 to {view.world - 1}"
+            )
+        return slots[0]
+    return asked.node or asked.slot
+
+
+def spare_lines(views: list[JobView]) -> list[bodies.SpareLine]:
+    return [
+        bodies.SpareLine(job=view.job, **msgspec.structs.asdict(spare))
+        for view in views
+        for spare in view.spares
+    ]
+
+
+# --------------------------------------------------------------------------- plumbing
+
+
+class Routes:
+    """Adds guarded routes with their struct schemas; used as a decorator factory."""
+
+    def __init__(self, app: FastAPI, guard: list[Any]) -> None:
+        self._app = app
+        self._guard = guard
+
+    def __call__(
+        self, method: str, path: str, *, answer: Any, body: Any = None, status: int = 200
+    ) -> Callable[[Handler], Handler]:
+        responses: dict[int | str, dict[str, Any]] = {
+            status: {"description": "done", "content": content(answer)},
+            400: {"description": "bad input", "content": content(bodies.ErrorBody)},
+            401: {"description": "token missing or wrong", "content": content(bodies.ErrorBody)},
+            404: {"description": "no such job", "content": content(bodies.ErrorBody)},
+        }
+        extra = {"requestBody": {"required": True, "content": content(body)}} if body else None
+
+        def decorate(handler: Handler) -> Handler:
+            self._app.add_api_route(
+                path,
+                handler,
+                methods=[method],
+                dependencies=self._guard,
+                response_model=None,
+                status_code=status,
+                responses=responses,
+                openapi_extra=extra,
+            )
+            return handler
+
+        return decorate
+
+
+def content(kind: Any) -> dict[str, Any]:
+    schema = msgspec.json.schema_components([kind], ref_template=SCHEMAS)[0][0]
+    return {"application/json": {"schema": schema}}
+
+
+def describe(app: FastAPI) -> dict[str, Any]:
+    described = get_openapi(title=app.title, version="1", routes=app.routes)
+    schemas = msgspec.json.schema_components(STRUCTS, ref_template=SCHEMAS)[1]
+    parts = described.setdefault("components", {})
+    parts.setdefault("schemas", {}).update(schemas)
+    parts["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+    described["security"] = [{"token": []}]
+    return described
+
+
+def bearer(token: str) -> Callable[[Request], Awaitable[None]]:
+    expected = f"Bearer {token}".encode()
+
+    async def check(request: Request) -> None:
+        given = request.headers.get("authorization", "").encode()
+        if not hmac.compare_digest(given, expected):
+            raise Unauthorized(
+                "token missing or wrong",
+                hint="send 'Authorization: Bearer TOKEN' with the token of "
+                "KEEPSTEP_HOME/orchestrators/<id>.json",
+            )
+
+    return check
+
+
+async def read(request: Request, kind: type[T]) -> T:
+    """The body as `kind`, never more than the limit of it in memory."""
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > BODY_BYTES_MAX:
+            raise TooLarge(f"the request is over {BODY_BYTES_MAX} bytes")
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise UsageError(f"bad request: {error}", hint="see /v1/openapi.json") from error
+
+
+def find(driver: Driver, job: str) -> JobView:
+    views = driver.core.jobs()
+    for view in views:
+        if view.job == job:
+            return view
+    known = ", ".join(view.job for view in views) or "none"
+    raise NotFound(f"no such job: {job}", hint=f"jobs here: {known}")
+
+
+def done(driver: Driver, given: inputs.CoreInput) -> Response:
+    driver.submit(given)
+    return encoded(bodies.Ok())
+
+
+def encoded(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, KeepstepError)
+    status = next(code for kind, code in STATUS if isinstance(error, kind))
+    return encoded(bodies.ErrorBody(error=error.message, hint=error.hint), status)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return encoded(bodies.ErrorBody(error=str(error.detail)), error.status_code)
+
+
+async def _on_bad_query(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    said = f"bad request: {'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+    return encoded(bodies.ErrorBody(error=said, hint="see /v1/openapi.json"), 400)

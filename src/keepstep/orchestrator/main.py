@@ -1,0 +1,216 @@
+"""The orchestrator as an object: embedded in `keepstep run`, or alone in `keepstep orchestrator`.
+
+It lives in the caller's event loop and takes no signals, no environment and no global state, so
+any asyncio program can hold one (or several, under different ids). Two things listen, both on
+loopback unless told otherwise: REST for operators and the stream server for agents.
+
+Restart under the same id: the ledger is replayed and ports and token are taken from the file the
+killed predecessor left behind, so the agents' reconnect attempts simply succeed. A clean end
+removes that file, unless jobs are still alive: then the stop is a restart in two halves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+
+from keepstep.adapters.store.sqlite import SqliteLedger
+from keepstep.core.orchestrator import Core
+from keepstep.errors import UsageError
+from keepstep.model.messages import PROTOCOL, Address
+from keepstep.model.views import JobView
+from keepstep.orchestrator import api, registry
+from keepstep.orchestrator.requests import Info
+from keepstep.orchestrator.server import AgentServer
+from keepstep.runtime.driver import Driver
+
+log = logging.getLogger("keepstep.orchestrator")
+
+ENDED = frozenset({"done", "failed", "fell_back", "cancelled"})
+STOP_S_MAX = 3
+
+
+class _Web(uvicorn.Server):
+    """uvicorn without its signal handlers: signals belong to whoever owns the process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Orchestrator:
+    def __init__(
+        self,
+        *,
+        id: str,
+        home: Path,
+        ledger: SqliteLedger,
+        token: str,
+        address: Address,
+        embedded: bool,
+    ) -> None:
+        self.id = id
+        self.home = home
+        self.token = token
+        self.stream = address
+        self.url = ""
+        self.embedded = embedded
+        self._ledger = ledger
+        self._agents = AgentServer(token)
+        self.driver = Driver(Core(), ledger, self._agents)
+        self._web: _Web | None = None
+        self._web_task: asyncio.Task[None] | None = None
+        self._registrar: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        home: Path,
+        *,
+        id: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        stream_port: int = 0,
+        embedded: bool = False,
+    ) -> Orchestrator:
+        """Replay the ledger of `id`, listen, and write HOME/orchestrators/<id>.json."""
+        registry.check_id(id)
+        registry.prepare_home(home)
+        registry.forget_dead(home)
+        # The ledger's lock also guards the file with the token: first the lock, then the look.
+        ledger = SqliteLedger(registry.ledger_path(home, id))
+        opened: list[socket.socket] = []
+        try:
+            before = registry.read(home, id)
+            if before is not None:
+                port = port or int(before.url.rpartition(":")[2])
+                stream_port = stream_port or before.stream.port
+            rest = listen(host, port)
+            opened.append(rest)
+            stream = listen(host, stream_port)
+            opened.append(stream)
+            self = cls(
+                id=id,
+                home=home,
+                ledger=ledger,
+                token=before.token if before is not None else secrets.token_urlsafe(32),
+                address=Address(host, stream.getsockname()[1]),
+                embedded=embedded,
+            )
+            self.url = f"http://{bracketed(host)}:{rest.getsockname()[1]}"
+            replayed = self.driver.replay()
+            await self._serve(rest, stream)
+        except BaseException:
+            for one in opened:
+                one.close()
+            ledger.close()
+            raise
+        log.info("orchestrator %s at %s, %d records replayed", id, self.url, replayed)
+        return self
+
+    def jobs(self) -> list[JobView]:
+        return list(self.driver.core.jobs())
+
+    def live_jobs(self) -> list[JobView]:
+        return [view for view in self.jobs() if view.state not in ENDED]
+
+    async def stop(self) -> None:
+        """Close everything. Agents of jobs that still live go on and try to reconnect."""
+        live = self.live_jobs()
+        if self._registrar is not None:
+            self._registrar.cancel()
+            await asyncio.gather(self._registrar, return_exceptions=True)
+        self.driver.close()
+        await self._agents.stop()
+        if self._web is not None and self._web_task is not None:
+            self._web.should_exit = True
+            await asyncio.gather(self._web_task, return_exceptions=True)
+        self._ledger.close()
+        if self.embedded or not live:
+            registry.remove(self.home, self.id)
+
+    async def _serve(self, rest: socket.socket, stream: socket.socket) -> None:
+        await self._agents.start(stream, self.driver)
+        config = uvicorn.Config(
+            api.build(self.driver, self.token, self._info),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=STOP_S_MAX,
+            ws="none",
+            server_header=False,
+        )
+        self._web = _Web(config)
+        self._web_task = asyncio.create_task(self._web.serve(sockets=[rest]))
+        while not self._web.started:
+            if self._web_task.done():
+                await self._web_task  # raises what stopped it
+                raise UsageError(f"the REST server at {self.url} did not start")
+            await asyncio.sleep(0.005)
+        self._write_entry()
+        self._registrar = asyncio.create_task(self._keep_entry())
+
+    async def _keep_entry(self) -> None:
+        """The file lists live jobs; refresh it when that list changes."""
+        written = [view.job for view in self.live_jobs()]
+        while True:
+            await self.driver.wait_any_change()
+            now = [view.job for view in self.live_jobs()]
+            if now != written:
+                self._write_entry()
+                written = now
+
+    def _write_entry(self) -> None:
+        pid = os.getpid()
+        entry = registry.Entry(
+            id=self.id,
+            url=self.url,
+            stream=self.stream,
+            token=self.token,
+            pid=pid,
+            pid_started=registry.process_started(pid) or 0,
+            jobs=[view.job for view in self.live_jobs()],
+            embedded=self.embedded,
+        )
+        registry.write(self.home, entry)
+
+    def _info(self) -> Info:
+        return Info(id=self.id, pid=os.getpid(), stream=self.stream, protocol=PROTOCOL)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise UsageError(f"cannot listen on {host}: {error.strerror}") from error
+    listener = socket.socket(family, kind, proto)
+    try:
+        # A restart must not wait for the connections of its predecessor to time out.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise UsageError(
+                f"port {port} on {host} is in use",
+                hint="choose another port, or 0 for any free one",
+            ) from error
+        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    listener.setblocking(False)
+    return listener
+
+
+def bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

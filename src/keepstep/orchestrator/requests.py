@@ -1,0 +1,92 @@
+"""Bodies of the REST requests. Unknown fields are refused: a typing error must not be obeyed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from keepstep.model.messages import Address
+from keepstep.model.views import IncidentView, JobView
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class MigrateRequest(Request, frozen=True, kw_only=True):
+    ranks: list[int]
+    reason: str = "requested"
+
+
+class DrainRequest(Request, frozen=True, kw_only=True):
+    node: str
+    reason: str = "drain"
+
+
+class TaintRequest(Request, frozen=True, kw_only=True):
+    target: str  # a node ("n1") or a slot ("n1/0")
+    reason: str
+
+
+class UntaintRequest(Request, frozen=True, kw_only=True):
+    target: str
+
+
+class CancelRequest(Request, frozen=True, kw_only=True):
+    reason: str = "cancelled by an operator"
+    exit_code: int = 3
+
+
+class SignalRequest(Request, frozen=True, kw_only=True):
+    """A detector's reading about one node, slot or rank (name exactly one)."""
+
+    job: str
+    kind: str
+    reason: str
+    severity: Literal["info", "taint"] = "taint"
+    node: str = ""
+    slot: str = ""
+    rank: int = -1
+
+
+# --------------------------------------------------------------------------- answers
+
+
+class Ok(msgspec.Struct, frozen=True, kw_only=True):
+    ok: bool = True
+
+
+class SignalTaken(msgspec.Struct, frozen=True, kw_only=True):
+    action: Literal["noted", "tainted"]
+    target: str
+
+
+class Watch(msgspec.Struct, frozen=True, kw_only=True):
+    """`change` grows with every durable record about the job; ask again with it."""
+
+    change: int
+    job: JobView
+    incidents: list[IncidentView]
+
+
+class SpareLine(msgspec.Struct, frozen=True, kw_only=True):
+    job: str
+    worker: str
+    pid: int
+    node: str
+    slot: str
+    state: str
+    parked_at: str = ""
+
+
+class Info(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    pid: int
+    stream: Address
+    protocol: int
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    error: str
+    hint: str = ""

@@ -1,0 +1,183 @@
+"""The agents' side: one authenticated stream per node, turned into inputs of the core.
+
+A stream begins with Hello. Until that is checked (token, protocol, job) the peer may only send one
+small frame and only for a short time. From then on every frame is an AgentMessage; a malformed or
+oversized one closes that stream and nothing else, and the agent connects again with an inventory.
+
+A lost stream is not a dead node (AgentGone, not NodeDead): training does not need us. Commands to
+a node without a stream are dropped, because the core issues what still matters when it joins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import socket
+from collections.abc import Iterable
+
+import msgspec
+
+from keepstep.adapters.transport.stream import READ_BUFFER_BYTES, Stream, StreamClosed
+from keepstep.core.orchestrator import Send
+from keepstep.errors import KeepstepError, RemoteProtocolError
+from keepstep.model.job import AgentGone, AgentJoined, AgentSaid
+from keepstep.model.messages import (
+    PROTOCOL,
+    Accepted,
+    AgentCommand,
+    AgentMessage,
+    Hello,
+    Refused,
+)
+from keepstep.model.wire import FRAME_BYTES_MAX
+from keepstep.runtime.driver import Driver
+
+log = logging.getLogger("keepstep.server")
+
+HELLO_BYTES_MAX = 1 << 20
+HELLO_S_MAX = 10.0
+CONNECTIONS_MAX = 4096
+
+AgentStream = Stream[AgentMessage]
+NodeKey = tuple[str, str]  # job, node
+
+
+class AgentServer:
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+        self._decoder: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(AgentMessage)
+        self._driver: Driver | None = None
+        self._server: asyncio.Server | None = None
+        self._peers: dict[NodeKey, tuple[Hello, AgentStream]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, listener: socket.socket, driver: Driver) -> None:
+        self._driver = driver
+        self._server = await asyncio.start_server(
+            self._on_connect, sock=listener, limit=READ_BUFFER_BYTES
+        )
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._peers.clear()
+
+    def deliver(self, sends: Iterable[Send]) -> None:
+        for send in sends:
+            self._send(send.job, send.node, send.command)
+
+    def _send(self, job: str, node: str, command: AgentCommand) -> None:
+        if (job, node) not in self._peers:
+            log.debug("%s: no stream to %s for %s", job, node, type(command).__name__)
+            return
+        try:
+            self._peers[job, node][1].send(command)
+        except StreamClosed as error:
+            log.warning("%s: %s", job, error.message)  # its reader ends and says AgentGone
+
+    async def _on_connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        stream = Stream(reader, writer, self._decoder, limit=HELLO_BYTES_MAX)
+        try:
+            if len(self._tasks) > CONNECTIONS_MAX:
+                log.warning("refused %s: %d connections are open", stream.peer, len(self._tasks))
+            elif (hello := await self._greet(stream)) is not None:
+                stream.limit = FRAME_BYTES_MAX
+                await self._serve(stream, hello)
+        except RemoteProtocolError as error:
+            log.warning("closed the stream of %s: %s", stream.peer, error.message)
+        except StreamClosed as error:
+            log.info("%s", error.message)
+        except TimeoutError:
+            log.warning("closed the stream of %s: no Hello in %g s", stream.peer, HELLO_S_MAX)
+        except asyncio.CancelledError:
+            stream.abort()  # our own stop; nobody awaits this task
+        except Exception:
+            log.exception("closed the stream of %s after an error", stream.peer)
+        finally:
+            stream.close()
+
+    async def _greet(self, stream: AgentStream) -> Hello | None:
+        async with asyncio.timeout(HELLO_S_MAX):
+            hello = await stream.receive()
+        refused = self._judge(hello)
+        if refused is None:
+            assert isinstance(hello, Hello)
+            refused = self._join(stream, hello)
+            if refused is None:
+                return hello
+        log.warning("refused an agent from %s: %s", stream.peer, refused.error)
+        stream.send(refused)
+        return None
+
+    def _judge(self, hello: AgentMessage) -> Refused | None:
+        assert self._driver is not None
+        if not isinstance(hello, Hello):
+            return Refused(error="the first frame must be Hello")
+        # The token comes first: whoever has none learns nothing about jobs and nodes.
+        if not hmac.compare_digest(hello.token.encode(), self._token):
+            return Refused(
+                error="wrong token",
+                hint="take the token from KEEPSTEP_HOME/orchestrators/<id>.json",
+            )
+        if hello.protocol != PROTOCOL:
+            return Refused(
+                error=f"protocol {hello.protocol} is not {PROTOCOL}",
+                hint="agents and orchestrator must be of the same Keepstep version",
+            )
+        if all(view.job != hello.job for view in self._driver.core.jobs()):
+            return Refused(error=f"no such job: {hello.job}", hint="submit the job first")
+        connected = self._peers.get((hello.job, hello.node))
+        if connected is not None and connected[0].pid != hello.pid:
+            return Refused(
+                error=f"node {hello.node} is connected already (agent pid {connected[0].pid})",
+                hint="give the new node another name",
+            )
+        return None
+
+    def _join(self, stream: AgentStream, hello: Hello) -> Refused | None:
+        """Tell the core; it may refuse too. Accepted is the first thing the agent hears, so the
+        commands that come of its joining are held back until it is sent."""
+        assert self._driver is not None
+        key = (hello.job, hello.node)
+        old = self._peers.pop(key, None)
+        if old is not None:
+            old[1].abort()  # the same agent, back before we noticed that it was gone
+        said = msgspec.structs.replace(hello, token="")  # tokens belong in no record
+        try:
+            outcome = self._driver.submit(AgentJoined(job=key[0], node=key[1], hello=said))
+        except KeepstepError as error:
+            return Refused(error=error.message, hint=error.hint)
+        stream.send(Accepted())
+        self._peers[key] = (hello, stream)
+        self.deliver(send for send in outcome.sends if (send.job, send.node) == key)
+        return None
+
+    async def _serve(self, stream: AgentStream, hello: Hello) -> None:
+        key = (hello.job, hello.node)
+        try:
+            while True:
+                message = await stream.receive()
+                if isinstance(message, Hello):
+                    raise RemoteProtocolError("a second Hello on the same stream")
+                self._say(AgentSaid(job=hello.job, node=hello.node, message=message))
+        finally:
+            if self._peers.get(key, (None, None))[1] is stream:
+                del self._peers[key]
+                self._say(AgentGone(job=hello.job, node=hello.node))
+
+    def _say(self, given: AgentSaid | AgentGone) -> None:
+        assert self._driver is not None
+        if not self._driver.running:
+            return  # the agents keep what they have to say for the next start's inventory
+        try:
+            self._driver.submit(given)
+        except KeepstepError as error:
+            log.warning("%s: input of %s not used: %s", given.job, given.node, error.message)

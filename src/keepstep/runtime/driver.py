@@ -1,0 +1,167 @@
+"""Runs the pure core: input -> decide -> make durable -> act.
+
+One rule holds everything together: *records are durable before any effect runs*. `submit` does
+the three steps without yielding to the event loop, so inputs are handled one at a time, in the
+order they came, and no effect of a later decision overtakes the record of an earlier one. The
+price is that an fsync stands on the loop; only decisions write records, progress does not.
+
+Time is the wall clock, because deadlines and records must mean the same after a restart on the
+same ledger; it is read once and then carried on by the monotonic clock, and starts no earlier than
+the ledger ends, so that a clock set back neither reorders records nor stretches deadlines.
+
+A ledger that cannot be written, or a core that trips over its own assertion, ends the driver
+(`failed`): acting on a decision that is not on disk could give a rank two owners. Training goes on
+without us; the next start replays what is durable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from keepstep.core.orchestrator import Core, Outcome, Send
+from keepstep.errors import KeepstepError, PermanentError
+from keepstep.model.job import CoreInput, Wake
+from keepstep.model.records import Record
+from keepstep.ports.ledger import Ledger
+
+log = logging.getLogger("keepstep.driver")
+
+# A deadline that is already over is still given to the loop, so that streams get their turn.
+WAKE_NS_MIN = 1_000_000
+
+
+class Delivery(Protocol):
+    def deliver(self, sends: Iterable[Send]) -> None:
+        """Hand commands to the nodes' streams; never blocks. Unreachable nodes lose them: the
+        core issues what still matters again when the node joins."""
+
+
+class Driver:
+    def __init__(
+        self,
+        core: Core,
+        ledger: Ledger,
+        delivery: Delivery,
+        *,
+        wall_ns: Callable[[], int] = time.time_ns,
+        monotonic_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.core = core
+        self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self._ledger = ledger
+        self._delivery = delivery
+        self._monotonic_ns = monotonic_ns
+        self._epoch_ns = wall_ns() - monotonic_ns()
+        self._timer: asyncio.TimerHandle | None = None
+        self._changed = asyncio.Event()
+        self._changes: dict[str, int] = {}
+        self._seq = 0
+        self._closed = False
+
+    @property
+    def running(self) -> bool:
+        return not (self._closed or self.failed.done())
+
+    def replay(self) -> int:
+        """Bring the core to where the ledger ends. Returns the number of records."""
+        records = list(self._ledger.read())
+        for record in records:
+            self._note(record)
+        newest_ns = max((record.at_ns for record in records), default=0)
+        self._epoch_ns += max(0, newest_ns - self._now())
+        self.core.replay(records)
+        self._arm()
+        return len(records)
+
+    def submit(self, given: CoreInput) -> Outcome:
+        """Handle one input. A KeepstepError is the core's refusal and changes nothing."""
+        if not self.running:
+            raise PermanentError(
+                "the orchestrator has stopped deciding", hint="start it again with the same --id"
+            )
+        try:
+            outcome = self.core.handle(self._now(), given)
+        except KeepstepError:
+            raise
+        except Exception as error:
+            self._fail(error)
+            raise
+        try:
+            self._ledger.append(outcome.records)
+        except Exception as error:
+            self._fail(error)
+            raise
+        for record in outcome.records:
+            self._note(record)
+        if outcome.records:
+            self._changed.set()
+            self._changed = asyncio.Event()
+        self._delivery.deliver(outcome.sends)
+        self._arm()
+        return outcome
+
+    def change(self, job: str) -> int:
+        """Number of the newest record about `job` (0: none)."""
+        return self._changes.get(job, 0)
+
+    async def wait_change(self, job: str, since: int, timeout_s: float) -> int:
+        """Until a record about `job` newer than `since` exists, or the time is over."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + timeout_s
+        while self.change(job) <= since and not self._closed and loop.time() < end:
+            try:
+                await asyncio.wait_for(self._changed.wait(), end - loop.time())
+            except TimeoutError:
+                break
+        return self.change(job)
+
+    async def wait_any_change(self) -> None:
+        """Until the next durable record; for ever once the driver is closed."""
+        await self._changed.wait()
+        if self._closed:
+            await asyncio.get_running_loop().create_future()
+
+    def close(self) -> None:
+        self._closed = True
+        self._changed.set()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _note(self, record: Record) -> None:
+        self._seq += 1
+        self._changes[record.job] = self._seq
+
+    def _now(self) -> int:
+        return self._epoch_ns + self._monotonic_ns()
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline_ns = self.core.deadline()
+        if deadline_ns is None or self._closed:
+            return
+        delay_ns = max(deadline_ns - self._now(), WAKE_NS_MIN)
+        self._timer = asyncio.get_running_loop().call_later(delay_ns / 1e9, self._wake)
+
+    def _wake(self) -> None:
+        self._timer = None
+        if not self.running:
+            return
+        try:
+            self.submit(Wake())
+        except KeepstepError as error:
+            log.error("the core refused to wake: %s", error)
+        except Exception:
+            log.debug("the driver failed while waking", exc_info=True)  # `failed` carries it
+
+    def _fail(self, error: BaseException) -> None:
+        log.critical("the orchestrator stops deciding: %s", error)
+        if not self.failed.done():
+            self.failed.set_result(error)
+        self.close()

@@ -1,0 +1,160 @@
+"""`python -m keepstep.worker SCRIPT ARGS`: a rank or a standby, started by an agent.
+
+Everything Keepstep needs is patched in before the user's script runs; the script itself finds the
+environment it knows from torchrun.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from typing import Any
+
+_STARTED_NS = time.monotonic_ns()
+PR_SET_PDEATHSIG = 1
+
+
+def _die_with_agent() -> None:
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent or parent == 1:
+        os._exit(1)
+
+
+def main() -> None:
+    _die_with_agent()
+    from keepstep.worker.channel import Channel
+    from keepstep.worker.page import Page
+
+    page = Page(int(os.environ.pop("KEEPSTEP_PAGE_FD")))
+    channel = Channel(int(os.environ.pop("KEEPSTEP_CONTROL_FD")), page)
+    standby = "RANK" not in os.environ
+
+    from keepstep.worker import collectives, groups
+    from keepstep.worker.seat import Line
+
+    groups.install(solo=standby)
+    recorder = collectives.Recorder()
+    recorder.install()
+    line = Line(channel, page, recorder)
+    _publish(line)
+    if standby:
+        _become_standby(line)
+    else:
+        page.where("building")
+    _run_script(sys.argv[1:], line)
+
+
+def _publish(line: Any) -> None:
+    import keepstep
+
+    keepstep._line = line
+
+
+def _become_standby(line: Any) -> None:
+    # What scripts import lazily between RANK and the first step is imported before parking.
+    import torch._dynamo
+    import torch.optim.lr_scheduler
+    import torch.utils.data
+    import torch.utils.data.distributed  # noqa: F401
+
+    from keepstep.worker import parking
+
+    parking.park_at_questions(lambda where: _wait_for_seat(line, where))
+
+
+def _wait_for_seat(line: Any, where: str) -> None:
+    from keepstep.model import messages as m
+    from keepstep.worker import blobs, checkpoint, codec
+
+    line.page.where("parked")
+    line.channel.send(m.Parked(where=where, warm_ns=time.monotonic_ns() - _STARTED_NS))
+    command = line.channel.wait(lambda c: isinstance(c, m.Assign | m.Finish | m.Leave))
+    if not isinstance(command, m.Assign):
+        os._exit(0)
+    line.assigned, line.assigned_ns = command, time.monotonic_ns()
+    line.page.where("building")
+    if not line.channel.buddy_known:
+        line.channel.buddy, line.channel.buddy_known = command.buddy, True
+    os.environ["RANK"] = str(command.rank)
+    local_world = int(os.environ["LOCAL_WORLD_SIZE"])
+    os.environ["GROUP_RANK"] = str(command.rank // local_world)
+    os.environ["ROLE_RANK"] = str(command.rank)
+    os.environ["MASTER_ADDR"] = command.master.host
+    os.environ["MASTER_PORT"] = str(command.master.port)
+    os.environ["KEEPSTEP_GENERATION"] = str(command.generation - 1)
+    token = line.channel.welcome.token
+    if command.checkpoint:
+        data = checkpoint.read_side(command.checkpoint, command.rank, "init")
+    else:
+        blob = blobs.fetch(command.holders, token, command.rank, -1)
+        data = blob.data if blob is not None else None
+    if data is not None:
+        line.init_record = data
+        line.recorder.replay = codec.loads_inline(data)
+
+
+def _run_script(arguments: list[str], line: Any) -> None:
+    as_module = arguments[0] == "-m"
+    if as_module:
+        arguments = arguments[1:]
+    sys.argv = arguments
+    try:
+        if as_module:
+            sys.path[0] = os.getcwd()
+            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            _failed(line, f"the script exited with {stop.code!r}", stop)
+    except BaseException as error:
+        traceback.print_exc()
+        _failed(line, "".join(traceback.format_exception(error)), error)
+    _finished(line)
+
+
+def _failed(line: Any, text: str, error: BaseException) -> None:
+    """The script is gone, so this process cannot be retried: say why, then end."""
+    from keepstep.model import messages as m
+    from keepstep.worker import attach, faults, session
+
+    rank = attach.current()
+    seat = rank._seat if isinstance(rank, session.Session) else None
+    kind = "user" if isinstance(error, SystemExit) else faults.classify(error)
+    line.channel.send(
+        m.Failure(
+            generation=seat.generation if seat is not None else 0,
+            error_kind=kind,
+            error=text[-16_000:],
+            version=seat.version if seat is not None else 0,
+        )
+    )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    code = error.code if isinstance(error, SystemExit) else 1
+    os._exit(code if isinstance(code, int) else 1)
+
+
+def _finished(line: Any) -> None:
+    from keepstep.model import messages as m
+    from keepstep.worker import attach, session
+
+    sys.stdout.flush()
+    rank = attach.current()
+    if isinstance(rank, session.Session):
+        rank._finish()
+        return
+    line.page.where("done")  # a script that never attached: nothing to protect, nothing to wait for
+    line.channel.send(m.Done(tick=0, version=0))
+    line.channel.wait(lambda c: isinstance(c, m.Finish | m.Leave))
+
+
+if __name__ == "__main__":
+    main()

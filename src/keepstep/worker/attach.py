@@ -1,0 +1,85 @@
+"""`keepstep.attach`: check what the user gave, and make a session of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from keepstep.errors import UsageError
+from keepstep.worker.plain import PlainSession
+
+_session: PlainSession | None = None
+
+
+def _named(things: Any, kind: type, what: str) -> dict[str, Any]:
+    if isinstance(things, kind):
+        return {"0": things}
+    if isinstance(things, Mapping):
+        named = dict(things)
+    elif isinstance(things, Sequence):
+        named = {str(i): x for i, x in enumerate(things)}
+    else:
+        named = {"0": things}
+    for name, thing in named.items():
+        if not isinstance(thing, kind):
+            raise UsageError(
+                f"attach: {what} {name!r} is a {type(thing).__name__}, not a {kind.__name__}",
+                hint=f"give a {kind.__name__}, or a list or dict of them",
+            )
+    return named
+
+
+def attach(
+    model: Any, optimizer: Any, scheduler: Any = None, line: Any = None, **objects: Any
+) -> PlainSession:
+    global _session
+    if _session is not None:
+        raise UsageError(
+            "keepstep.attach was called twice in one process",
+            hint="attach once, with lists of models and optimizers if there are several",
+        )
+    models = _named(model, torch.nn.Module, "model")
+    optimizers = _named(optimizer, torch.optim.Optimizer, "optimizer")
+    if not any(True for x in models.values() for _ in x.parameters()):
+        raise UsageError(
+            "attach: the model has no parameters", hint="attach the model that is trained"
+        )
+    for name, item in optimizers.items():
+        if isinstance(item, torch.optim.LBFGS):
+            raise UsageError(
+                f"attach: optimizer {name!r} (LBFGS) evaluates closures inside its update",
+                hint="use an optimizer whose step() takes no closure",
+            )
+    if scheduler is not None:
+        several = scheduler if isinstance(scheduler, list | tuple) else [scheduler]
+        for index, item in enumerate(several):
+            objects[f"scheduler{index if index else ''}"] = item
+    if line is None:
+        _session = _attach_plain()
+    else:
+        from keepstep.worker.session import attach_rank
+
+        _session = attach_rank(line, models, optimizers)
+    for name, item in objects.items():
+        if item is not None:
+            _session.register(name, item)
+    _session.begin()
+    return _session
+
+
+def _attach_plain() -> PlainSession:
+    if os.environ.get("RANK", "0") == "0":
+        print(
+            "keepstep: not started by `keepstep run`, so this training is not protected",
+            file=sys.stderr,
+            flush=True,
+        )
+    return PlainSession()
+
+
+def current() -> PlainSession | None:
+    return _session

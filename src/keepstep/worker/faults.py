@@ -1,0 +1,79 @@
+"""What an exception in a rank means, and faults injected on purpose."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from keepstep.model import messages as m
+
+Kind = Literal["comm", "device", "user"]
+
+_DEVICE = re.compile(
+    r"CUDA error|CUDA driver error|HIP error|hipError|cudaError|uncorrectable ECC|"
+    r"unspecified launch failure|device-side assert|NCCL.*unhandled (system|cuda) error|"
+    r"XID|GPU has fallen off",
+    re.IGNORECASE,
+)
+_COMM = re.compile(
+    r"gloo|NCCL|RCCL|Connection (closed|reset|refused)|Broken pipe|Socket|"
+    r"TCPStore|Timed out|Application timeout|remote process exited|wait.*timeout",
+    re.IGNORECASE,
+)
+
+
+def classify(error: BaseException) -> Kind:
+    """What this rank's own exception looks like; the orchestrator decides what it was."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, RuntimeError) and _DEVICE.search(text):
+        return "device"
+    if isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError | ConnectionError) and _COMM.search(text)
+    ):
+        return "comm"
+    return "user"
+
+
+class Injector:
+    """Faults at named points of a step, armed by the orchestrator; each fires once."""
+
+    def __init__(self, armed: list[m.Arm], send: Callable[[Any], None]) -> None:
+        self._armed = armed
+        self._send = send
+        self._hook: Any = None
+
+    def __bool__(self) -> bool:
+        return bool(self._armed)
+
+    def begin(self, version: int, parameters: list[torch.nn.Parameter]) -> None:
+        """in_backward: fire when the gradient of a parameter in the middle is being computed."""
+        if any(a.step == version and a.point == "in_backward" for a in self._armed):
+            middle = parameters[len(parameters) // 2]
+            self._hook = middle.register_hook(lambda _: self.point("in_backward", version))
+
+    def end(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def point(self, name: str, version: int, victim: torch.Tensor | None = None) -> None:
+        for arm in self._armed:
+            if arm.point == name and arm.step == version:
+                self._armed.remove(arm)
+                self._fire(arm, victim)
+                return
+
+    def _fire(self, arm: m.Arm, victim: torch.Tensor | None) -> None:
+        self._send(m.InjectFired(inject=arm.inject, point=arm.point, version=arm.step))
+        if arm.action == "device-error":
+            raise RuntimeError("CUDA error: uncorrectable ECC error encountered (injected)")
+        if victim is not None:
+            with torch.no_grad():  # a torn update: what is read from this process now is garbage
+                victim.add_(1.0)
+        os.kill(os.getpid(), signal.SIGKILL if arm.action == "kill" else signal.SIGSTOP)

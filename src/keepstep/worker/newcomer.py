@@ -1,0 +1,283 @@
+"""The newcomer: another process takes a seat.
+
+    Assign    the parked script goes on, as rank r, in solo mode; model and optimizer are built
+    Arrived   it reached its first ks.epochs/batches/step/section and asks for a position
+    Position  the side state of the rank it replaces tells it which epoch, loop and batch to enter
+    Ready     its first step call warms up: the user's function runs in solo mode on that batch
+    Copy      state from holders, side state from the rank's agent or buddy; digests compared
+    Swap      the staged groups are put in place: from here on it is an ordinary rank
+
+In a planned move the job trains on while the newcomer prepares, so the position it warmed up with
+is provisional. After Copy it is led on to the real one: the step call it stands in returns at
+once, and the next turn of its loop hands out the real batch.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from keepstep.errors import KeepstepError
+from keepstep.model import messages as m
+from keepstep.worker import blobs, checkpoint, codec, rng, transfer
+from keepstep.worker.position import MISSING, level_from
+from keepstep.worker.recovery import Recovery
+from keepstep.worker.seat import Seat
+from keepstep.worker.transaction import Transactions
+
+NATURAL: dict[str, Any] = {}
+
+
+class Newcomer:
+    def __init__(self, seat: Seat, recovery: Recovery, transactions: Transactions) -> None:
+        assert seat.line.assigned is not None
+        self.seat = seat
+        self.recovery = recovery
+        self.transactions = transactions
+        self.assign = seat.line.assigned
+        self.joined = False
+        self._arrived_ns = 0
+        self._warm_up_runs = 0
+        self._position: dict[str, Any] | None = None  # None: not asked yet
+        self._ready = False
+
+    # ------------------------------------------------------------------ position
+
+    def arrive(self) -> None:
+        """At the first ks.* call that depends on where the job is."""
+        if self._position is not None:
+            return
+        seat = self.seat
+        self._arrived_ns = time.monotonic_ns()
+        seat.channel.send(m.Arrived(generation=self.assign.generation))
+        command = seat.channel.wait(lambda c: isinstance(c, m.Position | m.Finish | m.Leave))
+        if not isinstance(command, m.Position):
+            self.recovery.leave()
+        self._position = self._fetch(command.tick, command.holders) or NATURAL
+        if self._position:
+            seat.tracker.walk_to(self._position["position"])
+            seat.restore_after_walk = self._position["rng"]
+            seat.version = self._position["version"]
+            seat.tick = self._position["tick"]
+
+    def _fetch(self, tick: int, holders: list[m.Address]) -> dict[str, Any] | None:
+        seat = self.seat
+        if tick == 0:
+            return None
+        if tick == -3:
+            data = checkpoint.read_side(self.assign.checkpoint, seat.rank, "side")
+        else:
+            blob = blobs.fetch(holders, seat.welcome.token, seat.rank, tick)
+            data = blob.data if blob is not None else None
+        side: dict[str, Any] | None = codec.loads_inline(data) if data is not None else None
+        return side
+
+    # ------------------------------------------------------------------ the first call
+
+    def first_step(self, function: Callable[[], Any]) -> Any:
+        """Warm up and join inside the newcomer's first step call. Returns what the call returns
+        if it is over (a provisional position), else MISSING: the caller goes on as usual."""
+        self.arrive()
+        seat = self.seat
+        natural_rng = rng.capture()
+        stand_in = self._warm_up(function, 2 if seat.version > 0 else 1)
+        provisional = dict(self._position or {})
+        self._join()
+        final = self._position or {}
+        if final.get("tick") != provisional.get("tick"):
+            self._lead_on(final)
+            return (stand_in,)
+        if seat.tracker.replay is None:  # nothing to walk past: this very call is the next one
+            rng.restore(natural_rng)
+        return MISSING
+
+    def first_section(self) -> None:
+        """A section comes before any step call: join without a warm-up."""
+        self.arrive()
+        natural_rng = rng.capture()
+        self._join()
+        rng.restore(natural_rng)
+
+    def _warm_up(self, function: Callable[[], Any], runs: int) -> Any:
+        """Kernels, autograd and optimizer state; whatever it changes is overwritten by Copy."""
+        seat = self.seat
+        self.transactions.warming = True
+        self.transactions.running = "warm-up"
+        result = None
+        try:
+            while self._warm_up_runs < runs:
+                self._warm_up_runs += 1
+                result = function()
+        except KeepstepError:
+            raise
+        except Exception as error:  # a guard of the user's may dislike unloaded weights
+            text = "".join(traceback.format_exception(error))
+            print(
+                f"keepstep: warm-up of the newcomer failed, going on without:\n{text}", flush=True
+            )
+        finally:
+            self.transactions.warming = False
+            self.transactions.running = ""
+        for parameter in seat.parameters:
+            parameter.grad = None
+        return result
+
+    def _lead_on(self, final: dict[str, Any]) -> None:
+        tracker = self.seat.tracker
+        tracker.move_on_to(final["position"])
+        targets = level_from(final["position"])
+        live, level = tracker.root, targets
+        while live.child is not None and level.child is not None:
+            live, level = live.child, level.child
+        for loop in self.seat.loops:
+            for mine, theirs in zip(live.loops, level.loops, strict=False):
+                if loop.pos is mine:
+                    loop.aim(theirs)
+
+    # ------------------------------------------------------------------ joining
+
+    def _join(self) -> None:
+        seat = self.seat
+        arrived, now = self._arrived_ns, time.monotonic_ns()
+        seat.channel.send(
+            m.Ready(
+                generation=self.assign.generation,
+                arrived_ns=max(arrived - seat.line.assigned_ns, 0),
+                warm_ns=now - arrived,
+            )
+        )
+        seat.page.where("held")
+        generation = self.assign.generation - 1
+        while True:
+            copy = self._next_copy(generation)
+            generation = copy.generation
+            if not self._copied(copy):
+                continue
+            swap = seat.channel.wait(
+                lambda c, g=generation: (
+                    isinstance(c, m.Finish | m.Leave)
+                    or (isinstance(c, m.Swap) and c.generation == g)
+                ),
+                newer_than=generation,
+            )
+            if isinstance(swap, m.Swap):
+                break
+            if swap is not None:
+                self.recovery.leave()
+        self.joined = True
+        seat.forget_buffers()
+        self.recovery.swap(swap)
+
+    def _next_copy(self, after: int) -> m.Copy:
+        command = self.seat.channel.wait(
+            lambda c: (
+                isinstance(c, m.Finish | m.Leave)
+                or (isinstance(c, m.Copy) and c.generation > after)
+            )
+        )
+        if not isinstance(command, m.Copy):
+            self.recovery.leave()
+        return command
+
+    def _copied(self, copy: m.Copy) -> bool:
+        seat = self.seat
+        began = time.monotonic_ns()
+        try:
+            kind, side = self._side_state(copy)
+            if not self._acceptable(side, copy):
+                return False
+            if copy.checkpoint:
+                copied = transfer.read_file(f"{copy.checkpoint}/state", seat.state)
+                sources: list[int] = []
+            else:
+                result = transfer.pull(copy.sources, copy.tick, seat.welcome.token, seat.state)
+                copied, sources = result.bytes_copied, result.sources_used
+            self._adopt(side, copy)
+        except transfer.SourceLost as error:
+            self._failed(copy, "source-lost", str(error), error.rank)
+            return False
+        except transfer.DigestMismatch as error:
+            self._failed(copy, "digest", str(error), error.rank)
+            return False
+        except Exception as error:
+            self._failed(copy, "error", "".join(traceback.format_exception(error))[-4000:])
+            return False
+        seat.channel.send(
+            m.Copied(
+                generation=copy.generation,
+                tick=copy.tick,
+                bytes_copied=copied,
+                copy_ns=time.monotonic_ns() - began,
+                sources=sources,
+                side_state=kind,  # type: ignore[arg-type]
+            )
+        )
+        return True
+
+    def _side_state(self, copy: m.Copy) -> tuple[str, dict[str, Any] | None]:
+        if copy.tick == 0:
+            return "natural", None
+        if copy.checkpoint:
+            return "checkpoint", self._fetch(-3, [])
+        blob = blobs.fetch(copy.holders, self.seat.welcome.token, self.seat.rank, copy.tick)
+        if blob is None:
+            return "missing", None
+        return "own-agent" if blob.own else "buddy", codec.loads_inline(blob.data)
+
+    def _acceptable(self, side: dict[str, Any] | None, copy: m.Copy) -> bool:
+        seat = self.seat
+        if side is None and copy.tick != 0:
+            self._failed(
+                copy,
+                "side-state-missing",
+                f"side state {copy.tick} of rank {seat.rank} is held by nobody",
+            )
+            return False
+        provisional = self._position or {}
+        tick = side["tick"] if side is not None else 0
+        if side is not None and provisional.get("tick", 0) != tick:
+            if not seat.tracker.can_move_on_to(side["position"]):
+                self._failed(copy, "position", "the job has gone on to another epoch or loop")
+                return False
+        elif side is None and provisional:
+            self._failed(copy, "position", "the job was rolled back to its start")
+            return False
+        return True
+
+    def _adopt(self, side: dict[str, Any] | None, copy: m.Copy) -> None:
+        seat = self.seat
+        seat.tick = copy.tick
+        seat.page.set("tick", copy.tick)
+        if side is None:
+            seat.version = 0
+            return
+        seat.version = side["version"]
+        seat.page.set("version", seat.version)
+        seat.apply_side_state(side)
+        _fill_results(side["position"], seat.replica_results)
+        moved_on = (self._position or {}).get("tick") != side["tick"]
+        self._position = side
+        if seat.tracker.replay is not None or moved_on:
+            seat.restore_after_walk = side["rng"]
+        seat.page.publish(copy.tick, codec.dumps_inline(side))
+
+    def _failed(self, copy: m.Copy, reason: Any, error: str, source: int = -1) -> None:
+        self.seat.channel.send(
+            m.CopyFailed(generation=copy.generation, reason=reason, error=error, source=source)
+        )
+
+
+def _fill_results(tree: dict[str, Any], other: dict[str, Any] | None) -> None:
+    """A dead rank's own last result is lost with it: a replica's stands in."""
+    if other is None:
+        return
+    for mine, theirs in zip(tree["log"], other["log"], strict=False):
+        if "scope" in mine:
+            if mine["f"] and theirs.get("f"):
+                _fill_results(mine["f"], theirs["f"])
+        elif not mine["k"] and theirs.get("k") and mine["t"] == theirs["t"]:
+            mine["k"], mine["r"] = True, theirs["r"]
+    if tree["child"] and other["child"]:
+        _fill_results(tree["child"], other["child"])

@@ -1,0 +1,435 @@
+"""Where a rank stands in its script, so that another process can walk to the same place.
+
+Theory of operation
+-------------------
+A newcomer runs the user's script from the top and must arrive where the dead rank was: in the
+same epoch, the same loop, with the same batch, between the same two transactions. It cannot jump;
+it can only be *led* by the answers it gets from `ks.epochs`, `ks.batches`, `@ks.step` and
+`@ks.section`. The position is therefore a tree that mirrors the script's control flow:
+
+    program > epochs (epoch e) > loops (one per ks.batches, with counts) > ...
+
+Every open level keeps a log of what was *finished* in its current iteration: transactions, and
+scopes (loops, epochs) that were left. A new epoch or a new batch clears the log of its level, so
+the tree stays small however long the job runs.
+
+To walk to a position is to replay it: a transaction found in the log returns at once with its
+recorded result, a finished scope yields nothing, the open one yields its current epoch or batch
+again. The walk ends with the last committed transaction, which is always the last entry of the
+deepest level, because positions are taken at fences.
+
+One finished scope is special: the one that holds the last committed *step*. It is kept whole
+("frozen") and re-entered, because the newcomer needs one call of the step function with real
+arguments to warm up.
+
+Nothing here does I/O or knows torch. `Tree` values are plain dicts and lists (worker.codec).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from keepstep.errors import UsageError
+
+LOG_ENTRIES_MAX: Final = 10_000
+
+Tree = dict[str, Any]
+
+
+class _Missing:
+    """The result of a transaction that this process does not know."""
+
+    def __repr__(self) -> str:
+        return "<unknown>"
+
+
+MISSING: Final = _Missing()
+
+
+@dataclass
+class Txn:
+    site: str
+    step: bool
+    result: Any = MISSING
+
+    def tree(self) -> Tree:
+        known = self.result is not MISSING
+        return {"t": self.site, "s": self.step, "k": known, "r": self.result if known else None}
+
+
+@dataclass
+class LoopPos:
+    """One ks.batches loop. `outside` counts batches up to the last one handed to the script's own
+    loop (which a newcomer must get again); `yields` also counts those a step pulled itself."""
+
+    yields: int = 0
+    outside: int = 0
+    closed: bool = False
+    entry: Any = None  # generator states when the iterator was made
+    before: Any = None  # stateful loaders: state before the batch `outside` was fetched
+    begun: bool = False  # in this process; not part of the position
+
+    def tree(self) -> Tree:
+        return {
+            "y": self.yields,
+            "o": self.outside,
+            "c": self.closed,
+            "e": self.entry,
+            "b": self.before,
+        }
+
+
+@dataclass
+class Scope:
+    """A finished scope; `frozen` while it holds the last committed step."""
+
+    kind: str
+    frozen: Level | None = None
+
+    def tree(self) -> Tree:
+        return {"scope": self.kind, "f": self.frozen.tree() if self.frozen else None}
+
+
+@dataclass
+class Level:
+    kind: str  # program, epochs, loops
+    epoch: int = 0
+    loops: list[LoopPos] = field(default_factory=list)
+    log: list[Txn | Scope] = field(default_factory=list)
+    child: Level | None = None
+
+    def tree(self) -> Tree:
+        return {
+            "kind": self.kind,
+            "epoch": self.epoch,
+            "loops": [loop.tree() for loop in self.loops],
+            "log": [entry.tree() for entry in self.log],
+            "child": self.child.tree() if self.child else None,
+        }
+
+    def steps(self) -> int:
+        """Step entries that a replay of this level will meet."""
+        count = self.child.steps() if self.child else 0
+        for entry in self.log:
+            if isinstance(entry, Txn):
+                count += entry.step
+            elif entry.frozen is not None:
+                count += entry.frozen.steps()
+        return count
+
+
+def level_from(tree: Tree) -> Level:
+    def entry_from(item: Tree) -> Txn | Scope:
+        if "scope" in item:
+            return Scope(item["scope"], level_from(item["f"]) if item["f"] else None)
+        return Txn(item["t"], item["s"], item["r"] if item["k"] else MISSING)
+
+    return Level(
+        kind=tree["kind"],
+        epoch=tree["epoch"],
+        loops=[
+            LoopPos(yields=x["y"], outside=x["o"], closed=x["c"], entry=x["e"], before=x["b"])
+            for x in tree["loops"]
+        ],
+        log=[entry_from(item) for item in tree["log"]],
+        child=level_from(tree["child"]) if tree["child"] else None,
+    )
+
+
+def _shape(level: Level | None) -> list[Any]:
+    """What must be equal for a prepared newcomer to be led on to a later position."""
+    shape: list[Any] = []
+    while level is not None:
+        marks = [x.kind for x in level.log if isinstance(x, Scope)]
+        shape.append((level.kind, level.epoch, len(level.loops), marks))
+        level = level.child
+    return shape
+
+
+class Replay:
+    """Leads a newcomer along a target position, level by level."""
+
+    def __init__(self, target: Level) -> None:
+        self.target = target
+        self.path: list[tuple[Level, int]] = [(target, 0)]  # (level, next entry of its log)
+        self.seeking = False  # the script must come round to the target's batch first
+        self.last_entries = [x for x in self._all(target) if isinstance(x, Txn)]
+
+    @staticmethod
+    def _all(level: Level) -> list[Txn | Scope]:
+        out: list[Txn | Scope] = []
+        for entry in level.log:
+            out.append(entry)
+            if isinstance(entry, Scope) and entry.frozen is not None:
+                out += Replay._all(entry.frozen)
+        if level.child is not None:
+            out += Replay._all(level.child)
+        return out
+
+    def expected(self) -> Txn | Scope | Level | None:
+        """The next thing the script should do here; None: the walk is over."""
+        level, index = self.path[-1]
+        if index < len(level.log):
+            return level.log[index]
+        return level.child
+
+    def advance(self) -> None:
+        level, index = self.path[-1]
+        self.path[-1] = (level, index + 1)
+
+    def remaining_steps(self) -> int:
+        count = 0
+        for level, index in self.path:
+            for entry in level.log[index:]:
+                if isinstance(entry, Txn):
+                    count += entry.step
+                elif entry.frozen is not None and (entry.frozen, 0) not in self.path:
+                    count += 0 if self._inside(entry.frozen) else entry.frozen.steps()
+            if level.child is not None and not self._inside(level.child):
+                count += level.child.steps()
+        return count
+
+    def _inside(self, level: Level) -> bool:
+        return any(level is other for other, _ in self.path)
+
+    def over(self) -> bool:
+        return len(self.path) > 0 and all(
+            index >= len(level.log) and (level.child is None or self._inside(level.child))
+            for level, index in self.path
+        )
+
+
+class Tracker:
+    """The live position of this rank, and the walk to a given one."""
+
+    def __init__(self) -> None:
+        self.root = Level("program")
+        self.stack: list[Level] = [self.root]
+        self.replay: Replay | None = None
+        self.in_txn = False
+        self._frozen: Scope | None = None
+
+    # ------------------------------------------------------------------ transactions
+
+    def begin(self, site: str, step: bool) -> Any:
+        """MISSING: run it. Anything else in a one-tuple: it is done already, with that result."""
+        if self.replay is not None:
+            return self._replay_txn(site, step)
+        if step:
+            self._truncate(site)
+        return MISSING
+
+    def _truncate(self, site: str) -> None:
+        """A loop that is not ours (`while ks.committed_step < n`) runs the same step again: only
+        the latest round is needed, since its position hangs on the committed step."""
+        level = self.stack[-1]
+        if level.kind == "loops" and any(loop.outside for loop in level.loops):
+            return
+        for index in range(len(level.log) - 1, -1, -1):
+            entry = level.log[index]
+            if isinstance(entry, Txn) and entry.step and entry.site == site:
+                del level.log[index:]
+                return
+
+    def position(self, site: str, step: bool) -> Tree:
+        """The tree as it will be when the transaction in progress has committed."""
+        level = self.stack[-1]
+        frozen, self_frozen = self._frozen, None
+        if step and frozen is not None:
+            self_frozen, frozen.frozen = frozen.frozen, None
+        level.log.append(Txn(site, step))
+        try:
+            return self.root.tree()
+        finally:
+            level.log.pop()
+            if step and frozen is not None:
+                frozen.frozen = self_frozen
+
+    def commit(self, site: str, step: bool, result: Any) -> None:
+        level = self.stack[-1]
+        if len(level.log) >= LOG_ENTRIES_MAX:
+            raise UsageError(
+                f"more than {LOG_ENTRIES_MAX} transactions inside one batch or epoch at {site}",
+                hint="iterate with ks.batches or ks.epochs so that positions stay small",
+            )
+        level.log.append(Txn(site, step, result))
+        if step and self._frozen is not None:
+            self._frozen.frozen = None
+            self._frozen = None
+
+    # ------------------------------------------------------------------ scopes
+
+    def open_epochs(self) -> tuple[Level, int]:
+        """A ks.epochs loop begins; returns its level and the first epoch, or -1: skip it all."""
+        level = Level("epochs")
+        start = 0
+        if self.replay is not None:
+            target = self._replay_scope("epochs")
+            if target is None:
+                return level, -1
+            start = target.epoch
+        self._push(level)
+        return level, start
+
+    def next_epoch(self, level: Level, epoch: int) -> None:
+        self._pop_to(level)
+        level.epoch = epoch
+        if self.replay is None or self.replay.seeking:
+            level.log.clear()
+
+    def open_loop(self) -> tuple[Level, LoopPos, LoopPos | None]:
+        """A ks.batches loop begins; returns its level, its live position and, when it is to be
+        re-entered, the position to walk to. A loop to be skipped is marked closed."""
+        loop = LoopPos()
+        top = self.stack[-1]
+        if top.kind == "loops" and not any(x.begun for x in top.loops):
+            sibling = len(top.loops)  # zip(ks.batches(a), ks.batches(b))
+            top.loops.append(loop)
+            target = self.replay.path[-1][0] if self.replay is not None else None
+            if target is not None and target.kind == "loops" and sibling < len(target.loops):
+                loop.closed = target.loops[sibling].closed
+                return top, loop, target.loops[sibling]
+            return top, loop, None
+        level = Level("loops", loops=[loop])
+        if self.replay is not None:
+            target = self._replay_scope("loops")
+            if target is None:
+                loop.closed = True
+                return level, loop, None
+            self._push(level)
+            loop.closed = target.loops[0].closed and len(target.loops) > 1
+            return level, loop, target.loops[0]
+        self._push(level)
+        return level, loop, None
+
+    def yielded(self, level: Level, loop: LoopPos) -> None:
+        loop.yields += 1
+        loop.begun = True
+        if self.in_txn:
+            return
+        loop.outside = loop.yields
+        self._pop_to(level)
+        level.log.clear()
+        if self.replay is not None and self.replay.seeking:
+            self.replay.seeking = False
+
+    def close_loop(self, level: Level, loop: LoopPos) -> None:
+        loop.closed = True
+        if level not in self.stack or not all(x.closed for x in level.loops):
+            return
+        self._close(level)
+
+    def close_epochs(self, level: Level) -> None:
+        if level in self.stack:
+            self._close(level)
+
+    def _push(self, level: Level) -> None:
+        self.stack[-1].child = level
+        self.stack.append(level)
+
+    def _pop_to(self, level: Level) -> None:
+        while self.stack[-1] is not level:
+            self._close(self.stack[-1])
+
+    def _close(self, level: Level) -> None:
+        while self.stack[-1] is not level:
+            self._close(self.stack[-1])
+        self.stack.pop()
+        parent = self.stack[-1]
+        parent.child = None
+        scope = Scope(level.kind)
+        if level.steps():
+            if self._frozen is not None:
+                self._frozen.frozen = None
+            scope.frozen = level
+            self._frozen = scope
+        parent.log.append(scope)
+        if self.replay is not None and len(self.replay.path) > len(self.stack):
+            del self.replay.path[len(self.stack) :]
+            self.replay.advance()
+
+    # ------------------------------------------------------------------ replay
+
+    def walk_to(self, tree: Tree) -> None:
+        self.replay = Replay(level_from(tree))
+
+    def can_move_on_to(self, tree: Tree) -> bool:
+        """Can a newcomer that was led to its present place be led on to this later position?"""
+        return _shape(self.root) == _shape(level_from(tree))
+
+    def move_on_to(self, tree: Tree) -> None:
+        """Called inside the newcomer's first step call. The scopes it stands in are the target's;
+        only counts and logs differ, so the walk starts again at the next batch or round."""
+        target = level_from(tree)
+        replay = Replay(target)
+        replay.seeking = True
+        live: Level | None = self.root
+        level: Level | None = target
+        replay.path = []
+        while live is not None and level is not None:
+            live.log = list(level.log) if level.child is not None else []
+            for mine, theirs in zip(live.loops, level.loops, strict=True):
+                mine.closed = theirs.closed
+            replay.path.append((level, len(level.log) if level.child is not None else 0))
+            live, level = live.child, level.child
+        self.replay = replay
+
+    @property
+    def steps_to_replay(self) -> int:
+        return self.replay.remaining_steps() if self.replay is not None else 0
+
+    def _replay_txn(self, site: str, step: bool) -> Any:
+        replay = self.replay
+        assert replay is not None
+        entry = replay.expected()
+        if isinstance(entry, Txn) and entry.site == site and not self._awaits_batch():
+            replay.seeking = False
+            replay.advance()
+            self.stack[-1].log.append(Txn(site, step, entry.result))
+            if replay.over():
+                self.replay = None
+            return (entry.result,)
+        if replay.seeking:
+            for known in reversed(replay.last_entries):
+                if known.site == site:
+                    return (known.result,)
+            return (MISSING,)
+        raise self._mismatch(f"{'step' if step else 'section'} {site}", entry)
+
+    def _awaits_batch(self) -> bool:
+        """Seeking inside a batches loop: nothing counts before the target's batch is handed out."""
+        assert self.replay is not None
+        level = self.replay.path[-1][0]
+        return self.replay.seeking and any(loop.outside for loop in level.loops)
+
+    def _replay_scope(self, kind: str) -> Level | None:
+        replay = self.replay
+        assert replay is not None
+        entry = replay.expected()
+        if isinstance(entry, Scope) and entry.kind == kind:
+            if entry.frozen is None:
+                replay.advance()
+                self.stack[-1].log.append(Scope(kind))
+                return None
+            replay.path.append((entry.frozen, 0))
+            return entry.frozen
+        if isinstance(entry, Level) and entry.kind == kind:
+            replay.path.append((entry, 0))
+            return entry
+        raise self._mismatch(f"ks.{'batches' if kind == 'loops' else kind}", entry)
+
+    @staticmethod
+    def _mismatch(got: str, expected: Txn | Scope | Level | None) -> UsageError:
+        match expected:
+            case Txn():
+                want = f"{'step' if expected.step else 'section'} {expected.site}"
+            case Scope() | Level():
+                want = f"ks.{'batches' if expected.kind == 'loops' else expected.kind}"
+            case _:
+                want = "nothing more"
+        return UsageError(
+            f"a newcomer's script reached {got} where the other ranks had {want}",
+            hint="control flow after attach must depend on ks.committed_step and registered state, "
+            "not on private counters or on the rank",
+        )

@@ -1,0 +1,248 @@
+"""What a rank does between an interruption and the first step of the next generation.
+
+    interrupted            -> Report -> Decide -> (apply the step | roll back) -> Held
+    hold word in the fence                                                      -> Held
+    Held: serve state to newcomers, write a checkpoint if told so
+        -> Swap: new groups in place, go on     -> Release: go on as before
+        -> Leave: this process is no longer the rank
+        -> a newer Abort: report again, from the boundary reached
+
+The main thread walks this path; the daemon thread only makes it possible to leave a collective
+(Abort shuts the sockets down) and builds new groups beside it (Stage). Nothing of the old
+generation can touch memory once `groups.go_solo` has returned, so roll-back comes after it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Literal, NoReturn
+
+from keepstep.errors import LocalProtocolError
+from keepstep.model import messages as m
+from keepstep.worker import checkpoint, faults, groups
+from keepstep.worker.seat import Seat
+from keepstep.worker.transfer import StateServer
+
+ABORT_WAIT_S = 2.0
+
+
+class Retry(BaseException):
+    """Unwinds the user's step function after a RETRY decision taken inside its fence.
+
+    A BaseException, so that a user's `except Exception` does not swallow it."""
+
+
+class Finished(BaseException):
+    """The job is over while this rank, whose own script had ended, stood by."""
+
+
+class Recovery:
+    def __init__(self, seat: Seat) -> None:
+        self.seat = seat
+        self.owed: int | None = None  # COMMIT was decided in this generation: hold after applying
+
+    # ------------------------------------------------------------------ entry points
+
+    def interrupted(
+        self, error: BaseException | None, *, in_fence: bool, roll_back: Callable[[], None] | None
+    ) -> Literal["RETRY", "COMMIT"]:
+        """Main thread, out of the user's code. Returns when the transaction is to be run again
+        (everything is in place for it) or to be applied."""
+        seat = self.seat
+        began = time.monotonic_ns()
+        kind: Literal["", "comm", "device", "user"] = ""
+        text = ""
+        if error is not None:
+            kind = faults.classify(error)
+            text = "".join(traceback.format_exception(error))[-16_000:]
+            if not seat.aborted():
+                self._announce_failure(kind, text)
+        generation = seat.channel.abort_generation
+        computing = roll_back is not None
+        while True:
+            self._leave_groups()
+            report = m.Report(
+                generation=generation,
+                tick=seat.tick,
+                version=seat.version,
+                in_fence=in_fence,
+                computing=computing,
+                error_kind=kind,
+                error=text,
+                done=seat.done,
+            )
+            seat.detect_ns = time.monotonic_ns() - began
+            seat.channel.send(report)
+            tick = self._decision(generation)
+            if tick is None:
+                generation = seat.channel.abort_generation
+                continue
+            if tick == seat.tick + 1 and in_fence:
+                self.owed = generation
+                return "COMMIT"
+            if tick != seat.tick:
+                raise LocalProtocolError(
+                    f"rank {seat.rank} at tick {seat.tick} told to go to {tick}"
+                )
+            in_fence = False
+            if roll_back is not None:
+                roll_back()
+                roll_back = None
+            newer = self._hold(generation)
+            if newer is None:
+                return "RETRY"
+            generation = newer
+            kind, text = "", ""
+
+    def settle_debt(self) -> None:
+        """After a transaction was applied because of COMMIT: hold at the boundary now reached."""
+        assert self.owed is not None
+        generation, self.owed = self.owed, None
+        newer = self._hold(generation)
+        if newer is not None:
+            self.interrupted(None, in_fence=False, roll_back=None)
+
+    def hold(self, generation: int) -> None:
+        """Planned: the hold word was in the fence just passed."""
+        if self.seat.channel.hold_generation != generation:
+            # the word came from a peer; our own copy of Hold (or its Release) is on its way
+            self.seat.channel.wait_until(
+                lambda: self.seat.channel.hold_generation >= generation or self.seat.aborted(),
+                ABORT_WAIT_S,
+            )
+        newer = self._hold(generation)
+        if newer is not None:
+            self.interrupted(None, in_fence=False, roll_back=None)
+
+    # ------------------------------------------------------------------ parts
+
+    def _announce_failure(self, kind: Literal["comm", "device", "user"], text: str) -> None:
+        """A peer's death breaks collectives a moment before the orchestrator tells us."""
+        seat = self.seat
+        if kind == "comm" and seat.channel.wait_until(seat.aborted, 0.2):
+            return
+        seat.channel.send(
+            m.Failure(generation=seat.generation, error_kind=kind, error=text, version=seat.version)
+        )
+        seat.channel.wait_until(seat.aborted)
+
+    def _leave_groups(self) -> None:
+        groups.abort()
+        if not groups.solo() and not groups.destroyed():
+            groups.go_solo()
+
+    def _decision(self, generation: int) -> int | None:
+        command = self.seat.channel.wait(
+            lambda c: (
+                isinstance(c, m.Decide | m.Leave | m.Finish)
+                and getattr(c, "generation", generation) == generation
+            ),
+            newer_than=generation,
+        )
+        if isinstance(command, m.Leave | m.Finish):
+            self.leave()
+        return command.tick if isinstance(command, m.Decide) else None
+
+    def _hold(self, generation: int) -> int | None:
+        """None: go on training. A number: a newer Abort came, report for it."""
+        seat = self.seat
+        seat.page.where("held")
+        seat.page.set("hold", 1)
+        if groups.solo() and not groups.destroyed():
+            groups.reset_ddp(rebuilt=seat.version > 0)
+        server = StateServer(
+            seat.welcome.interface, seat.welcome.token, seat.state.export(), seat.tick
+        )
+        try:
+            seat.channel.send(
+                m.Held(
+                    generation=generation,
+                    tick=seat.tick,
+                    version=seat.version,
+                    serve=server.address,
+                    pid=os.getpid(),
+                    done=seat.done,
+                )
+            )
+            return self._obey(generation)
+        finally:
+            server.close()
+            seat.page.set("hold", 0)
+
+    def _obey(self, generation: int) -> int | None:
+        seat = self.seat
+        while True:
+            command = seat.channel.wait(
+                lambda c: (
+                    isinstance(c, m.Finish)
+                    or (
+                        isinstance(c, m.Swap | m.Release | m.Leave | m.Checkpoint)
+                        and c.generation == generation
+                    )
+                ),
+                newer_than=generation,
+            )
+            match command:
+                case None:
+                    return seat.channel.abort_generation
+                case m.Checkpoint():
+                    checkpoint.write(seat, command)
+                case m.Swap():
+                    self.swap(command)
+                    return None
+                case m.Release():
+                    seat.stager.discard()
+                    return None
+                case _:
+                    self.leave()
+
+    def swap(self, command: m.Swap) -> None:
+        seat = self.seat
+        began = time.monotonic_ns()
+        if not command.solo and not seat.done and not groups.destroyed():
+            if not groups.solo():
+                groups.go_solo()
+                groups.reset_ddp(rebuilt=seat.version > 0)
+            groups.swap(seat.stager.take(command.generation))
+        seat.alone = command.solo or seat.world == 1
+        seat.generation = seat.resumed = command.generation
+        seat.page.set("generation", command.generation)
+        if seat.channel.hold_generation <= command.generation:
+            seat.channel.hold_generation = -1
+        seat.channel.buddy = command.buddy
+        elapsed = time.monotonic_ns() - began
+        seat.channel.send(m.Swapped(generation=command.generation, swap_ns=elapsed))
+        if not seat.done:
+            seat.republish()
+
+    def leave(self) -> NoReturn:
+        if self.seat.done:
+            raise Finished
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    # ------------------------------------------------------------------ the end of the script
+
+    def linger(self) -> None:
+        """The script is over. Stay as a source of state until every rank has got here."""
+        seat = self.seat
+        seat.done = True
+        seat.page.where("done")
+        seat.channel.send(m.Done(tick=seat.tick, version=seat.version))
+        while True:
+            command = seat.channel.wait(
+                lambda c: isinstance(c, m.Finish | m.Leave), newer_than=seat.generation
+            )
+            if command is not None:
+                return
+            try:
+                self.interrupted(None, in_fence=False, roll_back=None)
+            except Finished:
+                return
+            seat.page.where("done")
+            seat.channel.send(m.Done(tick=seat.tick, version=seat.version))

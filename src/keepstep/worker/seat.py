@@ -1,0 +1,325 @@
+"""The seat of one rank: everything that recovery, transactions and newcomers share.
+
+A seat is used by the user's main thread. The daemon thread of the channel only sets flags, shuts
+sockets down and starts the builder thread of `Stager`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import torch
+
+from keepstep.errors import UsageError
+from keepstep.model import messages as m
+from keepstep.worker import blobs, buckets, codec, groups, rng
+from keepstep.worker.batches import Loop
+from keepstep.worker.channel import Channel
+from keepstep.worker.collectives import Recorder
+from keepstep.worker.faults import Injector
+from keepstep.worker.objects import Registered
+from keepstep.worker.page import Page
+from keepstep.worker.position import Tracker
+from keepstep.worker.state import StateSet
+
+STAGE_TIMEOUT_S = 60.0
+
+
+class Line:
+    """What the process had before `attach`: its line to the agent, and whom it is."""
+
+    def __init__(self, channel: Channel, page: Page, recorder: Recorder) -> None:
+        self.channel = channel
+        self.page = page
+        self.recorder = recorder
+        self.assigned: m.Assign | None = None  # newcomers only
+        self.assigned_ns = 0
+        self.init_record = b""  # of the rank that a newcomer replaces
+
+
+class Stager:
+    """Builds the groups of the next generation beside the old ones."""
+
+    def __init__(self, channel: Channel, rank: int, world: int) -> None:
+        self._channel = channel
+        self._rank = rank
+        self._world = world
+        self._lock = threading.Lock()
+        self._staged: tuple[int, groups.StagedGroups] | None = None
+
+    def begin(self, command: m.Stage) -> None:
+        threading.Thread(
+            target=self._build, args=(command,), name="keepstep-stage", daemon=True
+        ).start()
+
+    def _build(self, command: m.Stage) -> None:
+        generation = command.generation
+        try:
+            staged = groups.stage(
+                generation,
+                command.store.host,
+                command.store.port,
+                self._rank,
+                self._world,
+                STAGE_TIMEOUT_S,
+            )
+        except Exception as error:
+            if self._channel.abort_generation <= generation:
+                self._channel.send(m.StageFailed(generation=generation, error=str(error)[:2000]))
+            return
+        with self._lock:
+            if self._channel.abort_generation > generation:
+                staged.discard()
+                return
+            if self._staged is not None:
+                self._staged[1].discard()
+            self._staged = (generation, staged)
+        self._channel.send(m.Staged(generation=generation))
+
+    def take(self, generation: int) -> groups.StagedGroups:
+        with self._lock:
+            if self._staged is None or self._staged[0] != generation:
+                raise UsageError(f"no groups are staged for generation {generation}")
+            staged, self._staged = self._staged[1], None
+            return staged
+
+    def discard(self, below: int | None = None) -> None:
+        with self._lock:
+            if self._staged is not None and (below is None or self._staged[0] < below):
+                self._staged[1].discard()
+                self._staged = None
+
+
+class Seat:
+    def __init__(
+        self,
+        line: Line,
+        rank: int,
+        world: int,
+        models: dict[str, torch.nn.Module],
+        optimizers: dict[str, torch.optim.Optimizer],
+    ) -> None:
+        self.line = line
+        self.channel = line.channel
+        self.page = line.page
+        self.welcome = line.channel.welcome
+        self.rank = rank
+        self.world = world
+        self.models = models
+        self.optimizers = optimizers
+        self.objects: dict[str, Registered] = {}
+        self.tracker = Tracker()
+        self.loops: list[Loop] = []
+        self.tick = 0
+        self.version = 0
+        self.generation = 0
+        self.alone = world == 1  # no peers: fences pass by themselves
+        self.done = False
+        self.resumed = -1  # generation whose first commit must be announced
+        self.detect_ns = 0
+        self.last_commit_ns = 0
+        self.step_times_ns: deque[int] = deque(maxlen=65)
+        self.stager = Stager(self.channel, rank, world)
+        self.injector = Injector(self.channel.armed, self.channel.send)
+        self.buddy_line = blobs.BuddyLine(self.welcome.token)
+        self.parameters = self._all_parameters()
+        self._versions: dict[str, int] = {}
+        self._first: dict[str, torch.Tensor] | None = None
+        self.mutable_buffers: set[str] = set()
+        self.restore_after_walk: dict[str, Any] | None = None
+        self.state = self._new_state()
+        self.channel.on_abort = self._on_abort
+        self.channel.on_stage = self.stager.begin
+
+    # ------------------------------------------------------------------ state
+
+    def _all_parameters(self) -> list[torch.nn.Parameter]:
+        seen: dict[int, torch.nn.Parameter] = {}
+        for model in self.models.values():
+            for parameter in model.parameters():
+                seen.setdefault(id(parameter), parameter)
+        for optimizer in self.optimizers.values():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    seen.setdefault(id(parameter), parameter)
+        return list(seen.values())
+
+    def _new_state(self) -> StateSet:
+        shared = {n: o for n, o in self.objects.items() if not o.per_rank}
+        shared["keepstep/ddp"] = Registered(
+            "keepstep/ddp",
+            lambda: buckets.layouts(self.parameters),
+            lambda layouts: buckets.set_layouts(self.parameters, layouts),
+        )
+        shared["keepstep/results"] = Registered(
+            "keepstep/results", self._save_results, self._load_results
+        )
+        return StateSet(self.models, self.optimizers, shared)
+
+    def register(self, item: Registered) -> None:
+        if item.name in self.objects or item.name.startswith("keepstep/"):
+            raise UsageError(
+                f"{item.name!r} is registered already", hint="give each object a name of its own"
+            )
+        self.objects[item.name] = item
+        self.state = self._new_state()
+
+    def _save_results(self) -> dict[str, Any]:
+        """Results of the transactions a newcomer will walk past (this rank's, as a stand-in)."""
+        return {"tree": _encodable(self.tracker.root.tree())}
+
+    def _load_results(self, state: dict[str, Any]) -> None:
+        self.replica_results = state["tree"]
+
+    replica_results: dict[str, Any] | None = None
+
+    # ------------------------------------------------------------------ buffers
+
+    def snapshot_buffers(self) -> dict[str, torch.Tensor]:
+        """Copies of the buffers that are known to change. The others are equal to `_first`."""
+        if self._first is None:
+            self._versions = self.state.buffer_versions()
+            self._first = self.state.get_buffers(self._versions)
+        return self.state.get_buffers(self.mutable_buffers) if self.mutable_buffers else {}
+
+    def note_mutations(self) -> None:
+        """DDP writes every buffer at every forward, most with the value they have: only a changed
+        value makes a buffer part of the side state."""
+        assert self._first is not None
+        for name, version in self.state.buffer_versions().items():
+            if version == self._versions.get(name) or name in self.mutable_buffers:
+                continue
+            self._versions[name] = version
+            if not torch.equal(self.state.get_buffers([name])[name], self._first[name]):
+                self.mutable_buffers.add(name)
+
+    def undo_buffers(self, snapshot: dict[str, torch.Tensor]) -> None:
+        assert self._first is not None
+        changed = {n: v for n, v in self._first.items() if n not in snapshot}
+        self.state.set_buffers({**changed, **snapshot})
+
+    def forget_buffers(self) -> None:
+        """All state was replaced: look at the buffers afresh."""
+        self._first = None
+
+    # ------------------------------------------------------------------ side state
+
+    def side_state(self, site: str, step: bool) -> bytes:
+        """Version tick+1 of what only this rank has, as it will be if the fence passes."""
+        self.note_mutations()
+        return codec.dumps_inline(
+            {
+                "tick": self.tick + 1,
+                "version": self.version + step,
+                "rng": rng.capture(),
+                "position": _encodable(self.tracker.position(site, step)),
+                "buffers": self.state.get_buffers(self.mutable_buffers)
+                if self.mutable_buffers
+                else {},
+                "per_rank": {n: o.save() for n, o in self.objects.items() if o.per_rank},
+            }
+        )
+
+    def publish(self, tick: int, data: bytes) -> None:
+        """To the own agent (shared memory) and, acknowledged, to the buddy. Raises OSError or
+        ConnectionAbortedError when an Abort interrupts it: the fence is then not reached."""
+        self.page.publish(tick, data)
+        while (address := self.channel.buddy) is not None:
+            if self.aborted():
+                raise ConnectionAbortedError("publishing was aborted")
+            try:
+                self.buddy_line.put(address, self.rank, tick, data)
+                return
+            except OSError as error:
+                if self.aborted():
+                    raise ConnectionAbortedError("publishing was aborted") from error
+                self.channel.send(m.BuddyLost(generation=self.generation, error=str(error)))
+                self.channel.wait_until(
+                    lambda old=address: self.channel.buddy != old or self.aborted(), 5.0
+                )
+
+    def republish(self) -> None:
+        """After a swap the buddy may be new: give it what it would need now."""
+        for tick in (-1, self.tick):
+            data = self.page.held(tick)
+            if data is not None:
+                self.publish(tick, data)
+
+    def apply_side_state(self, side: dict[str, Any]) -> None:
+        self.state.set_buffers(side["buffers"])
+        self.mutable_buffers |= set(side["buffers"])
+        for name, value in side["per_rank"].items():
+            if name in self.objects:
+                self.objects[name].load(value)
+
+    # ------------------------------------------------------------------ faults
+
+    def aborted(self) -> bool:
+        return self.channel.abort_generation > self.generation
+
+    def _on_abort(self, _: m.Abort) -> None:
+        groups.abort()
+        self.buddy_line.interrupt()
+        self.stager.discard(below=self.channel.abort_generation)
+
+    def median_step_ns(self) -> int:
+        return int(statistics.median(self.step_times_ns)) if self.step_times_ns else 0
+
+    def committed(self, step: bool) -> None:
+        now = time.monotonic_ns()
+        self.tick += 1
+        self.version += step
+        page = self.page
+        page.set("tick", self.tick)
+        page.set("version", self.version)
+        page.set("commit_ns", now)
+        if self.resumed == self.generation:
+            self._announce(now)
+        elif step and self.last_commit_ns:
+            self.step_times_ns.append(now - self.last_commit_ns)
+        self.last_commit_ns = now
+
+    def _announce(self, now: int) -> None:
+        self.resumed = -1
+        self.channel.send(
+            m.Resumed(
+                generation=self.generation,
+                tick=self.tick,
+                version=self.version,
+                last_commit_ns=self.last_commit_ns,
+                first_commit_ns=now,
+                median_step_ns=self.median_step_ns(),
+                detect_ns=self.detect_ns,
+            )
+        )
+
+
+def _encodable(tree: dict[str, Any]) -> dict[str, Any]:
+    """Results are whatever user functions return; those that cannot travel become unknown."""
+    for entry in tree["log"]:
+        if "scope" in entry:
+            if entry["f"]:
+                _encodable(entry["f"])
+        elif entry["k"] and not _travels(entry["r"]):
+            entry["k"], entry["r"] = False, None
+    if tree["child"]:
+        _encodable(tree["child"])
+    return tree
+
+
+RESULT_BYTES_MAX = 64 << 10
+
+
+def _travels(result: Any) -> bool:
+    if result is None or isinstance(result, bool | int | float | str):
+        return True
+    if isinstance(result, torch.Tensor):
+        return result.nbytes <= RESULT_BYTES_MAX
+    try:
+        return len(codec.dumps_inline(result)) <= RESULT_BYTES_MAX
+    except UsageError:
+        return False

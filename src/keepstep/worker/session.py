@@ -1,0 +1,245 @@
+"""The worker API of a rank under `keepstep run`: what `keepstep.attach` returns there."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from keepstep.errors import UsageError
+from keepstep.model import messages as m
+from keepstep.worker import groups, rng
+from keepstep.worker.batches import Loop
+from keepstep.worker.newcomer import Newcomer
+from keepstep.worker.objects import registered
+from keepstep.worker.plain import Batch, F, PlainSession
+from keepstep.worker.position import MISSING
+from keepstep.worker.recovery import Recovery
+from keepstep.worker.seat import Line, Seat
+from keepstep.worker.transaction import Transactions
+
+FIRST_FENCE_TIMEOUT_S = 1800.0
+
+
+class Session(PlainSession):
+    protected = True
+
+    def __init__(self, seat: Seat) -> None:
+        super().__init__()
+        self._seat = seat
+        self._recovery = Recovery(seat)
+        self._transactions = Transactions(seat, self._recovery)
+        self._newcomer: Newcomer | None = None
+        if seat.line.assigned is not None:
+            self._newcomer = Newcomer(seat, self._recovery, self._transactions)
+        self._begun = False
+
+    # ------------------------------------------------------------------ user surface
+
+    @property
+    def committed_step(self) -> int:
+        """Optimizer steps committed so far; on a newcomer, as seen from where its script is."""
+        self._arrive()
+        return self._seat.version - self._seat.tracker.steps_to_replay
+
+    def step(self, function: F) -> F:
+        """One optimizer step, with all its micro-batches; retried until it commits."""
+        return self._transaction(function, step=True)
+
+    def section(self, function: F) -> F:
+        """Collectives outside a step (evaluation, logging); run again if a fault hits them."""
+        return self._transaction(function, step=False)
+
+    def _transaction(self, function: F, *, step: bool) -> F:
+        code = getattr(function, "__code__", None)
+        name = getattr(function, "__qualname__", type(function).__name__)
+        site = f"{name}:{code.co_firstlineno if code is not None else 0}"
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return self._run(site, step, lambda: function(*args, **kwargs))
+
+        return wrapper  # type: ignore[return-value]
+
+    def epochs(self, count: int) -> Iterator[int]:
+        self._arrive()
+        tracker = self._seat.tracker
+        level, start = tracker.open_epochs()
+        return self._epochs(level, start, count)
+
+    def _epochs(self, level: Any, start: int, count: int) -> Iterator[int]:
+        if start < 0:
+            return
+        tracker = self._seat.tracker
+        try:
+            for epoch in range(start, count):
+                tracker.next_epoch(level, epoch)
+                yield epoch
+        finally:
+            tracker.close_epochs(level)
+
+    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        if self._transactions.running:
+            return iter(loader)  # inside a section the whole pass is repeated, from its start
+        self._arrive()
+        seat = self._seat
+        seat.loops = [x for x in seat.loops if not x.pos.closed]
+        loop = Loop(seat.tracker, loader)
+        seat.loops.append(loop)
+        return self._batches(loop)
+
+    def _batches(self, loop: Loop) -> Iterator[Any]:
+        page = self._seat.page
+        for batch in loop.batches():
+            page.mark()
+            yield batch
+
+    def register(self, name: str, target: Any, load: Any = None, *, per_rank: bool = False) -> None:
+        """Protect more state: an object with state_dict/load_state_dict, or (save, load)."""
+        if self._begun:
+            raise UsageError(
+                f"register({name!r}) after the first step", hint="register right after attach"
+            )
+        self._seat.register(registered(name, target, load, per_rank=per_rank))
+
+    def progress(self) -> None:
+        self._seat.page.mark()
+
+    def begin(self) -> None:
+        announce(self, self._seat.line)
+
+    # ------------------------------------------------------------------ inside
+
+    def _arrive(self) -> None:
+        if self._newcomer is not None and not self._newcomer.joined:
+            self._newcomer.arrive()
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._begun = True
+            groups.refuse_new_groups("process group created after the first step")
+
+    def _run(self, site: str, step: bool, function: Callable[[], Any]) -> Any:
+        transactions = self._transactions
+        if transactions.warming:
+            return function()
+        if transactions.running:
+            if step:
+                raise UsageError(
+                    f"step {site!r} called inside {transactions.running!r}",
+                    hint="steps and sections cannot contain steps",
+                )
+            return function()
+        self._begin()
+        if self._newcomer is not None and not self._newcomer.joined:
+            over = self._join(site, step, function)
+            if over is not MISSING:
+                return over[0]
+        known = self._replayed(site, step)
+        if known is not MISSING:
+            return known[0]
+        return transactions.run(site, step, function)
+
+    def _join(self, site: str, step: bool, function: Callable[[], Any]) -> Any:
+        newcomer = self._newcomer
+        assert newcomer is not None
+        newcomer.arrive()
+        if step:
+            return newcomer.first_step(function)
+        tracker = self._seat.tracker
+        if tracker.replay is None or tracker.replay.expected() is None:
+            newcomer.first_section()
+            return MISSING
+        return MISSING  # a section that is done already: walk past it first
+
+    def _replayed(self, site: str, step: bool) -> Any:
+        """(result,) for a transaction the job has done already, MISSING for one to be run."""
+        seat = self._seat
+        if seat.tracker.replay is None:
+            seat.tracker.begin(site, step)
+            return MISSING
+        answer = seat.tracker.begin(site, step)
+        if answer is MISSING:
+            return MISSING
+        if seat.tracker.replay is None and seat.restore_after_walk is not None:
+            rng.restore(seat.restore_after_walk)
+            seat.restore_after_walk = None
+        result = answer[0]
+        return (None if result is MISSING else result,)
+
+    def _gate(self, name: str, call: Callable[[], Any]) -> Any:
+        """Every collective of the front end after attach comes through here."""
+        transactions = self._transactions
+        self._seat.page.mark()
+        if transactions.running:
+            transactions.refuse_collective(f"collective {name}")
+            return call()
+        if name in ("barrier", "monitored_barrier"):
+            return self._run(f"{name} (bare)", False, call)
+        _warn_once(
+            f"collective {name} outside @ks.step and @ks.section is not protected: a fault that "
+            "hits it ends this rank (hint: put it into a @ks.section)"
+        )
+        return call()
+
+    def _finish(self) -> None:
+        self._recovery.linger()
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        print(f"keepstep: {text}", file=sys.stderr, flush=True)
+
+
+def attach_rank(line: Line, models: dict[str, Any], optimizers: dict[str, Any]) -> Session:
+    """A rank or a newcomer of a Keepstep job."""
+    world = int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    if world > 1 and not dist.is_initialized():
+        raise UsageError(
+            f"attach before init_process_group on rank {rank} of {world}",
+            hint="call torch.distributed.init_process_group first",
+        )
+    seat = Seat(line, rank, world, models, optimizers)
+    seat.generation = int(os.environ.get("KEEPSTEP_GENERATION", "0"))
+    return Session(seat)
+
+
+def announce(session: Session, line: Line) -> None:
+    seat = session._seat
+    known = {t.untyped_storage().data_ptr() for t in seat.state.export().tensors.values()}
+    newcomer = line.assigned is not None
+    if not newcomer:
+        if seat.world > 1:
+            groups.build_first_fence(
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                seat.rank,
+                seat.world,
+                FIRST_FENCE_TIMEOUT_S,
+            )
+        record = line.recorder.encoded(known)
+        seat.channel.wait_until(lambda: seat.channel.buddy_known, 10.0)
+        seat.publish(-1, record)
+    elif line.recorder.replay is not None:
+        seat.page.publish(-1, line.init_record)
+    line.recorder.gate = session._gate
+    exported = seat.state.export()
+    seat.page.where("outside")
+    seat.channel.send(
+        m.Attached(
+            generation=seat.generation,
+            groups=groups.names(),
+            parameters=sum(p.numel() for p in seat.parameters),
+            bytes_state=sum(t.nbytes for t in exported.tensors.values()),
+            redundant=True,
+        )
+    )

@@ -1,0 +1,234 @@
+"""One step or section as a transaction: begin, compute, fence, apply (retried until it commits).
+
+    begin   note what a retry must find again: RNG, buffers, gradients' presence, small state
+    compute the user's function, with its collectives
+    fence   publish the side state of tick+1, then a tiny all-reduce over all ranks. Passed: every
+            rank had complete gradients and every side state is safe
+    apply   the optimizer's update and whatever follows in the function; tick becomes tick+1
+
+The fence stands in front of the first optimizer update of the call (an optimizer pre-hook), or at
+the function's end if no update ran. Nothing before it is visible to anyone, so it can be undone;
+nothing after it needs another rank, so it can always be finished.
+"""
+
+from __future__ import annotations
+
+import traceback
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from keepstep.errors import KeepstepError, UsageError
+from keepstep.worker import groups, rng
+from keepstep.worker.objects import Undo
+from keepstep.worker.recovery import Recovery, Retry
+from keepstep.worker.seat import Seat
+
+FENCE_TIMEOUT_S = 7 * 86_400.0  # a fence ends by passing or by an Abort, never by a clock
+
+
+class Transactions:
+    def __init__(self, seat: Seat, recovery: Recovery) -> None:
+        self.seat = seat
+        self.recovery = recovery
+        self.running: str = ""  # site of the transaction in progress
+        self.warming = False  # a newcomer's warm-up: no fence, no rules
+        self._step = False
+        self._fenced = False
+        self._passed = False
+        self._in_fence = False
+        self._hold = -1
+        self._attached = {id(o): n for n, o in seat.optimizers.items()}
+        self._tokens = [0] * 6
+        register_optimizer_step_pre_hook(self._before_update)
+        for model in seat.models.values():
+            model.register_forward_pre_hook(self._before_forward)
+
+    # ------------------------------------------------------------------ rules inside a step
+
+    def _before_forward(self, model: torch.nn.Module, _: Any) -> None:
+        self.seat.page.mark()
+        if self._passed and isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            self.refuse_collective("forward of a DistributedDataParallel model")
+
+    def refuse_collective(self, what: str) -> None:
+        if self._passed and not self.warming:
+            raise UsageError(
+                f"{what} after the first optimizer update inside step {self.running!r}",
+                hint="a step is committed when its first update begins: move the collective into a "
+                "@ks.section, or split the step in two",
+            )
+
+    def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self.running or self.warming:
+            return
+        if id(optimizer) not in self._attached:
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() in {self.running!r}, but it was not attached",
+                hint="give every optimizer to keepstep.attach",
+            )
+        if kwargs.get("closure") is not None or any(callable(a) for a in args[1:]):
+            raise UsageError(
+                f"optimizer.step(closure) in {self.running!r} cannot be protected",
+                hint="compute loss and gradients first, then call step() without a closure",
+            )
+        if not self._step:
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() inside section {self.running!r}",
+                hint="optimizer updates belong into a @ks.step function",
+            )
+        if not self._fenced:
+            self._fence()
+
+    # ------------------------------------------------------------------ the transaction
+
+    def run(self, site: str, step: bool, function: Callable[[], Any]) -> Any:
+        seat = self.seat
+        while True:
+            if seat.aborted():
+                self.recovery.interrupted(None, in_fence=False, roll_back=None)
+            undo = self._begin(site, step)
+            problem: BaseException | None = None
+            try:
+                seat.injector and seat.injector.point(
+                    "before_forward" if step else "in_section", seat.version
+                )
+                result = function()
+                if not self._fenced:
+                    self._fence()
+            except Retry:
+                self._end()
+                continue
+            except KeepstepError:
+                self._end()
+                raise
+            except Exception as error:
+                if self._passed:
+                    self._end()
+                    raise  # after the fence nothing can be undone: the user's error stands
+                problem = error
+            if problem is not None:
+                self._interrupt(problem, undo)
+                problem = None
+                continue
+            self._commit(site, step, result)
+            return result
+
+    def _begin(self, site: str, step: bool) -> Undo:
+        seat = self.seat
+        self.running, self._step = site, step
+        self._fenced = self._passed = self._in_fence = False
+        self._hold = -1
+        seat.tracker.in_txn = True
+        seat.page.set("stepping", 1)
+        seat.page.where("compute" if step else "section")
+        self._undo = Undo(
+            rng.capture(),
+            seat.parameters,
+            list(seat.optimizers.values()),
+            list(seat.objects.values()),
+            seat.snapshot_buffers(),
+        )
+        if seat.injector:
+            seat.injector.begin(seat.version, seat.parameters)
+        return self._undo
+
+    def _interrupt(self, error: BaseException, undo: Undo) -> None:
+        """The function raised before its fence. The frames it leaves hold activations: report
+        first (that keeps a printable traceback), then drop them before anything runs again."""
+
+        def roll_back() -> None:
+            traceback.clear_frames(error.__traceback__)
+            error.__traceback__ = error.__context__ = error.__cause__ = None
+            self._roll_back(undo)
+
+        self.recovery.interrupted(error, in_fence=False, roll_back=roll_back)
+        self._end()
+
+    def _roll_back(self, undo: Undo) -> None:
+        seat = self.seat
+        undo.undo_gradients_and_objects()
+        seat.undo_buffers(undo.buffers)
+        for loop in seat.loops:
+            loop.retry()
+        rng.restore(undo.rng)
+
+    def _fence(self) -> None:
+        seat = self.seat
+        self._fenced = True
+        seat.injector and seat.injector.point("before_fence", seat.version)
+        try:
+            if seat.aborted():
+                raise ConnectionAbortedError("aborted before the fence")
+            seat.publish(seat.tick + 1, seat.side_state(self.running, self._step))
+            seat.page.where("fence")
+            self._in_fence = True
+            self._all_ranks_here()
+        except (RuntimeError, OSError) as error:
+            if isinstance(error, KeepstepError):
+                raise
+            self._fence_failed(error)
+        self._passed = True
+        seat.page.where("apply")
+        if seat.injector and self._step:
+            seat.injector.point("in_optimizer", seat.version, seat.parameters[0])
+
+    def _all_ranks_here(self) -> None:
+        seat = self.seat
+        if seat.alone:
+            return
+        held = seat.channel.hold_generation
+        # Before the second step DDP has not settled its buckets: no planned boundary there.
+        word = held >= 0 and seat.version + self._step >= 2
+        mine = self._tokens
+        mine[0], mine[1], mine[2] = 1, seat.tick, seat.generation
+        mine[3] = zlib.crc32(self.running.encode())
+        mine[4], mine[5] = (1, held) if word else (0, 0)
+        if seat.injector:
+            seat.injector.point("in_fence", seat.version)
+        total = groups.fence(mine, FENCE_TIMEOUT_S)
+        world = seat.world
+        if total[:4] != [world, world * mine[1], world * mine[2], world * mine[3]]:
+            raise UsageError(
+                f"rank {seat.rank} is in {self.running!r} (tick {seat.tick}) while another rank is "
+                "in another step or section",
+                hint="all ranks must call the same steps and sections in the same order",
+            )
+        if seat.aborted():
+            raise ConnectionAbortedError("aborted in the fence")
+        if total[4]:
+            self._hold = total[5] // total[4]
+
+    def _fence_failed(self, error: BaseException) -> None:
+        in_fence, undo = self._in_fence, self._undo
+        verdict = self.recovery.interrupted(
+            error, in_fence=in_fence, roll_back=lambda: self._roll_back(undo)
+        )
+        if verdict == "RETRY":
+            raise Retry
+
+    def _commit(self, site: str, step: bool, result: Any) -> None:
+        seat = self.seat
+        hold = self._hold
+        self._end()
+        seat.tracker.commit(site, step, result)
+        for loop in seat.loops:
+            loop.commit()
+        version = seat.version
+        seat.committed(step)
+        seat.page.where("outside")
+        if step and seat.injector:
+            seat.injector.point("after_step", version)
+        if self.recovery.owed is not None:
+            self.recovery.settle_debt()
+        elif hold >= 0:
+            self.recovery.hold(hold)
+
+    def _end(self) -> None:
+        self.running = ""
+        self._passed = False
+        self.seat.tracker.in_txn = False
+        self.seat.injector.end()

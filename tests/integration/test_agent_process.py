@@ -1,0 +1,633 @@
+"""The agent as a real process, between a fake orchestrator and fake workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+
+from keepstep.adapters.transport.stream import Stream, connect, serve
+from keepstep.model import messages as m
+from keepstep.model.wire import HEADER
+
+DEADLINE_S = 10.0
+TOKEN = "a-secret-token"
+M = TypeVar("M", bound=m.Message)
+
+FAKE_WORKER = Path(__file__).with_name("test_agent_fake_worker.py")
+
+FAKE_STORE = r"""
+import socket, sys
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+sys.stdin.read()
+"""
+
+RUN_AGENT = r"""
+import sys
+from keepstep.agent.main import main
+worker, store, *arguments = sys.argv[1:]
+sys.exit(
+    main(
+        arguments,
+        worker_command=[sys.executable, worker],
+        store_command=lambda: [sys.executable, "-c", store],
+    )
+)
+"""
+
+
+class Orchestrator:
+    """Accepts agents and remembers what they say."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+        self.hellos: list[m.Hello] = []
+        self.answer: m.Accepted | m.Refused = m.Accepted()
+        self.port = 0
+        self._server: asyncio.Server | None = None
+        self._stream: Stream[m.AgentMessage] | None = None
+        self._news = asyncio.Condition()
+
+    async def open(self) -> None:
+        decoder: Any = msgspec.msgpack.Decoder(m.AgentMessage)
+        self._server = await serve(self._serve, decoder, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    def close(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        if self._stream is not None:
+            self._stream.abort()
+
+    def send(self, command: m.Message) -> None:
+        assert self._stream is not None
+        self._stream.send(command)
+
+    def tell(self, worker: str, command: Any) -> None:
+        self.send(m.Tell(worker=worker, command=command))
+
+    def send_raw(self, data: bytes) -> None:
+        assert self._stream is not None
+        self._stream._writer.write(data)
+
+    async def expect(self, kind: type[M], **fields: Any) -> M:
+        """The first message of `kind` with these fields, taken out of what was heard."""
+
+        def found() -> M | None:
+            for message in self.heard:
+                if isinstance(message, kind) and all(
+                    getattr(message, name) == value for name, value in fields.items()
+                ):
+                    self.heard.remove(message)
+                    return message
+            return None
+
+        async with self._news:
+            try:
+                result = await asyncio.wait_for(self._news.wait_for(found), DEADLINE_S)
+            except TimeoutError:
+                pytest.fail(f"no {kind.__name__} {fields} among {self.heard}")
+        assert result is not None
+        return result
+
+    async def _serve(self, stream: Stream[m.AgentMessage]) -> None:
+        hello = await stream.receive()
+        assert isinstance(hello, m.Hello)
+        self.hellos.append(hello)
+        self._stream = stream
+        stream.send(self.answer)
+        await self._note(hello)
+        while True:
+            await self._note(await stream.receive())
+
+    async def _note(self, message: Any) -> None:
+        async with self._news:
+            self.heard.append(message)
+            self._news.notify_all()
+
+
+class Node:
+    """An agent process of a test, and its orchestrator."""
+
+    def __init__(self, directory: Path, stall_timeout_ns: int) -> None:
+        self.directory = directory
+        self.orchestrator = Orchestrator()
+        self.stall_timeout_ns = stall_timeout_ns
+        self.process: subprocess.Popen[str]
+        self.hello: m.Hello
+
+    def launch(self, token: str = TOKEN) -> None:
+        arguments = [
+            *("--orchestrator", f"127.0.0.1:{self.orchestrator.port}", "--job", "j", "--node"),
+            *("n0", "--slots", "2", "--directory", str(self.directory), "--stall-timeout-ns"),
+            str(self.stall_timeout_ns),
+        ]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RUN_AGENT, str(FAKE_WORKER), FAKE_STORE, *arguments],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "KEEPSTEP_TOKEN": token},
+        )
+
+    def start(self, worker: str, mode: str, *, rank: int = 0, slot: int = 0, **env: str) -> None:
+        self.orchestrator.send(
+            m.StartWorker(
+                worker=worker,
+                slot=slot,
+                rank=rank,
+                generation=1,
+                world=4,
+                local_world=2,
+                master=m.Address("127.0.0.1", 29500),
+                buddy=None,
+                script=[mode],
+                env=env,
+            )
+        )
+
+    async def start_up(self, worker: str, mode: str, **options: Any) -> tuple[int, str]:
+        """Start it and wait until it speaks: its pid, and what it has to say."""
+        self.start(worker, mode, **options)
+        started = await self.orchestrator.expect(m.WorkerStarted, worker=worker)
+        said = await self.orchestrator.expect(m.WorkerSaid, worker=worker)
+        assert isinstance(said.said, m.Parked)
+        return started.pid, said.said.where
+
+    async def ended(self) -> int:
+        await until(lambda: self.process.poll() is not None, "the agent to end")
+        return self.process.returncode
+
+    def log(self) -> str:
+        return (self.directory / "logs" / "agent-n0.log").read_text()
+
+
+@contextlib.asynccontextmanager
+async def node(tmp_path: Path, stall_timeout_s: float = 30.0) -> AsyncIterator[Node]:
+    it = Node(tmp_path, int(stall_timeout_s * 1e9))
+    await it.orchestrator.open()
+    it.launch()
+    try:
+        it.hello = await it.orchestrator.expect(m.Hello)
+        yield it
+    finally:
+        it.process.kill()
+        it.process.communicate()
+        it.orchestrator.close()
+        await until(lambda: not session_of(it.process.pid), "the session to be empty")
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 2 * DEADLINE_S))
+
+
+async def until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited in vain for {what}")
+        await asyncio.sleep(0.005)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def session_of(leader: int) -> list[int]:
+    members = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and alive(int(entry.name)):
+            with contextlib.suppress(OSError):
+                if os.getsid(int(entry.name)) == leader:
+                    members.append(int(entry.name))
+    return members
+
+
+async def ask(address: m.Address, request: m.BlobRequest) -> m.BlobReply:
+    decoder: msgspec.msgpack.Decoder[m.BlobReply] = msgspec.msgpack.Decoder(m.BlobReply)
+    stream = await connect(address, decoder)
+    try:
+        stream.send(request)
+        return await stream.receive()
+    finally:
+        stream.close()
+
+
+# --------------------------------------------------------------------------- start and exit
+
+
+def test_hello_names_the_node_its_session_and_its_blob_server(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node(tmp_path) as n:
+            hello = n.hello
+            assert (hello.protocol, hello.token, hello.job) == (m.PROTOCOL, TOKEN, "j")
+            assert (hello.node, hello.slots, hello.workers) == ("n0", 2, [])
+            assert hello.pid == hello.session == n.process.pid
+            with socket.create_connection((hello.blobs.host, hello.blobs.port), DEADLINE_S):
+                pass
+
+    run(scenario)
+
+
+def test_a_rank_gets_torchruns_environment_and_no_token(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node(tmp_path) as n:
+            _, said = await n.start_up("w0", "env", rank=3, slot=1, MINE="x", RANK="77")
+            env = json.loads(said)
+            expected = {
+                "RANK": "3",
+                "GROUP_RANK": "1",
+                "WORLD_SIZE": "4",
+                "LOCAL_RANK": "1",
+                "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": "29500",
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RUN_ID": "j",
+                "KEEPSTEP_GENERATION": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "MINE": "x",
+            }
+            assert {name: env.get(name) for name in expected} == expected
+            assert "KEEPSTEP_TOKEN" not in env
+            _, said = await n.start_up("w1", "env", rank=-1)
+            assert not {"RANK", "GROUP_RANK"} & set(json.loads(said))
+
+    run(scenario)
+
+
+def test_exit_is_told_after_the_last_words_with_the_end_of_the_log(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node(tmp_path) as n:
+            n.start("w0", "exit", rank=2)
+            exited = await n.orchestrator.expect(m.WorkerExited)
+            assert (exited.worker, exited.rank, exited.code) == ("w0", 2, 7)
+            assert exited.tail.splitlines() == [f"line {i}" for i in range(60, 100)]
+            # It was heard before: nothing waits for it any more.
+            said = [x for x in n.orchestrator.heard if isinstance(x, m.WorkerSaid)]
+            assert isinstance(said[-1].said, m.Failure)
+            assert (tmp_path / "logs" / "w0.log").read_text().startswith("line 0\n")
+
+    run(scenario)
+
+
+def test_start_and_kill_are_idempotent(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node(tmp_path) as n:
+            pid, _ = await n.start_up("w0", "idle")
+            n.start("w0", "idle")
+            assert (await n.orchestrator.expect(m.WorkerStarted)).pid == pid
+            for _ in range(2):
+                n.orchestrator.send(m.KillWorker(worker="w0"))
+                assert (await n.orchestrator.expect(m.WorkerExited, worker="w0")).code == -9
+            n.start("w0", "idle")
+            await n.orchestrator.expect(m.WorkerExited, worker="w0")
+            n.orchestrator.send(m.KillWorker(worker="never-seen"))
+            await n.orchestrator.expect(m.WorkerExited, worker="never-seen")
+            n.start("../evil", "idle")
+            assert (await n.orchestrator.expect(m.WorkerExited, worker="../evil")).code == 127
+
+    run(scenario)
+
+
+def test_kill_minus_nine_of_a_worker_ends_its_children(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node(tmp_path) as n:
+            pid, child = await n.start_up("w0", "child")
+            assert alive(int(child))
+            os.kill(pid, signal.SIGKILL)
+            assert (await n.orchestrator.expect(m.WorkerExited)).code == -9
+            await until(lambda: not alive(int(child)), "the child to end")
+
+    run(scenario)
+
+
+# --------------------------------------------------------------------------- relay
+
+
+def test_commands_are_relayed_and_assign_names_the_rank(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node(tmp_path) as n:
+            o = n.orchestrator
+            await n.start_up("w0", "idle", rank=-1)
+            o.tell("w0", m.Arm(inject="i1", action="kill", step=1, point="in_fence"))
+            assert (await o.expect(m.WorkerSaid)).rank == -1
+            master = m.Address("127.0.0.1", 1)
+            o.tell("w0", m.Assign(rank=5, generation=2, master=master, buddy=None))
+            o.tell("w0", m.Arm(inject="i2", action="kill", step=1, point="in_fence"))
+            said = await o.expect(m.WorkerSaid)
+            assert said.rank == 5 and isinstance(said.said, m.InjectFired)
+            o.tell("nobody", m.Finish())
+            o.tell("w0", m.Leave(generation=2))
+            exited = await o.expect(m.WorkerExited)
+            assert (exited.rank, exited.code) == (5, 0)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("mode", ["flood", "garbage"])
+def test_a_worker_that_breaks_the_protocol_is_killed_alone(tmp_path: Path, mode: str) -> None:
+    async def scenario() -> None:
+        async with node(tmp_path) as n:
+            other, _ = await n.start_up("good", "idle", slot=1)
+            n.start("bad", mode)
+            exited = await n.orchestrator.expect(m.WorkerExited)
+            assert (exited.worker, exited.code) == ("bad", -9)
+            assert "does not speak the worker protocol" in exited.tail
+            n.orchestrator.tell("good", m.Arm(inject="i", action="kill", step=1, point="x"))
+            await n.orchestrator.expect(m.WorkerSaid, worker="good")
+            assert alive(other)
+
+    run(scenario)
+
+
+def test_a_stopped_worker_never_blocks_the_agent(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node(tmp_path) as n:
+            o = n.orchestrator
+            await n.start_up("stopped", "idle")
+            await n.start_up("good", "idle", slot=1)
+            o.send(m.Signal(worker="stopped", signal=signal.SIGSTOP))
+            for _ in range(20):  # more than its socket takes, then more than the agent keeps
+                o.tell("stopped", m.Abort(generation=1, reason="x" * 500_000))
+            o.tell("good", m.Arm(inject="i", action="kill", step=1, point="x"))
+            await o.expect(m.WorkerSaid, worker="good")
+            assert "unread" in (await o.expect(m.WorkerExited, worker="stopped")).tail
+
+    run(scenario)
+
+
+def test_signal_stops_and_continues_a_worker(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node(tmp_path) as n:
+            o = n.orchestrator
+            pid, _ = await n.start_up("w0", "idle")
+            stat = Path(f"/proc/{pid}/stat")
+            o.send(m.Signal(worker="w0", signal=signal.SIGSTOP, resume_after_ns=150_000_000))
+            await until(lambda: ") T " in stat.read_text(), "the worker to stop")
+            await until(lambda: ") T " not in stat.read_text(), "the worker to go on")
+
+    run(scenario)
+
+
+# --------------------------------------------------------------------------- blobs
+
+
+def test_side_state_outlives_a_killed_worker_until_it_is_forgotten(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node(tmp_path) as n:
+            blobs = n.hello.blobs
+            pid, _ = await n.start_up("w0", "blobs", rank=1)
+
+            async def get(tick: int, token: str = TOKEN) -> m.BlobReply:
+                return await ask(blobs, m.BlobGet(token=token, rank=1, tick=tick))
+
+            assert await get(4) == m.BlobData(tick=4, data=b"tick four" * 1000, own=True)
+            os.kill(pid, signal.SIGKILL)
+            await n.orchestrator.expect(m.WorkerExited)
+            assert await get(-2) == m.BlobData(tick=5, data=b"tick five", own=True)
+            assert await get(-1) == m.BlobData(tick=-1, data=b"init", own=True)
+            assert await get(9) == m.BlobMissing(held=[-1, 4, 5])
+            assert isinstance(await get(5, token="wrong"), m.BlobRefused)
+            put = m.BlobPut(token=TOKEN, rank=1, tick=6, data=b"copy")
+            assert await ask(blobs, put) == m.BlobOk()
+            assert await get(-2) == m.BlobData(tick=6, data=b"copy", own=False)
+            n.orchestrator.send(m.Forget(workers=["w0"]))
+            n.orchestrator.send(m.KillWorker(worker="w0"))  # answered after Forget was done
+            await n.orchestrator.expect(m.WorkerExited)
+            assert await get(5) == m.BlobMissing(held=[6])
+
+    run(scenario)
+
+
+def test_a_hostile_blob_connection_disturbs_nobody(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node(tmp_path) as n:
+            blobs = n.hello.blobs
+            for nonsense in (HEADER.pack(1 << 31), HEADER.pack(2) + b"\xc1\xc1", b"GET / HTTP/1.1"):
+                reader, writer = await asyncio.open_connection(blobs.host, blobs.port)
+                writer.write(nonsense)
+                with contextlib.suppress(ConnectionError):
+                    assert await asyncio.wait_for(reader.read(), DEADLINE_S) == b""
+                writer.close()
+            reply = await ask(blobs, m.BlobGet(token=TOKEN, rank=0, tick=1))
+            assert reply == m.BlobMissing(held=[])
+
+    run(scenario)
+
+
+# --------------------------------------------------------------------------- stores
+
+
+def test_stores_open_once_and_close_at_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node(tmp_path) as n:
+            o = n.orchestrator
+            o.send(m.OpenStore(generation=3))
+            store = (await o.expect(m.StoreOpened, generation=3)).store
+            o.send(m.OpenStore(generation=3))
+            assert (await o.expect(m.StoreOpened)).store == store
+            reader, writer = await asyncio.open_connection(store.host, store.port)
+            o.send(m.CloseStore(generation=3))
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), DEADLINE_S) == b""
+            writer.close()
+            await until(lambda: session_of(n.process.pid) == [n.process.pid], "the store to end")
+
+    run(scenario)
+
+
+# --------------------------------------------------------------------------- watching
+
+
+def test_progress_is_shown_and_a_stall_is_reported_with_its_evidence(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node(tmp_path, stall_timeout_s=0.5) as n:
+            o = n.orchestrator
+            await n.start_up("w0", "train", rank=0)
+
+            def fast() -> bool:
+                shown = [x for x in o.heard if isinstance(x, m.Progress)]
+                return any(s.version > 20 and s.steps_per_s > 1 for x in shown for s in x.workers)
+
+            await until(fast, "progress")
+            o.send(m.Signal(worker="w0", signal=signal.SIGSTOP))
+            stalled = await o.expect(m.Stalled, worker="w0")
+            assert stalled.stopped and not stalled.cpu_busy and stalled.marks > 20
+            o.send(m.Signal(worker="w0", signal=signal.SIGCONT))
+            await o.expect(m.Unstalled, worker="w0")
+            await n.start_up("w1", "spin", rank=1, slot=1)
+            assert (await o.expect(m.Stalled, worker="w1")).cpu_busy
+
+    run(scenario)
+
+
+def test_node_fences_itself_only_without_orchestrator_and_progress(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node(tmp_path, stall_timeout_s=0.4) as n:
+            o = n.orchestrator
+            await n.start_up("w0", "stall", rank=0)
+            await n.start_up("w1", "train", rank=1, slot=1)
+            await o.expect(m.Stalled, worker="w0")
+            o.close()
+            await until(lambda: "no orchestrator" in n.log(), "the disconnect")
+            # One rank trains: away for several timeouts, and still there.
+            with pytest.raises(subprocess.TimeoutExpired):
+                await asyncio.to_thread(n.process.wait, 1.2)
+            await o.open()
+            await o.expect(m.Hello, token=TOKEN)
+            await o.expect(m.Stalled, worker="w0")  # told again to who missed it
+            o.send(m.KillWorker(worker="w1"))
+            await o.expect(m.WorkerExited, worker="w1")
+            o.close()
+            assert await n.ended() == 3
+            assert session_of(n.process.pid) == []
+
+    run(scenario)
+
+
+def test_a_held_rank_is_not_fenced(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node(tmp_path, stall_timeout_s=0.3) as n:
+            o = n.orchestrator
+            await n.start_up("w0", "stall", rank=0)
+            o.tell("w0", m.Hold(generation=2))
+            await o.expect(m.WorkerSaid)
+            o.close()
+            with pytest.raises(subprocess.TimeoutExpired):
+                await asyncio.to_thread(n.process.wait, 1.0)
+
+    run(scenario)
+
+
+# --------------------------------------------------------------------------- the link
+
+
+def test_reconnects_with_an_inventory_and_what_was_not_told(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node(tmp_path) as n:
+            o = n.orchestrator
+            alive_pid, _ = await n.start_up("w0", "train", rank=0)
+            dead_pid, _ = await n.start_up("w1", "blobs", rank=1, slot=1)
+            o.close()
+            await until(lambda: "no orchestrator" in n.log(), "the disconnect")
+            os.kill(dead_pid, signal.SIGKILL)
+            await until(lambda: not alive(dead_pid), "the death")
+            o.heard.clear()
+            await o.open()
+            hello = await o.expect(m.Hello)
+            assert [(w.worker, w.rank, w.pid) for w in hello.workers] == [("w0", 0, alive_pid)]
+            assert hello.workers[0].version > 0
+            assert hello.retained == [("w1", 1)]
+            assert (await o.expect(m.WorkerExited)).worker == "w1"
+            o.tell("w0", m.Arm(inject="i", action="kill", step=1, point="x"))
+            await o.expect(m.WorkerSaid, worker="w0")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("nonsense", [HEADER.pack(1 << 31), HEADER.pack(3) + b"\xff\xff\xff"])
+def test_nonsense_from_the_orchestrators_side_only_costs_the_stream(
+    tmp_path: Path, nonsense: bytes
+) -> None:
+    async def scenario() -> None:
+        async with node(tmp_path) as n:
+            pid, _ = await n.start_up("w0", "idle")
+            n.orchestrator.send_raw(nonsense)
+            hello = await n.orchestrator.expect(m.Hello)
+            assert hello.workers[0].pid == pid and alive(pid)
+
+    run(scenario)
+
+
+def test_refused_says_why_and_exits_with_2(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        n = Node(tmp_path, 10**10)
+        n.orchestrator.answer = m.Refused(error="wrong token", hint="ask the operator")
+        await n.orchestrator.open()
+        n.launch(token="wrong")
+        assert await n.ended() == 2
+        _, errors = n.process.communicate()
+        assert "wrong token" in errors and "hint: ask the operator" in errors
+        n.orchestrator.close()
+
+    run(scenario)
+
+
+def test_without_a_token_nothing_starts(tmp_path: Path) -> None:
+    n = Node(tmp_path, 10**10)
+    n.launch(token="")
+    _, errors = n.process.communicate(timeout=DEADLINE_S)
+    assert n.process.returncode == 2 and "KEEPSTEP_TOKEN" in errors
+
+
+# --------------------------------------------------------------------------- ending
+
+
+def test_stop_ends_even_stubborn_workers_and_says_so(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node(tmp_path) as n:
+            o = n.orchestrator
+            await n.start_up("polite", "idle")
+            await n.start_up("stubborn", "stubborn", slot=1)
+            o.send(m.OpenStore(generation=1))
+            await o.expect(m.StoreOpened)
+            o.send(m.Stop(grace_ns=200_000_000))
+            assert (await o.expect(m.WorkerExited, worker="polite")).code == -signal.SIGTERM
+            assert (await o.expect(m.WorkerExited, worker="stubborn")).code == -signal.SIGKILL
+            await o.expect(m.StopDone)
+            assert await n.ended() == 0
+            assert session_of(n.process.pid) == []
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("how", ["sigterm", "launcher", "kill-node", "kill -9"])
+def test_however_the_agent_ends_nothing_of_its_node_is_left(tmp_path: Path, how: str) -> None:
+    codes = {"sigterm": 0, "launcher": 1, "kill-node": -9, "kill -9": -9}
+
+    async def scenario() -> None:
+        async with node(tmp_path) as n:
+            await n.start_up("w0", "idle")
+            # Only PDEATHSIG and stdin's end can help when the agent can not: no escapee then.
+            await n.start_up("w1", "idle" if how == "kill -9" else "escapee", slot=1)
+            n.orchestrator.send(m.OpenStore(generation=1))
+            await n.orchestrator.expect(m.StoreOpened)
+            expected = 4 if how == "kill -9" else 5
+            assert len(session_of(n.process.pid)) == expected
+            if how == "sigterm":
+                n.process.terminate()
+            elif how == "launcher":
+                assert n.process.stdin is not None
+                n.process.stdin.close()
+                n.process.stdin = None
+            elif how == "kill-node":
+                n.orchestrator.send(m.KillNode())
+            else:
+                n.process.kill()
+            assert await n.ended() == codes[how]
+            await until(lambda: not session_of(n.process.pid), "the session to be empty")
+
+    run(scenario)
+
+
+def test_the_agent_never_imports_torch() -> None:
+    code = "import sys, keepstep.agent.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

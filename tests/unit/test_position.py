@@ -1,0 +1,242 @@
+"""A newcomer led along a position does exactly what the dead rank would have done next.
+
+The scripts below are small training loops written against the tracker and the loop class alone.
+One run is interrupted at every transaction in turn; another starts from the position published
+there, and must perform the same transactions, with the same batches, from that one on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from keepstep.errors import UsageError
+from keepstep.worker.batches import Loop
+from keepstep.worker.position import MISSING, Tracker
+
+
+class Died(Exception):
+    pass
+
+
+class World:
+    """Just enough of a session to run a script: ticks, fences, positions, replay."""
+
+    def __init__(self, die_at: int = -1, start: dict[str, Any] | None = None) -> None:
+        self.tracker = Tracker()
+        self.die_at = die_at
+        self.tick = 0
+        self.version = 0
+        self.performed: list[tuple[int, str, Any]] = []
+        self.published: dict[int, tuple[dict[str, Any], int]] = {}
+        if start is not None:
+            self.tick, self.version = start["tick"], start["version"]
+            self.tracker.walk_to(start["position"])
+
+    @property
+    def committed_step(self) -> int:
+        return self.version - self.tracker.steps_to_replay
+
+    def run(self, site: str, step: bool, argument: Any) -> Any:
+        known = self.tracker.begin(site, step)
+        if known is not MISSING:
+            return known[0]
+        if self.tick == self.die_at:
+            raise Died
+        self.tracker.in_txn = True
+        result = argument() if callable(argument) else argument
+        self.published[self.tick + 1] = (self.tracker.position(site, step), self.version + step)
+        self.performed.append((self.tick, site, result))
+        self.tracker.in_txn = False
+        self.tracker.commit(site, step, result)
+        self.tick += 1
+        self.version += step
+        return result
+
+    def step(self, argument: Any, site: str = "train") -> Any:
+        return self.run(site, True, argument)
+
+    def section(self, site: str) -> Any:
+        return self.run(site, False, site)
+
+    def batches(self, loader: Any) -> Iterator[Any]:
+        return Loop(self.tracker, loader).batches()
+
+    def epochs(self, count: int) -> Iterator[int]:
+        level, start = self.tracker.open_epochs()
+
+        def go() -> Iterator[int]:
+            if start < 0:
+                return
+            try:
+                for epoch in range(start, count):
+                    self.tracker.next_epoch(level, epoch)
+                    yield epoch
+            finally:
+                self.tracker.close_epochs(level)
+
+        return go()
+
+
+def epochs_and_evaluation(w: World) -> None:
+    w.section("initial")
+    for epoch in w.epochs(3):
+        w.section("epoch-start")
+        for batch in w.batches([f"{epoch}.{i}" for i in range(3)]):
+            w.step(batch)
+            if w.committed_step % 2 == 0:
+                w.section("mid")
+        w.section("epoch-end")
+    w.section("final")
+
+
+def two_loaders_and_break(w: World) -> None:
+    for epoch in w.epochs(2):
+        for batch in w.batches([f"a{epoch}{i}" for i in range(5)]):
+            w.step(batch)
+            if w.committed_step % 3 == 0:
+                break
+        w.section("between")
+        for batch in w.batches([f"b{epoch}{i}" for i in range(2)]):
+            w.step(batch, "other")
+
+
+def gan(w: World) -> None:
+    for batch in w.batches(list(range(4))):
+        w.step(("d", batch), "discriminator")
+        w.step(("g", batch), "generator")
+
+
+def twice_per_batch(w: World) -> None:
+    for batch in w.batches(list(range(4))):
+        w.step((1, batch))
+        w.step((2, batch))
+
+
+def zipped(w: World) -> None:
+    for a, b in zip(w.batches("abcd"), w.batches([1, 2, 3, 4]), strict=True):
+        w.step((a, b))
+    w.section("end")
+
+
+def nested(w: World) -> None:
+    for outer in w.batches("ab"):
+        for inner in w.batches(range(3)):
+            w.step((outer, inner))
+        w.section("inner done")
+
+
+def no_loops(w: World) -> None:
+    w.section("initial")
+    while w.committed_step < 5:
+        w.step(w.committed_step)
+        if w.committed_step % 2:
+            w.section("odd")
+    w.section("end")
+
+
+def pulls_inside_the_step(w: World) -> None:
+    micro = w.batches(list(range(12)))
+    while w.committed_step < 4:
+        w.step(lambda: [next(micro) for _ in range(3)])
+        w.section("after")
+
+
+def check_first_then_break(w: World) -> None:
+    for batch in w.batches(list(range(100))):
+        if w.committed_step >= 4:
+            break
+        w.step(batch)
+    w.section("evaluate")
+    w.section("report")
+
+
+SCRIPTS: list[Callable[[World], None]] = [
+    epochs_and_evaluation,
+    two_loaders_and_break,
+    gan,
+    twice_per_batch,
+    zipped,
+    nested,
+    no_loops,
+    pulls_inside_the_step,
+    check_first_then_break,
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda f: f.__name__)
+def test_newcomer_continues_at_every_tick(script: Callable[[World], None]) -> None:
+    whole = World()
+    script(whole)
+    assert len(whole.performed) >= 5
+    for tick in range(1, len(whole.performed)):
+        victim = World(die_at=tick)
+        with pytest.raises(Died):
+            script(victim)
+        position, version = victim.published[tick]
+        newcomer = World(start={"tick": tick, "version": version, "position": position})
+        script(newcomer)
+        assert newcomer.performed == whole.performed[tick:], f"after tick {tick}"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda f: f.__name__)
+def test_a_newcomers_newcomer_continues_too(script: Callable[[World], None]) -> None:
+    whole = World()
+    script(whole)
+    for tick in range(1, len(whole.performed) - 1):
+        first, second = World(die_at=tick), World()
+        with pytest.raises(Died):
+            script(first)
+        position, version = first.published[tick]
+        second = World(
+            die_at=tick + 1, start={"tick": tick, "version": version, "position": position}
+        )
+        with pytest.raises(Died):
+            script(second)
+        position, version = second.published[tick + 1]
+        third = World(start={"tick": tick + 1, "version": version, "position": position})
+        script(third)
+        assert third.performed == whole.performed[tick + 1 :]
+
+
+def test_positions_stay_small_however_long_the_loop() -> None:
+    world = World()
+    for batch in world.batches(range(500)):
+        world.step(batch)
+    sizes = [len(repr(p)) for p, _ in world.published.values()]
+    assert max(sizes[100:]) < 2 * sizes[0]
+
+
+def test_a_script_that_goes_another_way_is_told_so() -> None:
+    victim = World()
+    for batch in victim.batches(range(3)):
+        victim.step(batch)
+    position, version = victim.published[2]
+    newcomer = World(start={"tick": 2, "version": version, "position": position})
+    with pytest.raises(UsageError, match="reached section evaluate"):
+        newcomer.section("evaluate")
+
+
+@pytest.mark.parametrize("later", [4, 5, 8])
+def test_a_prepared_newcomer_is_led_on_to_a_later_batch(later: int) -> None:
+    """Planned moves: it warmed up at tick 3 while the job trained on to `later`."""
+    job = World()
+    data = list(range(12))
+    for batch in job.batches(data):
+        job.step(batch)
+    position, version = job.published[3]
+    newcomer = World(start={"tick": 3, "version": version, "position": position})
+    loop = Loop(newcomer.tracker, data)
+    final, final_version = job.published[later]
+    for index, batch in enumerate(loop.batches()):
+        if index == 0:  # the warm-up call: returns at once, after the real position is known
+            assert batch == 2
+            assert newcomer.tracker.can_move_on_to(final)
+            newcomer.tracker.move_on_to(final)
+            newcomer.tick, newcomer.version = later, final_version
+            loop.aim(newcomer.tracker.replay.target.child.loops[0])  # type: ignore[union-attr]
+            continue
+        newcomer.step(batch)
+    assert newcomer.performed == job.performed[later:]
