@@ -18,7 +18,7 @@ class Rank:
         import torch
         import torch.distributed as dist
 
-        from keepstep.worker import groups
+        from keepstep.worker import gloo, groups
 
         os.environ |= {
             "RANK": str(rank),
@@ -30,6 +30,7 @@ class Rank:
         }
         torch.set_num_threads(1)
         self.rank, self.world, self.groups, self.dist, self.torch = rank, world, groups, dist, torch
+        self.gloo = gloo
         groups.install(solo=solo)
         dist.init_process_group("gloo")
         self.pair = dist.new_group([0, world - 1])
@@ -159,7 +160,9 @@ class Rank:
         ones = self.torch.ones(2)
         if self.rank in (0, self.world - 1):
             self.dist.all_reduce(ones, group=self.pair)
-        functional = all_reduce(self.torch.ones(1), "sum", self.dist.group.WORLD)
+        functional = all_reduce(
+            self.torch.ones(1), "sum", self.dist.distributed_c10d._get_default_group()
+        )
         self.dist.barrier()
         return {
             "seen": [entry["rank"] for entry in seen],
@@ -189,12 +192,12 @@ class Rank:
         return (time.monotonic() - begin) / count
 
     def gloo_sockets(self) -> int:
-        meshes = list(self.groups._meshes)
+        meshes = list(self.gloo._meshes)
         count = 0
-        for _, sock in self.groups._tcp_sockets():
+        for _, sock in self.gloo.tcp_sockets():
             try:
-                local = self.groups._address(sock.getsockname())
-                peer = self.groups._address(sock.getpeername())
+                local = self.gloo.address(sock.getsockname())
+                peer = self.gloo.address(sock.getpeername())
             except OSError:
                 continue
             count += any(local in mesh.incoming or peer in mesh.outgoing for mesh in meshes)
@@ -203,12 +206,12 @@ class Rank:
     def fork_and_linger(self) -> tuple[int, int]:
         """Like a DataLoader worker; returns its pid and how many gloo sockets it still has."""
         read, write = os.pipe()
-        meshes = set(self.groups._meshes)
+        meshes = set(self.gloo._meshes)
         pid = os.fork()
         if pid == 0:
             signal.alarm(30)
-            assert not self.groups._meshes
-            self.groups._meshes.update(meshes)
+            assert not self.gloo._meshes
+            self.gloo._meshes.update(meshes)
             os.write(write, str(self.gloo_sockets()).encode())
             time.sleep(30)
             os._exit(0)
@@ -216,7 +219,9 @@ class Rank:
         return pid, count
 
     def keep_backend(self) -> None:
-        self.kept = self.dist.group.WORLD._get_backend(self.torch.device("cpu"))
+        self.kept = self.dist.distributed_c10d._get_default_group()._get_backend(
+            self.torch.device("cpu")
+        )
         self.groups.RELEASE_TIMEOUT_S = 0.3
 
     def destroy(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from keepstep.adapters.store.sqlite import SqliteLedger
@@ -275,17 +276,11 @@ def test_registry_ignores_dead_processes_and_files_others_can_read(state: Path) 
     )
     registry.write(state, mine)
     assert registry.live(state) == [mine]
-    reused = registry.Entry(**{**mine_fields(mine), "id": "b", "pid_started": 1})
+    reused = msgspec.structs.replace(mine, id="b", pid_started=1)
     registry.write(state, reused)
     assert registry.live(state) == [mine]
     registry.entry_path(state, "a").chmod(0o644)
     assert registry.live(state) == []
-
-
-def mine_fields(entry: registry.Entry) -> dict[str, object]:
-    import msgspec
-
-    return msgspec.structs.asdict(entry)
 
 
 # --------------------------------------------------------------------------- output

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import enum
 import math
 from collections import Counter, OrderedDict, defaultdict
@@ -36,7 +37,9 @@ def same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, float):
-        return math.isnan(a) and math.isnan(b) or (a == b and math.copysign(1, a) == math.copysign(1, b))
+        return (math.isnan(a) and math.isnan(b)) or (
+            a == b and math.copysign(1, a) == math.copysign(1, b)
+        )
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, dict):
@@ -55,7 +58,10 @@ def test_any_tree_comes_back_equal_and_of_the_same_types(tree: Any) -> None:
 @given(st.sets(st.text() | st.integers()))
 @settings(deadline=None)
 def test_equal_sets_give_equal_bytes(values: set[Any]) -> None:
-    assert codec.dumps_inline(values) == codec.dumps_inline(set(sorted(values, key=str)))
+    backwards: set[Any] = set()
+    for value in reversed(list(values)):
+        backwards.add(value)
+    assert codec.dumps_inline(values) == codec.dumps_inline(backwards)
 
 
 def test_lone_surrogates_and_big_numbers_survive() -> None:
@@ -155,7 +161,5 @@ def test_a_tree_that_contains_itself_is_refused() -> None:
 @given(st.binary(max_size=40))
 @settings(deadline=None)
 def test_garbage_is_a_protocol_error_or_a_value(data: bytes) -> None:
-    try:
+    with contextlib.suppress(RemoteProtocolError):
         codec.loads_inline(data)
-    except RemoteProtocolError:
-        pass

@@ -87,6 +87,7 @@ class Launcher:
         self._view: JobView | None = None
         self._incidents: dict[str, IncidentView] = {}
         self._held_said: set[str] = set()
+        self._state_before_end = ""
         self._signal: int | None = None
         self._over = asyncio.Event()  # the job has ended, or must be given up
         self._killed = False
@@ -246,6 +247,8 @@ class Launcher:
 
     def _learn(self, seen: Watch) -> None:
         self._view = seen.job
+        if seen.job.state not in ENDED:
+            self._state_before_end = seen.job.state
         self._tail.learn(seen.job)
         for incident in seen.incidents:
             before = self._incidents.get(incident.id)
@@ -329,7 +332,10 @@ class Launcher:
             self._output.raw_words(view.traceback)
         self._output.words(closing_text(view, list(self._incidents.values())), always=failed)
         if view.checkpoint and failed:
-            self._output.words(f"hint: {resume_command(self._spec, view.checkpoint)}", always=True)
+            command = resume_command(self._spec, view.checkpoint)
+            # A job that went on after it was held has left its checkpoint behind.
+            older = "" if self._state_before_end == "held" else "an older checkpoint exists: "
+            self._output.words(f"hint: {older}{command}", always=True)
         if self._signal is not None:
             return 128 + self._signal
         return INFRASTRUCTURE_FAILED if view.exit_code is None else view.exit_code

@@ -71,6 +71,7 @@ class Output:
     def _erase(self) -> None:
         if self.live and self._progress:
             self._err.write(ERASE_LINE)
+            self._err.flush()
 
     def _draw(self) -> None:
         if self.live and self._progress:
@@ -174,11 +175,8 @@ def ranks_text(ranks: list[int]) -> str:
 
 
 def opened_text(incident: IncidentView) -> str:
-    reason = f": {incident.reason}" if incident.reason else ""
-    return (
-        f"incident {incident.id} opened, {incident.trigger} ({incident.cause}), "
-        f"{ranks_text(incident.victims)}{reason}"
-    )
+    what = incident.reason or ranks_text(incident.victims)
+    return f"incident {incident.id} opened, {incident.trigger} ({incident.cause}): {what}"
 
 
 def closed_text(incident: IncidentView) -> str:

@@ -19,10 +19,9 @@ from keepstep.core.migration import (
     EXIT_GAVE_UP,
     NEWCOMERS_MAX,
     STAGE_FAILURES_MAX,
-    has_held,
-    newcomers,
     start_attempt,
 )
+from keepstep.core.phases import has_held, newcomers
 from keepstep.core.planned import fail_move
 from keepstep.core.processes import node_lost
 from keepstep.core.rewire import settle_committed_planned
@@ -132,6 +131,8 @@ def repeat_attempt(job: Job, out: Out, attempt: Attempt, why: str) -> None:
 
 
 def stage_failed(job: Job, out: Out, attempt: Attempt, why: str) -> None:
+    if attempt.store is None:
+        job.bad_store = attempt.store_node
     if attempt.kind == "planned":
         fail_move(job, out, attempt, why)
         return

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from keepstep.core import faults, planned, processes, rewire, start
 from keepstep.core.incidents import end_job, warn
-from keepstep.core.migration import EXIT_GAVE_UP, all_filled, recover
+from keepstep.core.migration import EXIT_GAVE_UP, recover
+from keepstep.core.phases import all_filled
 from keepstep.core.recovery import agents_are_back
 from keepstep.core.state import Attempt, Job, Out, Worker
 from keepstep.core.workers import worker_said
@@ -22,6 +23,7 @@ from keepstep.model.messages import (
     KillWorker,
     Progress,
     Release,
+    Resumed,
     Stalled,
     StoreFailed,
     StoreOpened,
@@ -157,6 +159,7 @@ def _adopt(job: Job, out: Out, worker: Worker, state: WorkerState) -> None:
     answered will be asked again."""
     worker.running = True
     note_progress(worker, state)
+    _seen_resumed(job, worker, state)
     if job.replayed:
         worker.swapped = state.generation
     if worker.role == "standby" and not worker.parked and state.where == "parked":
@@ -224,6 +227,7 @@ def agent_said(job: Job, out: Out, name: str, message: AgentMessage) -> None:
             worker = _worker(job, name, state.worker)
             if worker is not None:
                 note_progress(worker, state)
+                _seen_resumed(job, worker, state)
         _after_progress(job, out, name)
     elif isinstance(message, Stalled | Unstalled):
         worker = _worker(job, name, message.worker)
@@ -249,6 +253,26 @@ def note_progress(worker: Worker, state: WorkerState) -> None:
     worker.tick = max(worker.tick, state.tick)
     worker.where = state.where
     worker.steps_per_s = state.steps_per_s
+
+
+def _seen_resumed(job: Job, worker: Worker, state: WorkerState) -> None:
+    """A Resumed may be lost with a stream and is not said twice; the step it stands for shows."""
+    attempt = job.attempt
+    if attempt is None or not attempt.committed or job.owners.get(worker.rank) != worker.id:
+        return
+    base = max(attempt.tick or 0, worker.copied.tick if worker.copied is not None else 0)
+    if state.generation != attempt.generation or state.tick <= base:
+        return
+    worker.swapped = max(worker.swapped, state.generation)
+    if not rewire.has_resumed(worker, attempt.generation):
+        worker.resumed = Resumed(
+            generation=attempt.generation,
+            tick=state.tick,
+            version=state.version,
+            last_commit_ns=0,
+            first_commit_ns=0,
+            median_step_ns=0,
+        )
 
 
 def _after_progress(job: Job, out: Out, name: str) -> None:

@@ -1,46 +1,26 @@
-"""The attempt machine: how ranks get from one generation to the next.
+"""The rows of an attempt: who is asked for what, as soon as it can be asked for.
 
-Theory of operation. An attempt has a fixed set of members (ranks with a living owner) and a set
-of moving ranks that newcomers take over. Whoever else dies, answers wrongly or not at all ends
-the attempt, never the incident: the next attempt starts with the next generation, and whatever
-still speaks of the old one is ignored. Newcomers that are good keep their process and what they
-have built.
-
-Phases and their gates (first gate that is shut = the phase; `PHASES` below is this table):
-
-    phase    unplanned leaves it when               planned leaves it when
-    RESERVE  every moving rank has a newcomer       newcomers ready, all staged (training runs)
-    HOLD     decided, all held, newcomers ready     all held at one tick
-    COPY     all copied and staged, victims fenced  all copied
-    COMMIT   the record is durable (same outcome)   same
-    REWIRE   all swapped                            same
-    RESUME   all passed their first fence, or done  same
-    RETIRE   at once: old stores and side state dropped, spares refilled afterwards
-
-Within a phase everything that can be asked for is asked at once (rows, in this order):
-
-    command     to                       as soon as                           answered by
-    Abort       members, newcomers       at once (unplanned)                  Report (members)
-    OpenStore   an agent not hit         at once                              StoreOpened
-    Assign      a parked standby         a moving rank has no newcomer        Arrived
-    Decide      members                  all have reported, tick is on record Held
-    Stage       members, newcomers       store open; reported / arrived       Staged
-    Position    newcomers                arrived and tick known               Ready
-    Hold        members                  planned: all ready and staged        Held
-    Copy        newcomers                ready, all members hold              Copied
-    Checkpoint  members                  all hold and no spare can come       Checkpointed
-    Swap, Leave everyone                 Committed is on record               Swapped, Resumed
-
-Before Committed everything can be undone; after it, only forward: a fault then is the next
-attempt's, in which the newcomers are ranks like all others.
+The theory of operation and the table of phases and rows stand in phases.py. Each row below looks
+at all facts and asks whoever has not been asked; an answer that is known is never asked for. The
+rows of unplanned attempts and of resumes run in `recover`; planned.py uses some of them too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from keepstep.core import placement
 from keepstep.core.incidents import end_job
+from keepstep.core.phases import (
+    all_filled,
+    all_held,
+    group_of,
+    has_copied,
+    has_held,
+    has_reported,
+    mark,
+    members,
+    newcomers,
+    phase_now,
+)
 from keepstep.core.processes import NOWHERE, close_stores, give_buddy, may_get_spare
 from keepstep.core.state import Attempt, Incident, Job, Kind, Out, Worker
 from keepstep.core.triage import judge_reports, name_ranks
@@ -107,101 +87,6 @@ def start_attempt(
     return attempt
 
 
-def mark(attempt: Attempt, out: Out, phase: str) -> None:
-    attempt.phase = phase
-    attempt.incident.timeline.mark(phase, out.now)
-
-
-def members(job: Job, attempt: Attempt) -> list[Worker]:
-    return [job.workers[job.owners[rank]] for rank in attempt.members]
-
-
-def newcomers(job: Job, attempt: Attempt) -> list[Worker]:
-    return [job.workers[worker] for _, worker in sorted(attempt.newcomers.items())]
-
-
-# ------------------------------------------------------------------ gates
-
-
-def has_reported(worker: Worker, attempt: Attempt) -> bool:
-    return worker.report is not None and worker.report.generation == attempt.generation
-
-
-def has_held(worker: Worker, attempt: Attempt) -> bool:
-    held = worker.held
-    if held is None or held.generation != attempt.generation:
-        return False
-    return attempt.kind == "planned" or held.tick == attempt.tick
-
-
-def has_copied(worker: Worker, attempt: Attempt) -> bool:
-    return worker.copied is not None and worker.copied.generation == attempt.generation
-
-
-def all_filled(job: Job, attempt: Attempt) -> bool:
-    return all(rank in attempt.newcomers for rank in attempt.moving)
-
-
-def all_ready(job: Job, attempt: Attempt) -> bool:
-    return all_filled(job, attempt) and all(w.ready is not None for w in newcomers(job, attempt))
-
-
-def all_held(job: Job, attempt: Attempt) -> bool:
-    return attempt.tick is not None and all(has_held(w, attempt) for w in members(job, attempt))
-
-
-def all_staged(job: Job, attempt: Attempt) -> bool:
-    if attempt.solo:
-        return True
-    group = group_of(job, attempt)
-    return all_filled(job, attempt) and all(w.staged == attempt.generation for w in group)
-
-
-def all_copied(job: Job, attempt: Attempt) -> bool:
-    return all_filled(job, attempt) and all(has_copied(w, attempt) for w in newcomers(job, attempt))
-
-
-def all_fenced(job: Job, attempt: Attempt) -> bool:
-    """Never two owners: a victim's process is known to be gone before its rank lives again."""
-    if attempt.kind == "planned":
-        return True
-    owners = (job.owner(rank) for rank in attempt.moving)
-    return not any(worker.alive for worker in owners if worker is not None)
-
-
-Gate = Callable[[Job, Attempt], bool]
-PHASES: dict[Kind, tuple[tuple[str, tuple[Gate, ...]], ...]] = {
-    "unplanned": (
-        ("RESERVE", (all_filled,)),
-        ("HOLD", (all_held, all_ready)),
-        ("COPY", (all_copied, all_staged, all_fenced)),
-    ),
-    "planned": (
-        ("RESERVE", (all_ready, all_staged)),
-        ("HOLD", (all_held,)),
-        ("COPY", (all_copied,)),
-    ),
-    "resume": (
-        ("RESERVE", (all_filled,)),
-        ("HOLD", (all_ready,)),
-        ("COPY", (all_copied, all_staged)),
-    ),
-}
-
-
-def phase_now(job: Job, attempt: Attempt) -> str:
-    for phase, gates in PHASES[attempt.kind]:
-        if not all(gate(job, attempt) for gate in gates):
-            return phase
-    return "COMMIT"
-
-
-def group_of(job: Job, attempt: Attempt) -> list[Worker]:
-    """Members of the new generation's process groups."""
-    stay = [w for w in members(job, attempt) if w.rank not in attempt.newcomers]
-    return [w for w in stay if w.rank not in attempt.moving] + newcomers(job, attempt)
-
-
 # ------------------------------------------------------------------ unplanned and resume
 
 
@@ -245,6 +130,7 @@ def store_row(job: Job, out: Out, attempt: Attempt) -> None:
             attempt.store_asked_at = out.now
         return
     hit = [w.node for rank in attempt.moving if (w := job.owner(rank)) is not None]
+    hit.append(job.bad_store)
     chosen = placement.store_node(job.nodes, hit)
     if chosen is None:
         return
@@ -283,6 +169,8 @@ def assign_row(job: Job, out: Out, attempt: Attempt) -> None:
                 generation=attempt.generation,
                 master=attempt.store or job.master or NOWHERE,
                 buddy=give_buddy(job, out, worker),
+                holders=side_state_holders(job, worker.rank),
+                checkpoint=job.spec.resume if attempt.kind == "resume" else "",
             )
             out.ask(worker, "assign", attempt.generation, assign)
 

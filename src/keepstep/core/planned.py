@@ -11,19 +11,21 @@ from __future__ import annotations
 from keepstep.core import placement
 from keepstep.core.incidents import close_incident
 from keepstep.core.migration import (
-    all_ready,
-    all_staged,
     assign_row,
     copy_row,
+    position_row,
+    stage_row,
+    start_attempt,
+    store_row,
+)
+from keepstep.core.phases import (
+    all_ready,
+    all_staged,
     has_held,
     mark,
     members,
     newcomers,
     phase_now,
-    position_row,
-    stage_row,
-    start_attempt,
-    store_row,
 )
 from keepstep.core.rewire import held_ticks
 from keepstep.core.state import Attempt, Incident, Job, Out

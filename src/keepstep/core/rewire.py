@@ -7,7 +7,7 @@ whose script has ended needs no groups and is left alone. See migration.py for t
 from __future__ import annotations
 
 from keepstep.core.incidents import close_incident
-from keepstep.core.migration import has_held, mark, members, newcomers
+from keepstep.core.phases import has_held, mark, members, newcomers
 from keepstep.core.processes import arm, close_stores, give_buddy
 from keepstep.core.state import Attempt, Incident, Job, Out, Worker
 from keepstep.core.timeline import source_sentence
@@ -38,6 +38,7 @@ def commit(job: Job, out: Out, attempt: Attempt) -> None:
     incident.generation = attempt.generation
     incident.committed = attempt.generation
     incident.sticky_tick = None
+    incident.stage_failures = 0
     incident.moves += moves
     incident.source = source_sentence(copies) or incident.source
     incident.pending = [rank for rank in incident.pending if rank not in attempt.newcomers]

@@ -71,6 +71,8 @@ def _begin(job: Job, out: Out) -> None:
     if job.spec.resume:
         _begin_resume(job, out, placed)
         return
+    if _clear(job, out, placed):
+        return
     store = placement.store_node(job.nodes, ())
     assert store is not None, "slots are only found on connected nodes"
     job.generation = job.new_generation()
@@ -92,11 +94,7 @@ def store_opened(job: Job, out: Out, message: StoreOpened) -> None:
         job.reason = f"waiting: {why}"
         return
     job.master = message.store
-    in_the_way = [w for w in job.standbys() if (w.node, w.slot) in placed.values()]
-    if in_the_way:
-        for worker in in_the_way:
-            worker.role = "unwanted"
-            out.kill(worker)
+    if _clear(job, out, placed):
         job.mode = "waiting"
         return
     job.mode = "starting"
@@ -106,6 +104,15 @@ def store_opened(job: Job, out: Out, message: StoreOpened) -> None:
     for rank, (node, slot) in placed.items():
         worker = start_worker(job, out, node, slot, rank, "rank")
         job.owners[rank] = worker.id
+
+
+def _clear(job: Job, out: Out, placed: dict[int, tuple[str, int]]) -> bool:
+    """Ranks go before standbys. True: some slots have to be emptied first."""
+    in_the_way = [w for w in job.standbys() if (w.node, w.slot) in placed.values()]
+    for worker in in_the_way:
+        worker.role = "unwanted"
+        out.kill(worker)
+    return bool(in_the_way)
 
 
 def _begin_resume(job: Job, out: Out, placed: dict[int, tuple[str, int]]) -> None:

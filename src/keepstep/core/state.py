@@ -225,6 +225,7 @@ class Job:
     start_failures: int = 0
     start_fault: tuple[int, str, str, str] | None = None  # when, kind, why, traceback
     store_node: str = ""
+    bad_store: str = ""  # the node that failed last to open one
     store_asked_at: int = 0
     ranks_joined_at: int | None = None
     # after a restart of the orchestrator

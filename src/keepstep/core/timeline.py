@@ -51,7 +51,7 @@ class Timeline:
             self.pause_ms = max(self.pause_ms, gap / MS)
 
     def phases(self, until: int) -> list[PhaseView]:
-        ends = [at for _, at in self.marks[1:]] + [until]
+        ends = [at for _, at in self.marks[1:]] + [until] * bool(self.marks)
         return [
             PhaseView(
                 phase=phase,

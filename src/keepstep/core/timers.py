@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from keepstep.core.faults import lose_node, newcomer_failed, stage_failed
 from keepstep.core.incidents import end_job, warn
-from keepstep.core.migration import EXIT_GAVE_UP, has_copied, has_held, has_reported, members
-from keepstep.core.migration import newcomers as newcomers_of
+from keepstep.core.migration import EXIT_GAVE_UP
+from keepstep.core.phases import has_copied, has_held, has_reported, members
+from keepstep.core.phases import newcomers as newcomers_of
 from keepstep.core.planned import fail_move
 from keepstep.core.state import SECOND, Attempt, Job, Out, Worker
 from keepstep.model.messages import KillWorker
@@ -74,7 +75,8 @@ def _attempt_timers(job: Job, attempt: Attempt) -> list[Timer]:
     if attempt.incident.give_up:
         rows.append((attempt.incident.give_up_at + job.build_ns, "give-up", ""))
     if attempt.store is None and attempt.store_asked_at:
-        rows.append((attempt.store_asked_at + STORE_NS, "store", ""))
+        if job.nodes[attempt.store_node].state == "connected":  # else it is asked again later
+            rows.append((attempt.store_asked_at + STORE_NS, "store", ""))
     elif attempt.staged_at and not attempt.solo and not _all_asked_staged(job, attempt):
         rows.append((attempt.staged_at + job.build_ns, "stage", ""))
     for worker in members(job, attempt):

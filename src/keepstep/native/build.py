@@ -73,7 +73,7 @@ def ensure() -> Artifacts:
     artifacts = Artifacts(folder / f"{EXTENSION}.so", folder / "keepstep-store")
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with open(f"{folder}.lock", "w") as lock:
+        with Path(f"{folder}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not folder.is_dir():
                 _build(torch, folder)

@@ -43,8 +43,19 @@ _COUNTER: Final = 16
 _BYTEARRAY: Final = 17
 
 _PLAIN = (type(None), bool, float, bytes)
-_SEQUENCES = {list: _LIST, tuple: _TUPLE, set: _SET, frozenset: _FROZENSET, torch.Size: _SIZE}
-_MAPPINGS = {dict: _DICT, defaultdict: _DICT, OrderedDict: _ORDERED, Counter: _COUNTER}
+_SEQUENCES: dict[Any, int] = {
+    list: _LIST,
+    tuple: _TUPLE,
+    set: _SET,
+    frozenset: _FROZENSET,
+    torch.Size: _SIZE,
+}
+_MAPPINGS: dict[Any, int] = {
+    dict: _DICT,
+    defaultdict: _DICT,
+    OrderedDict: _ORDERED,
+    Counter: _COUNTER,
+}
 _TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _ARRAY_KINDS = "?biufcSUmM"
 

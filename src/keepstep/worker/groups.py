@@ -13,14 +13,6 @@ inside each of them, always in the order of the group names, which is the same o
 `install` replaces the one name under which distributed_c10d makes gloo backends, so that a
 newcomer's init_process_group, new_group and DeviceMesh get solo backends and ask nobody.
 
-gloo has no abort: its `abort()` does nothing, and an operation that waits for a living peer
-waits until the timeout. What works, from any thread, is to shut its connected sockets down
-(never a listener: gloo terminates the process). To know these sockets for sure, each backend is
-built on a device of our own whose listening address we note, and the members tell each other
-these addresses through the store beforehand. A socket belongs to gloo if its local address is
-our listener or its peer is a member's listener. Nothing is remembered by file descriptor: gloo
-closes descriptors by itself, and the numbers are reused.
-
 A backend's destructor runs its queue empty and joins its threads. Once it has returned nothing
 of the old generation can write into a gradient any more; go_solo and swap therefore insist that
 theirs was the last reference.
@@ -32,51 +24,34 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import socket
 import sys
-import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
+import torch._C._distributed_c10d as _C
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from keepstep import native
 from keepstep.errors import LocalProtocolError, PermanentError, UsageError
+from keepstep.worker import gloo
 
 FENCE = "keepstep-fence"
 RELEASE_TIMEOUT_S = 10.0
 
-Address = tuple[str, int]
-
 _ext: Any = None
-_RealGloo: Any = getattr(c10d, "ProcessGroupGloo", None)
-_lock = threading.Lock()  # guards the five below; never held while anything blocks
 _solo = False
 _refusal = ""
 _aborts = 0
-_meshes: set[_Mesh] = set()  # all: installed, staged and being built
-_installed: set[_Mesh] = set()
-
-_device_lock = threading.Lock()
 _fence: _Fence | None = None
 _ddp: weakref.WeakSet[DistributedDataParallel] | None = None
 _ddp_rebuilt: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-
-
-class _Mesh:
-    """How to recognise the sockets of one backend (or of a store client that is being used)."""
-
-    def __init__(self, outgoing: Iterable[Address] = ()) -> None:
-        self.incoming: frozenset[Address] = frozenset()
-        self.outgoing: frozenset[Address] = frozenset(outgoing)
 
 
 class _Group(NamedTuple):
@@ -90,11 +65,10 @@ class _Group(NamedTuple):
 def install(solo: bool) -> None:
     """Patch distributed_c10d; before the user's script runs. A newcomer starts solo."""
     global _ext, _solo
-    with _lock:
-        _solo = solo
+    _solo = solo
     if _ext is not None:
         return
-    if _RealGloo is None:
+    if gloo.RealGloo is None:
         raise UsageError("this torch has no gloo backend", hint="install a build with USE_GLOO=1")
     _ext = native.load_extension()
     # Lazy connections would appear after we have looked, and unknown to us could not be aborted.
@@ -104,7 +78,7 @@ def install(solo: bool) -> None:
     dist.ProcessGroupGloo = _Gloo  # type: ignore[misc,assignment]
     _patch_rendezvous(c10d_any)
     _patch_logger()
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=gloo.after_fork)
 
 
 class _GlooMeta(type):
@@ -113,17 +87,16 @@ class _GlooMeta(type):
         timeout = chosen if isinstance(chosen, timedelta) else chosen._timeout
         if solo():
             return _solo_backend(rank, size, timeout)
-        mesh = _Mesh()
-        backend = _connect(store, rank, size, timeout, mesh)
-        with _lock:
-            _installed.add(mesh)
+        mesh = gloo.Mesh()
+        backend = gloo.connect(store, rank, size, timeout, mesh)
+        gloo.install([mesh])
         return backend
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, (_RealGloo, _ext.SoloBackend))
+        return isinstance(instance, (gloo.RealGloo, _ext.SoloBackend))
 
     def __getattr__(cls, name: str) -> Any:
-        return getattr(_RealGloo, name)
+        return getattr(gloo.RealGloo, name)
 
 
 class _Gloo(metaclass=_GlooMeta):
@@ -146,7 +119,7 @@ def _patch_rendezvous(module: Any) -> None:
             return
         rank = int(os.environ["RANK"]) if rank < 0 else rank
         world_size = int(os.environ["WORLD_SIZE"]) if world_size < 0 else world_size
-        yield dist.HashStore(), rank, world_size
+        yield _C.HashStore(), rank, world_size
 
     def barrier_unless_alone(*args: Any, **kw: Any) -> Any:
         return None if solo() else barrier(*args, **kw)
@@ -159,7 +132,7 @@ def _patch_rendezvous(module: Any) -> None:
     def debug_level_without_wrapper() -> Any:
         # DETAIL wraps backends in a class that accepts nothing but a genuine gloo backend.
         level = debug_level()
-        return dist.DebugLevel.INFO if solo() and level == dist.DebugLevel.DETAIL else level
+        return _C.DebugLevel.INFO if solo() and level == _C.DebugLevel.DETAIL else level
 
     module.rendezvous = rendezvous_or_alone
     module._store_based_barrier = barrier_unless_alone
@@ -170,7 +143,7 @@ def _patch_rendezvous(module: Any) -> None:
 def _patch_logger() -> None:
     # DDP's constructor logs: c10d::Logger static_casts the backend of a group whose default type
     # is GLOO to ProcessGroupGloo, which is a crash for any other class.
-    logger: Any = dist.Logger
+    logger: Any = _C.Logger
     original = logger.set_construction_data_and_log
     kinds = dist.ProcessGroup.BackendType
 
@@ -187,118 +160,6 @@ def _patch_logger() -> None:
                 pg._set_default_backend(kinds.GLOO)
 
     logger.set_construction_data_and_log = without_cast
-
-
-# --------------------------------------------------------------------------------------- sockets
-
-
-def _address(raw: Any) -> Address:
-    return str(raw[0]).removeprefix("::ffff:"), int(raw[1])
-
-
-def _tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """Every TCP socket of this process, as (fd, duplicate): the duplicate cannot be reused
-    for something else between looking at it and acting on it."""
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
-                continue
-            copy = os.dup(int(entry))
-        except OSError:
-            continue
-        try:
-            sock = socket.socket(fileno=copy)
-        except OSError:
-            os.close(copy)
-            continue
-        with sock:
-            inet = sock.family in (socket.AF_INET, socket.AF_INET6)
-            if inet and sock.type == socket.SOCK_STREAM:
-                yield int(entry), sock
-
-
-def _listening(sock: socket.socket) -> bool:
-    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-
-
-def _shutdown(meshes: Iterable[_Mesh]) -> int:
-    incoming: set[Address] = set()
-    outgoing: set[Address] = set()
-    for mesh in meshes:
-        incoming |= mesh.incoming
-        outgoing |= mesh.outgoing
-    if not incoming and not outgoing:
-        return 0
-    count = 0
-    for _, sock in _tcp_sockets():
-        with contextlib.suppress(OSError):
-            if _listening(sock):
-                continue
-            peer = _address(sock.getpeername())  # raises unless connected
-            if peer in outgoing or _address(sock.getsockname()) in incoming:
-                sock.shutdown(socket.SHUT_RDWR)
-                count += 1
-    return count
-
-
-def _after_fork() -> None:
-    """A forked child (DataLoader worker) must not keep the connections of a dead rank alive.
-
-    The numbers stay taken by /dev/null: gloo's copies of them must not hit something else."""
-    global _lock
-    _lock = threading.Lock()
-    meshes = list(_meshes)
-    incoming = frozenset[Address]().union(*(mesh.incoming for mesh in meshes))
-    outgoing = frozenset[Address]().union(*(mesh.outgoing for mesh in meshes))
-    if not incoming and not outgoing:
-        return
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd, sock in _tcp_sockets():
-        with contextlib.suppress(OSError):
-            local = _address(sock.getsockname())
-            listening = _listening(sock)
-            if local in incoming or (not listening and _address(sock.getpeername()) in outgoing):
-                os.dup2(null, fd, inheritable=False)
-    os.close(null)
-    _meshes.clear()
-    _installed.clear()
-
-
-def _connect(store: Any, rank: int, size: int, timeout: timedelta, mesh: _Mesh) -> Any:
-    """A real gloo backend; `mesh` becomes known to abort() before anything can block."""
-    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    with _device_lock:
-        before = {fd for fd, _ in _tcp_sockets()}
-        devices = [_RealGloo.create_device(interface=name) for name in interfaces]
-        devices = devices or [_RealGloo.create_default_device()]
-        mesh.incoming = frozenset(
-            _address(sock.getsockname())
-            for fd, sock in _tcp_sockets()
-            if fd not in before and _listening(sock)
-        )
-    options = _RealGloo._Options()
-    options._devices = devices
-    options._threads = 2 * len(devices)
-    options._timeout = timeout
-    with _lock:
-        _meshes.add(mesh)
-    try:
-        if size > 1:
-            mesh.outgoing = frozenset(_exchange(store, rank, size, mesh.incoming))
-        return _RealGloo(store, rank, size, options)
-    except BaseException:
-        with _lock:
-            _meshes.discard(mesh)
-        raise
-
-
-def _exchange(store: Any, rank: int, size: int, own: frozenset[Address]) -> Iterator[Address]:
-    # Counted, because a script may destroy its groups and build them again in the same store.
-    turn = store.add(f"keepstep/turn/{rank}", 1)
-    store.set(f"keepstep/listen/{turn}/{rank}", json.dumps(sorted(own)))
-    others = [f"keepstep/listen/{turn}/{peer}" for peer in range(size) if peer != rank]
-    for value in store.multi_get(others):
-        yield from (_address(entry) for entry in json.loads(value))
 
 
 # ------------------------------------------------------------------------------------ the groups
@@ -326,10 +187,8 @@ def refuse_new_groups(message: str) -> None:
 def abort() -> None:
     """Make every operation on every group fail now, here and at the peers; also a stage()."""
     global _aborts
-    with _lock:
-        _aborts += 1
-        meshes = list(_meshes)
-    _shutdown(meshes)
+    _aborts += 1
+    gloo.shutdown(gloo.watched())
 
 
 def _groups() -> list[_Group]:
@@ -353,10 +212,9 @@ def go_solo() -> None:
     global _solo, _fence
     groups = _groups()
     _require_gloo(groups)
-    with _lock:
-        already, _solo = _solo, True
-        meshes = list(_installed)
-    _shutdown(meshes)  # queued operations must fail for the destructors to return
+    already, _solo = _solo, True
+    meshes = gloo.installed()
+    gloo.shutdown(meshes)  # queued operations must fail for the destructors to return
     old: list[tuple[str, Any]] = []
     if _fence is not None:
         old.append((FENCE, _fence.backend))
@@ -370,7 +228,7 @@ def go_solo() -> None:
             pg._set_group_name(name)
             pg._set_group_desc(desc)
     _release(old)
-    _forget(meshes)
+    gloo.forget(meshes)
 
 
 def _kinds(pg: Any) -> list[Any]:
@@ -417,12 +275,6 @@ def _release(old: list[tuple[str, Any]]) -> None:
         )
 
 
-def _forget(meshes: Iterable[_Mesh]) -> None:
-    with _lock:
-        _meshes.difference_update(meshes)
-        _installed.difference_update(meshes)
-
-
 # --------------------------------------------------------------------------------- stage and swap
 
 
@@ -435,7 +287,7 @@ class StagedGroups:
         self._backends: dict[tuple[str, Any], Any] = {}
         self._stores: dict[str, Any] = {}
         self._fence: Any = None
-        self._meshes: list[_Mesh] = []
+        self._meshes: list[gloo.Mesh] = []
 
     @property
     def aborted(self) -> bool:
@@ -447,7 +299,7 @@ class StagedGroups:
         backends, self._backends = self._backends, {}
         fence, self._fence = self._fence, None
         self._stores = {}
-        _forget(meshes)
+        gloo.forget(meshes)
         del backends, fence
 
     def _check(self) -> None:
@@ -456,8 +308,8 @@ class StagedGroups:
 
     def _connect(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         self._check()
-        mesh = _Mesh()
-        backend = _connect(store, rank, size, timeout, mesh)
+        mesh = gloo.Mesh()
+        backend = gloo.connect(store, rank, size, timeout, mesh)
         self._meshes.append(mesh)
         backend._set_sequence_number_for_group()
         return backend
@@ -474,20 +326,19 @@ def stage(
     _require_gloo(groups)
     timeout = timedelta(seconds=timeout_s)
     # While it is being built, abort() also cuts the connection to the store.
-    client_mesh = _Mesh(_resolve(host, port))
-    with _lock:
-        _meshes.add(client_mesh)
+    client_mesh = gloo.Mesh(_resolve(host, port))
+    gloo.watch(client_mesh)
     try:
         staged._check()
         client = _client(host, port, timeout)
         for name, pg in groups:
-            store = dist.PrefixStore(f"keepstep/{generation}/{name}", client)
+            store = _C.PrefixStore(f"keepstep/{generation}/{name}", client)
             for kind in _kinds(pg):
                 backend = staged._connect(store, pg.rank(), pg.size(), timeout)
                 backend._set_default_timeout(_timeout(pg, kind))
                 staged._backends[name, kind] = backend
-            staged._stores[name] = dist.PrefixStore(f"keepstep/{generation}/store/{name}", client)
-        store = dist.PrefixStore(f"keepstep/{generation}/{FENCE}", client)
+            staged._stores[name] = _C.PrefixStore(f"keepstep/{generation}/store/{name}", client)
+        store = _C.PrefixStore(f"keepstep/{generation}/{FENCE}", client)
         staged._fence = staged._connect(store, rank, world, timeout)
         staged._check()
         return staged
@@ -495,16 +346,16 @@ def stage(
         staged.discard()
         raise
     finally:
-        _forget([client_mesh])
+        gloo.forget([client_mesh])
 
 
-def _resolve(host: str, port: int) -> list[Address]:
+def _resolve(host: str, port: int) -> list[gloo.Address]:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [_address(entry[4]) for entry in found]
+    return [gloo.address(entry[4]) for entry in found]
 
 
 def _client(host: str, port: int, timeout: timedelta) -> Any:
-    return dist.TCPStore(host, port, None, False, timeout=timeout, wait_for_workers=False)
+    return _C.TCPStore(host, port, None, False, timeout=timeout, wait_for_workers=False)
 
 
 def swap(staged: StagedGroups) -> None:
@@ -532,15 +383,13 @@ def swap(staged: StagedGroups) -> None:
     if _fence is not None:
         old.append((FENCE, _fence.backend))
     _fence, staged._fence = _Fence(staged._fence), None
-    with _lock:
-        _solo = False
-        dropped = list(_installed)
-        _installed.clear()
-        _installed.update(staged._meshes)
+    _solo = False
+    dropped = gloo.installed()
+    gloo.install(staged._meshes)
     staged._meshes = []
-    _shutdown(dropped)
+    gloo.shutdown(dropped)
     _release(old)
-    _forget(dropped)
+    gloo.forget(dropped)
 
 
 # ----------------------------------------------------------------------------------------- fence
@@ -557,11 +406,10 @@ def build_first_fence(host: str, port: int, rank: int, world: int, timeout_s: fl
     """Generation 0, on ranks whose groups are real from the start: only the fence is missing."""
     global _fence
     timeout = timedelta(seconds=timeout_s)
-    store = dist.PrefixStore(f"keepstep/0/{FENCE}", _client(host, port, timeout))
-    mesh = _Mesh()
-    _fence = _Fence(_connect(store, rank, world, timeout, mesh))
-    with _lock:
-        _installed.add(mesh)
+    store = _C.PrefixStore(f"keepstep/0/{FENCE}", _client(host, port, timeout))
+    mesh = gloo.Mesh()
+    _fence = _Fence(gloo.connect(store, rank, world, timeout, mesh))
+    gloo.install([mesh])
 
 
 def fence(values: list[int], timeout_s: float) -> list[int]:
@@ -575,7 +423,7 @@ def fence(values: list[int], timeout_s: float) -> list[int]:
     # A fresh tensor each time: a failed all-reduce may still write into the one it was given.
     tensor = torch.tensor(values, dtype=torch.int64)
     current.backend.allreduce([tensor], current.options).wait()
-    return tensor.tolist()  # type: ignore[no-any-return]
+    return tensor.tolist()
 
 
 # ------------------------------------------------------------------------------------------- DDP

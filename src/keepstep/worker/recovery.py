@@ -59,6 +59,9 @@ class Recovery:
         if error is not None:
             kind = faults.classify(error)
             text = "".join(traceback.format_exception(error))[-16_000:]
+            # Its frames hold activations and backends of the old generation.
+            traceback.clear_frames(error.__traceback__)
+            error.__traceback__ = error.__context__ = error.__cause__ = None
             if not seat.aborted():
                 self._announce_failure(kind, text)
         generation = seat.channel.abort_generation

@@ -25,8 +25,9 @@ def capture() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "python": (version, array.array("I", words).tobytes(), gauss),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = [torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())]
+    cuda: Any = torch.cuda
+    if cuda.is_initialized():
+        state["cuda"] = [cuda.get_rng_state(i) for i in range(cuda.device_count())]
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         name, key, position, has_gauss, cached = numpy.random.get_state()

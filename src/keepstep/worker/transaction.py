@@ -13,7 +13,6 @@ nothing after it needs another rank, so it can always be finished.
 
 from __future__ import annotations
 
-import traceback
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -137,15 +136,8 @@ class Transactions:
         return self._undo
 
     def _interrupt(self, error: BaseException, undo: Undo) -> None:
-        """The function raised before its fence. The frames it leaves hold activations: report
-        first (that keeps a printable traceback), then drop them before anything runs again."""
-
-        def roll_back() -> None:
-            traceback.clear_frames(error.__traceback__)
-            error.__traceback__ = error.__context__ = error.__cause__ = None
-            self._roll_back(undo)
-
-        self.recovery.interrupted(error, in_fence=False, roll_back=roll_back)
+        """The function raised before its fence."""
+        self.recovery.interrupted(error, in_fence=False, roll_back=lambda: self._roll_back(undo))
         self._end()
 
     def _roll_back(self, undo: Undo) -> None:

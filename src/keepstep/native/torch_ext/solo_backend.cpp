@@ -9,6 +9,7 @@
 //                DeviceMesh hold the ProcessGroup, so none of them has to know. c10d offers no such
 //                call (setBackend keeps an existing entry), hence the access to private members.
 // reducer_*      whether DDP's reducer has recorded the order for its one bucket rebuild.
+// set_buckets    gives a reducer the buckets that its peers have.
 //
 // Only pybind11 and c10d headers are included: torch/extension.h doubles the build time.
 #include <pybind11/pybind11.h>
@@ -268,6 +269,11 @@ struct Params {
   using type = const std::vector<at::Tensor> c10d::Reducer::*;
   friend type member(Params);
 };
+struct BucketCache {
+  using type = std::unordered_map<size_t, std::vector<at::Tensor>> c10d::Reducer::*;
+  friend type member(BucketCache);
+};
+template struct Expose<BucketCache, &c10d::Reducer::cached_variables_for_bucket_>;
 template struct Expose<ByType, &ProcessGroup::backendTypeToBackend_>;
 template struct Expose<ByDevice, &ProcessGroup::deviceTypeToBackend_>;
 template struct Expose<GroupStore, &ProcessGroup::store_>;
@@ -303,6 +309,12 @@ void replace_store(ProcessGroup& group, const c10::intrusive_ptr<c10d::Store>& s
   group.*member(GroupStore()) = store;
 }
 
+// Only between a reset and the next forward: the reducer must not be waiting for gradients.
+void set_buckets(c10d::Reducer& reducer, std::vector<std::vector<size_t>> buckets) {
+  reducer.initialize_buckets(std::move(buckets));
+  (reducer.*member(BucketCache())).clear();
+}
+
 }  // namespace keepstep
 
 PYBIND11_MODULE(keepstep_ext, m) {
@@ -322,6 +334,7 @@ PYBIND11_MODULE(keepstep_ext, m) {
     // Reclaiming takes a reference of its own.
     return c10::intrusive_ptr<Backend>::unsafe_reclaim_from_nonowning(&backend).use_count() - 1;
   });
+  m.def("set_buckets", &set_buckets);
   m.def("reducer_size", [](c10d::Reducer& r) { return (r.*member(Params())).size(); });
   m.def("reducer_pending", [](c10d::Reducer& r) { return (r.*member(RebuiltParams())).size(); });
   m.def("set_buckets", [](c10d::Reducer& r, std::vector<std::vector<size_t>> layout) {

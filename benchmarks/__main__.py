@@ -1,0 +1,37 @@
+"""python -m benchmarks [overhead|pause|restart|memory|all] [--quick]"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+
+from benchmarks import memory, overhead, pause, report, restart
+
+PARTS: dict[str, Callable[..., list[str]]] = {
+    "overhead": overhead.run,
+    "pause": pause.run,
+    "restart": restart.run,
+    "memory": memory.run,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("part", nargs="?", choices=[*PARTS, "all"], default="all")
+    parser.add_argument("--quick", action="store_true", help="few repetitions, not to be published")
+    parser.add_argument("--repeats", type=int, help="pause: incidents of each kind and script")
+    args = parser.parse_args()
+    load = os.getloadavg()
+    if not report.quiet_enough(load):
+        report.say(
+            f"warning: load average {load[0]:.1f}: other work runs here, the figures will show it"
+        )
+    for part in PARTS if args.part == "all" else [args.part]:
+        options = {"repeats": args.repeats} if part == "pause" else {}
+        for text in PARTS[part](args.quick, **options):
+            print(text + "\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The same kills, survived in two ways: restart from a checkpoint, or replace the rank.
+
+One script (train/model.py), one schedule: rank 1 is killed from outside each time training first
+reaches a step in the middle between two checkpoints, which is the average case for restarting.
+torchrun restarts all ranks and the script loads its newest checkpoint, written every 20 steps;
+Keepstep runs without checkpoints and with one spare. Both also run undisturbed. Parameters at the
+end must be the same bits in all four runs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+from benchmarks import report
+from benchmarks.drive import Keepstep, Launched, Torchrun
+
+WORLD = 2
+VICTIM, WITNESS = 1, 0
+CHECKPOINT_EVERY = 20
+
+
+def kill_on_schedule(job: Launched, schedule: list[int]) -> list[float]:
+    """Kill the victim whenever the witness first reaches the next step of the schedule. Returns
+    how long each time until the witness committed a step beyond the one it had reached."""
+    back_s = []
+    for step in schedule:
+        job.until(lambda at=step: job.step(WITNESS) >= at, f"step {step}", 600)
+        victim = job.last_commit(VICTIM)
+        assert victim is not None
+        job.descendants()
+        began = time.monotonic()
+        os.kill(victim.pid, signal.SIGKILL)
+        reached = job.step(WITNESS)
+        job.until(lambda at=reached: job.step(WITNESS) > at + 1, f"a step after {reached}", 600)
+        back_s.append(time.monotonic() - began)
+    return back_s
+
+
+def measure(kind: str, steps: int, schedule: list[int]) -> dict[str, Any]:
+    arguments = ["--steps", str(steps)]
+    job: Launched
+    if kind == "torchrun":
+        arguments += ["--checkpoint-every", str(CHECKPOINT_EVERY)]
+        options = ("--max-restarts", str(len(schedule)))
+        job = Torchrun(WORLD, "model.py", arguments, options)
+    else:
+        options_ = ["--nproc-per-node", str(WORLD), "--spares", "1", "--quiet"]
+        job = Keepstep(options_, "model.py", arguments)
+    with job:
+        if isinstance(job, Keepstep):
+            job.client()
+        back_s = kill_on_schedule(job, schedule)
+        completion_s = job.wait(1800)
+        result: dict[str, Any] = {
+            "kills": len(schedule),
+            "completion_s": completion_s,
+            "back_to_new_steps_s": back_s,
+            "steps_committed_twice": repeated(job),
+            "sha256": sorted({rank["sha256"] for rank in job.results(WORLD)}),
+        }
+        if isinstance(job, Keepstep):
+            found = job.recorded_incidents()
+            result["incidents"] = [
+                {k: one[k] for k in ("outcome", "pause_ms", "steps_lost", "steps_recomputed")}
+                for one in found
+            ]
+            result["interrupted_attempts"] = sum(one["steps_recomputed"] for one in found)
+        else:
+            result["interrupted_attempts"] = len(schedule)  # each kill tears the step in flight
+    return result
+
+
+def repeated(job: Launched) -> int:
+    """Steps that the witness committed more than once: training that was thrown away."""
+    steps = [commit.step for commit in job.commits(WITNESS)]
+    return len(steps) - len(set(steps))
+
+
+def run(quick: bool) -> list[str]:
+    provenance = report.Provenance()
+    kills = 2 if quick else 5
+    schedule = [CHECKPOINT_EVERY * 2 * k + CHECKPOINT_EVERY // 2 for k in range(1, kills + 1)]
+    steps = schedule[-1] + 2 * CHECKPOINT_EVERY
+    results: dict[str, Any] = {}
+    for name, kind, when in (
+        ("torchrun, undisturbed", "torchrun", []),
+        ("keepstep, undisturbed", "keepstep", []),
+        ("torchrun, killed", "torchrun", schedule),
+        ("keepstep, killed", "keepstep", schedule),
+    ):
+        report.say(f"restart: {name}")
+        results[name] = measure(kind, steps, when)
+    digests = {digest for one in results.values() for digest in one["sha256"]}
+    body = {
+        "ranks": WORLD,
+        "parameters": 6 * (2048 * 2048 + 2048),
+        "steps": steps,
+        "schedule": schedule,
+        "checkpoint_every": CHECKPOINT_EVERY,
+        "bit_identical": len(digests) == 1,
+        "summary": results,
+    }
+    path = report.write("restart", quick, provenance.close(), body)
+    return [restart_table(results, steps), f"bit-identical at the end: {_yes(len(digests) == 1)}",
+            f"written: {path.name}"]  # fmt: skip
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "NO"
+
+
+def restart_table(results: dict[str, Any], steps: int) -> str:
+    rows = []
+    for name, one in results.items():
+        still = results[f"{name.partition(',')[0]}, undisturbed"]["completion_s"]
+        kills = one["kills"]
+        lost = f"{(one['completion_s'] - still) / kills:.1f}" if kills else "-"
+        again = one["steps_committed_twice"]
+        rows.append([name, kills, one["completion_s"], lost, again, one["interrupted_attempts"]])
+    names = (f"job of {steps} steps", "kills", "completion, s", "lost per kill, s",
+             "steps run twice", "interrupted attempts")  # fmt: skip
+    return report.table("", names, rows)

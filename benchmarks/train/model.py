@@ -1,0 +1,96 @@
+"""25 million parameters, all dense and all trained by DDP, in a step that is short on a CPU.
+
+Few large layers and a batch of four rows: forward and backward read each weight a few times and
+little more, so that state to be moved is large compared with the time of a step. AdamW (fused)
+and not SGD, though SGD's state would be a third: three times 100 MB is what a move must copy in
+practice. Every committed step is logged with its time; see drive.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import keepstep
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", required=True)
+parser.add_argument("--steps", type=int, default=1_000_000)
+parser.add_argument("--build-s", type=float, default=0.0, help="time that construction takes")
+parser.add_argument("--width", type=int, default=2048)
+parser.add_argument("--layers", type=int, default=6)
+parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
+parser.add_argument("--checkpoint-every", type=int, default=0)
+args = parser.parse_args()
+
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo")
+out = Path(args.out)
+time.sleep(args.build_s)
+torch.manual_seed(0)
+layers: list[nn.Module] = []
+for _ in range(args.layers):
+    layers += [nn.Linear(args.width, args.width), nn.Tanh()]
+net = nn.Sequential(*layers)
+ddp = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
+optimizer: torch.optim.Optimizer
+if args.optimizer == "adamw":
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
+else:
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
+
+# What a script does that survives by restarting: load the newest checkpoint, save every n steps.
+checkpoint = out / "checkpoint.pt"
+start = 0
+if args.checkpoint_every and checkpoint.exists():
+    saved = torch.load(checkpoint, weights_only=True)
+    net.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    start = saved["step"]
+
+ks = keepstep.attach(ddp, optimizer)
+
+
+@ks.step
+def train_step(step: int) -> torch.Tensor:
+    chance = torch.Generator().manual_seed(step * 1000 + rank)
+    x = torch.randn(4, args.width, generator=chance)
+    loss = nn.functional.mse_loss(ddp(x), x.roll(1, dims=1))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def save(step: int) -> None:
+    state: dict[str, Any] = {
+        "model": net.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "step": step,
+    }
+    torch.save(state, checkpoint.with_suffix(".tmp"))
+    checkpoint.with_suffix(".tmp").rename(checkpoint)
+
+
+log = os.open(out / f"rank-{rank}.commits", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+record = struct.Struct("<qqq")
+for step in ks.batches(range(start, args.steps)):
+    train_step(step)
+    os.write(log, record.pack(step + 1, time.monotonic_ns(), os.getpid()))
+    if args.checkpoint_every and rank == 0 and (step + 1) % args.checkpoint_every == 0:
+        save(step + 1)
+
+digest = hashlib.sha256()
+for parameter in net.parameters():
+    digest.update(parameter.detach().numpy().tobytes())
+(out / f"rank-{rank}.json").write_text(json.dumps({"sha256": digest.hexdigest()}))

@@ -1,0 +1,137 @@
+"""The phases of an attempt, as a table of gates: how ranks get from one generation to the next.
+
+Theory of operation. An attempt has a fixed set of members (ranks with a living owner) and a set
+of moving ranks that newcomers take over. Whoever else dies, answers wrongly or not at all ends
+the attempt, never the incident: the next attempt starts with the next generation, and whatever
+still speaks of the old one is ignored. Newcomers that are good keep their process and what they
+have built.
+
+Phases and their gates (first gate that is shut = the phase; `PHASES` below is this table):
+
+    phase    unplanned leaves it when               planned leaves it when
+    RESERVE  every moving rank has a newcomer       newcomers ready, all staged (training runs)
+    HOLD     decided, all held, newcomers ready     all held at one tick
+    COPY     all copied and staged, victims fenced  all copied
+    COMMIT   the record is durable (same outcome)   same
+    REWIRE   all swapped                            same
+    RESUME   all passed their first fence, or done  same
+    RETIRE   at once: old stores and side state dropped, spares refilled afterwards
+
+Within a phase everything that can be asked for is asked at once (rows, in this order):
+
+    command     to                       as soon as                           answered by
+    Abort       members, newcomers       at once (unplanned)                  Report (members)
+    OpenStore   an agent not hit         at once                              StoreOpened
+    Assign      a parked standby         a moving rank has no newcomer        Arrived
+    Decide      members                  all have reported, tick is on record Held
+    Stage       members, newcomers       store open; reported / arrived       Staged
+    Position    newcomers                arrived and tick known               Ready
+    Hold        members                  planned: all ready and staged        Held
+    Copy        newcomers                ready, all members hold              Copied
+    Checkpoint  members                  all hold and no spare can come       Checkpointed
+    Swap, Leave everyone                 Committed is on record               Swapped, Resumed
+
+Before Committed everything can be undone; after it, only forward: a fault then is the next
+attempt's, in which the newcomers are ranks like all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from keepstep.core.state import Attempt, Job, Kind, Out, Worker
+
+
+def mark(attempt: Attempt, out: Out, phase: str) -> None:
+    attempt.phase = phase
+    attempt.incident.timeline.mark(phase, out.now)
+
+
+def members(job: Job, attempt: Attempt) -> list[Worker]:
+    return [job.workers[job.owners[rank]] for rank in attempt.members]
+
+
+def newcomers(job: Job, attempt: Attempt) -> list[Worker]:
+    return [job.workers[worker] for _, worker in sorted(attempt.newcomers.items())]
+
+
+# ------------------------------------------------------------------ gates
+
+
+def has_reported(worker: Worker, attempt: Attempt) -> bool:
+    return worker.report is not None and worker.report.generation == attempt.generation
+
+
+def has_held(worker: Worker, attempt: Attempt) -> bool:
+    held = worker.held
+    if held is None or held.generation != attempt.generation:
+        return False
+    return attempt.kind == "planned" or held.tick == attempt.tick
+
+
+def has_copied(worker: Worker, attempt: Attempt) -> bool:
+    return worker.copied is not None and worker.copied.generation == attempt.generation
+
+
+def all_filled(job: Job, attempt: Attempt) -> bool:
+    return all(rank in attempt.newcomers for rank in attempt.moving)
+
+
+def all_ready(job: Job, attempt: Attempt) -> bool:
+    return all_filled(job, attempt) and all(w.ready is not None for w in newcomers(job, attempt))
+
+
+def all_held(job: Job, attempt: Attempt) -> bool:
+    return attempt.tick is not None and all(has_held(w, attempt) for w in members(job, attempt))
+
+
+def all_staged(job: Job, attempt: Attempt) -> bool:
+    if attempt.solo:
+        return True
+    group = group_of(job, attempt)
+    return all_filled(job, attempt) and all(w.staged == attempt.generation for w in group)
+
+
+def all_copied(job: Job, attempt: Attempt) -> bool:
+    return all_filled(job, attempt) and all(has_copied(w, attempt) for w in newcomers(job, attempt))
+
+
+def all_fenced(job: Job, attempt: Attempt) -> bool:
+    """Never two owners: a victim's process is known to be gone before its rank lives again."""
+    if attempt.kind == "planned":
+        return True
+    owners = (job.owner(rank) for rank in attempt.moving)
+    return not any(worker.alive for worker in owners if worker is not None)
+
+
+Gate = Callable[[Job, Attempt], bool]
+PHASES: dict[Kind, tuple[tuple[str, tuple[Gate, ...]], ...]] = {
+    "unplanned": (
+        ("RESERVE", (all_filled,)),
+        ("HOLD", (all_held, all_ready)),
+        ("COPY", (all_copied, all_staged, all_fenced)),
+    ),
+    "planned": (
+        ("RESERVE", (all_ready, all_staged)),
+        ("HOLD", (all_held,)),
+        ("COPY", (all_copied,)),
+    ),
+    "resume": (
+        ("RESERVE", (all_filled,)),
+        ("HOLD", (all_ready,)),
+        ("COPY", (all_copied, all_staged)),
+    ),
+}
+
+
+def phase_now(job: Job, attempt: Attempt) -> str:
+    for phase, gates in PHASES[attempt.kind]:
+        if not all(gate(job, attempt) for gate in gates):
+            return phase
+    return "COMMIT"
+
+
+def group_of(job: Job, attempt: Attempt) -> list[Worker]:
+    """Members of the new generation's process groups."""
+    stay = [w for w in members(job, attempt) if w.rank not in attempt.newcomers]
+    return [w for w in stay if w.rank not in attempt.moving] + newcomers(job, attempt)

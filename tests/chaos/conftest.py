@@ -1,0 +1,166 @@
+"""Sampling and reporting.
+
+`make test` runs a sample of this suite, drawn by the commit id: another commit runs other cells,
+and over a few commits all are seen. `--chaos-all` runs every cell and `--chaos-report FILE` keeps
+what happened: faults injected, incidents, pauses, verdicts.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from harness import Job, differences, run_plain
+
+SAMPLE_COST_S = 260  # of cells, by their own estimates on two cores
+
+_report: list[dict[str, Any]] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--chaos-all", action="store_true", help="every cell, not a sample")
+    parser.addoption("--chaos-report", default="", help="write a JSON report here")
+    parser.addoption("--chaos-seed", default="", help="instead of the commit id")
+
+
+def _seed(config: pytest.Config) -> str:
+    if config.getoption("--chaos-seed"):
+        return str(config.getoption("--chaos-seed"))
+    done = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=config.rootpath
+    )
+    return done.stdout.strip() or "no-commit"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mine = [item for item in items if item.path.parent == Path(__file__).parent]
+    for item in mine:
+        item.add_marker(pytest.mark.chaos)
+    chosen_by_hand = config.getoption("-k") or any("::" in arg for arg in config.args)
+    if config.getoption("--chaos-all") or chosen_by_hand:
+        return
+    seed = _seed(config)
+    always = [item for item in mine if item.get_closest_marker("always")]
+    rest = [item for item in mine if item not in always]
+    random.Random(seed).shuffle(rest)
+    spent, kept = sum(map(_cost, always)), set(always)
+    for item in rest:
+        if spent + _cost(item) <= SAMPLE_COST_S:
+            spent += _cost(item)
+            kept.add(item)
+    dropped = [item for item in mine if item not in kept]
+    items[:] = [item for item in items if item not in dropped]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+    print(f"chaos: {len(kept)} of {len(mine)} cells, seed {seed[:12]}, about {spent:.0f} s")
+
+
+def _cost(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("cost")
+    return float(marker.args[0]) if marker else 25.0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cost(seconds): estimate on two cores")
+    config.addinivalue_line("markers", "always: in every sample")
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
+    """What plain torchrun computes for the same arguments; once per set of arguments."""
+    known: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+
+    def get(world: int, *script_args: str) -> list[dict[str, Any]]:
+        key = (world, *script_args)
+        if key not in known:
+            known[key] = run_plain(tmp_path_factory.mktemp("plain"), world, list(script_args))
+        return known[key]
+
+    return get
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def begin(*options: str, **kwargs: Any) -> Job:
+        job = Job(*options, **kwargs)
+        jobs.append(job)
+        return job
+
+    yield begin
+    for job in jobs:
+        job.kill()
+
+
+class Verdict:
+    """Holds a finished job against the reference and writes the report."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def identical(
+        self, job: Job, expected: list[dict[str, Any]], *, faults: int, incidents: int | None = None
+    ) -> list[dict[str, Any]]:
+        """All resolved, nothing lost, every injected fault fired, every bit equal."""
+        seen = job.incidents()
+        entry = {
+            "cell": self.name,
+            "faults": faults,
+            "incidents": [
+                {k: i[k] for k in ("trigger", "cause", "victims", "decision", "outcome", "attempts")}
+                | {"pause_ms": round(i["pause_ms"], 1), "lost": i["steps_lost"]}
+                for i in seen
+            ],
+            "different": differences(job.results(), expected),
+        }
+        _report.append(entry)
+        assert entry["different"] == [], entry
+        assert all(i["outcome"] in ("RESOLVED", "ABORTED") for i in seen), seen
+        assert sum(i["steps_lost"] for i in seen) == 0
+        if incidents is not None:
+            assert len(seen) == incidents, [(i["cause"], i["victims"], i["reason"]) for i in seen]
+        verified = job.cli("ledger", "verify")
+        assert verified.returncode == 0, verified.stderr
+        return seen
+
+    def note(self, faults: int, what: str) -> None:
+        _report.append({"cell": self.name, "faults": faults, "result": what, "different": []})
+
+
+@pytest.fixture
+def verdict(request: pytest.FixtureRequest) -> Verdict:
+    return Verdict(request.node.name)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    path = session.config.getoption("--chaos-report")
+    if not path or not _report:
+        return
+    import torch
+
+    summary = {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": "make test-all",
+        "machine": f"{platform.machine()}, {platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cells": len(_report),
+        "faults": sum(e["faults"] for e in _report),
+        "bit_identical": sum(1 for e in _report if not e["different"]),
+        "exit_status": int(exitstatus),
+        "report": _report,
+    }
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(summary, indent=1) + "\n")

@@ -1,0 +1,596 @@
+"""Unplanned faults: one death, then a second one in front of every answer, and worse."""
+
+from __future__ import annotations
+
+import pytest
+from test_core_support import SECOND, STALL, World, attached, job_spec
+
+from keepstep.model import messages as m
+from keepstep.model import records as r
+from keepstep.model.job import AgentSaid, Taint, Untaint
+
+ANSWERS = [
+    m.Report,
+    m.StoreOpened,
+    m.Arrived,
+    m.Ready,
+    m.Held,
+    m.Staged,
+    m.Copied,
+    m.Swapped,
+    m.Resumed,
+]
+
+
+def trained(**kwargs: object) -> World:
+    world = World(job_spec(**kwargs)).start()  # type: ignore[arg-type]
+    world.step(5)
+    return world
+
+
+def test_a_killed_rank_is_replaced_and_training_goes_on_from_the_same_step() -> None:
+    world = trained()
+    victim = world.kill(1)
+    world.run()
+    world.assert_training()
+    assert world.rank(1).id != victim.id
+    assert {worker.tick for worker in world.owners()} == {5}
+    incident = world.last
+    assert (incident.trigger, incident.cause, incident.victims) == (
+        "unplanned",
+        "process-exit",
+        [1],
+    )
+    assert incident.outcome == "RESOLVED" and incident.steps_lost == 0
+    assert incident.decision == "RETRY" and incident.steps_recomputed == 1
+    assert incident.moves == [f"rank 1: n0/1 -> {world.view.ranks[1].slot}"]
+    assert incident.source == "rank 0, rank 2, rank 3 + side state from own-agent"
+    assert incident.pause_ms == pytest.approx(750.0)
+    phases = [phase.phase for phase in incident.phases]
+    assert phases == ["RESERVE", "HOLD", "COPY", "COMMIT", "REWIRE", "RESUME", "RETIRE"]
+    assert all(phase.start_ns >= 0 and phase.duration_ms >= 0 for phase in incident.phases)
+    timings = {"detect", "report", "newcomer_build", "warm_up", "copy", "rewire", "first_step"}
+    assert set(incident.timings_ms) == timings
+    assert "signal 9" in incident.reason and incident.generation == world.view.generation
+    assert len(world.view.spares) == 1, "the used spare is replaced"
+
+
+def test_the_spare_comes_from_another_node_than_the_victim() -> None:
+    world = trained(nodes="n0:3 n1:3", spares=2)
+    world.kill(0)
+    world.run()
+    assert world.rank(0).node == "n1"
+
+
+def test_a_torn_fence_is_committed_for_those_waiting_in_it() -> None:
+    world = trained()
+    for rank in (0, 2):
+        world.rank(rank).in_fence = True
+    world.rank(3).tick = 6
+    world.kill(1)
+    world.run()
+    world.assert_training()
+    assert world.last.decision == "COMMIT" and world.last.steps_recomputed == 0
+    assert {worker.tick for worker in world.owners()} == {6}
+
+
+def test_a_rank_that_can_not_reach_the_committed_tick_falls_back() -> None:
+    world = trained()
+    world.rank(3).tick = 6  # nobody else is in the fence: this must never happen
+    world.kill(1)
+    world.run()
+    assert world.view.state == "fell_back" and world.view.exit_code == 4
+    assert world.last.outcome == "FELL_BACK" and world.last.steps_lost > 0
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+@pytest.mark.parametrize("second", [0, 1, 2, 3])
+def test_a_second_death_in_front_of_any_answer_widens_the_incident(
+    answer: type[m.Message], second: int
+) -> None:
+    world = trained(spares=2, nodes="n0:3 n1:3 n2:3")
+    world.kill(1)
+    assert world.before(answer)
+    owner = (
+        next(w for w in world.workers.values() if w.alive and w.rank == second)
+        if (second != 1)
+        else next((w for w in world.workers.values() if w.alive and w.rank == 1), None)
+    )
+    if owner is None:
+        pytest.skip("no newcomer has been chosen in front of this answer")
+    world.exit(owner, -9)
+    world.run()
+    world.assert_training()
+    assert world.last.outcome == "RESOLVED" and world.last.attempts >= 1
+    decided = [record.generation for record in world.recorded(r.Decided)]  # type: ignore[union-attr]
+    assert len(set(decided)) == len(decided), "one decision per attempt"
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_a_node_lost_in_front_of_any_answer_is_survived(answer: type[m.Message]) -> None:
+    world = trained(spares=2, nodes="n0:2 n1:2 n2:4")
+    world.kill(1)
+    assert world.before(answer)
+    world.kill_node("n0")
+    world.run()
+    world.assert_training()
+    assert {worker.node for worker in world.owners()} == {"n1", "n2"}
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_an_agent_that_loses_its_stream_and_answers_is_asked_again(
+    answer: type[m.Message],
+) -> None:
+    world = trained(spares=2)
+    world.kill(1)
+    assert world.before(answer)
+    for name in ("n0", "n1", "n2"):
+        world.lose_agent(name, lose_answers=True)
+    world.now += 3 * SECOND
+    world.rejoin()
+    world.run()
+    world.step()  # a lost Resumed shows in the progress
+    world.progress()
+    world.run()
+    world.assert_training()
+    assert world.last.outcome == "RESOLVED"
+    assert not world.recorded(r.NodeLost)
+
+
+def test_an_agent_that_does_not_come_back_counts_as_a_dead_node() -> None:
+    world = trained(nodes="n0:2 n1:2 n2:2", spares=2)
+    world.lose_agent("n0")
+    world.run(10)
+    assert not world.incidents, "an agent lost alone is not an incident yet"
+    for worker in world.workers.values():
+        worker.alive = worker.alive and worker.node != "n0"
+    world.run()
+    world.assert_training()
+    assert world.last.cause == "node-lost" and world.last.victims == [0, 1]
+
+
+def test_a_worker_of_a_node_declared_dead_is_killed_when_its_agent_returns() -> None:
+    world = trained(nodes="n0:2 n1:2 n2:2", spares=2)
+    world.lose_agent("n0")
+    old = [w for w in world.workers.values() if w.node == "n0"]
+    for worker in old:
+        worker.mute = True
+        worker.rank, worker.state = -1, "starting"  # unreachable: they train with nobody
+    world.run()
+    world.join("n0")
+    world.pump()
+    assert not any(worker.alive for worker in old)
+    world.assert_training()
+
+
+def test_the_store_is_not_opened_where_ranks_die() -> None:
+    world = trained(spares=2)
+    world.kill_node("n0")
+    world.run()
+    opened = world.commands(m.OpenStore)
+    assert opened[0][0] == "n0" and opened[-1][0] != "n0"
+
+
+def test_all_ranks_dead_at_once_falls_back() -> None:
+    world = trained()
+    for rank in range(4):
+        world.kill(rank)
+    world.run()
+    assert world.view.state == "fell_back" and world.view.exit_code == 4
+    assert "lost" in world.view.reason
+    assert world.last.outcome == "FELL_BACK"
+    assert {node for node, _ in world.commands(m.Stop)} == {"n0", "n1", "n2"}
+
+
+def test_without_a_spare_the_free_slot_of_the_dead_rank_is_used() -> None:
+    world = trained(nodes="n0:2 n1:2", spares=0)
+    world.kill(2)
+    world.run()
+    world.assert_training()
+    assert world.view.ranks[2].slot == "n1/0" and not world.view.checkpoint
+
+
+def test_no_slot_left_holds_writes_a_checkpoint_and_goes_on_when_a_node_joins() -> None:
+    world = trained(nodes="n0:2 n1:2", spares=0)
+    world.kill_node("n1")
+    world.run()
+    assert world.view.state == "held" and world.view.checkpoint == "/jobs/j/checkpoint-5"
+    orders = [command for _, command in world.told(m.Checkpoint)]
+    assert [order.lead for order in orders] == [True, False]  # type: ignore[attr-defined]
+    assert set(orders[0].dead) == {2, 3}  # type: ignore[attr-defined]
+    assert "no spare for ranks 2, 3" in world.view.reason
+    world.join("n9")
+    world.run()
+    world.assert_training()
+    assert {worker.tick for worker in world.owners()} == {5}
+    assert len(world.told(m.Checkpoint)) == 2, "written once"
+
+
+def test_held_goes_on_after_untaint() -> None:
+    world = trained(nodes="n0:2 n1:2", spares=0)
+    worker = world.rank(3)
+    world.handle(Taint(job="j", target="n1/1", reason="ecc"))
+    world.exit(worker, -9)
+    world.run()
+    assert world.view.state == "held"
+    world.handle(Untaint(job="j", target="n1/1"))
+    world.run()
+    world.assert_training()
+
+
+def test_a_rank_that_does_not_report_is_fenced_and_replaced() -> None:
+    world = trained(spares=2)
+    stopped = world.rank(2)
+    stopped.mute = True
+    world.kill(1)
+    world.run()
+    world.assert_training()
+    assert world.last.victims == [1, 2]
+    assert not stopped.alive
+
+
+@pytest.mark.parametrize("command", [m.Decide, m.Swap])
+def test_a_rank_that_stops_answering_later_is_fenced_too(command: type[m.Message]) -> None:
+    world = trained(spares=2)
+    deaf = world.rank(2)
+
+    def refuse(worker: object, said: m.Message) -> m.Message | None:
+        if worker is deaf and isinstance(said, command):
+            deaf.mute = True
+            return m.Staged(generation=-7)  # nonsense, ignored
+        return None
+
+    world.refuse = refuse
+    world.kill(1)
+    world.run()
+    world.assert_training()
+    assert not deaf.alive
+
+
+def test_a_newcomer_that_is_never_ready_is_replaced_by_the_next_spare() -> None:
+    world = trained(spares=2)
+    slow: list[str] = []
+
+    def refuse(worker: object, said: m.Message) -> m.Message | None:
+        if isinstance(said, m.Position) and not slow:
+            slow.append(worker.id)  # type: ignore[attr-defined]
+            return m.Arrived(generation=0)
+        return None
+
+    world.refuse = refuse
+    world.kill(1)
+    world.run()
+    world.assert_training()
+    assert slow and world.rank(1).id not in slow
+
+
+@pytest.mark.parametrize("reason", ["digest", "position", "error"])
+def test_a_failed_copy_takes_the_next_spare(reason: str) -> None:
+    world = trained(spares=2)
+    failed: list[str] = []
+
+    def refuse(worker: object, said: m.Message) -> m.Message | None:
+        if isinstance(said, m.Copy) and not failed:
+            failed.append(worker.id)  # type: ignore[attr-defined]
+            return m.CopyFailed(generation=said.generation, reason=reason, error="x")  # type: ignore[arg-type]
+        return None
+
+    world.refuse = refuse
+    world.kill(1)
+    world.run()
+    world.assert_training()
+    assert world.rank(1).id not in failed and world.last.attempts == 2
+
+
+def test_a_lost_source_is_left_out_and_the_others_serve() -> None:
+    world = trained()
+    asked: list[list[int]] = []
+
+    def refuse(worker: object, said: m.Message) -> m.Message | None:
+        if isinstance(said, m.Copy):
+            asked.append([source.rank for source in said.sources])
+            if len(asked) == 1:
+                return m.CopyFailed(
+                    generation=said.generation, reason="source-lost", error="reset", source=0
+                )
+        return None
+
+    world.refuse = refuse
+    world.kill(1)
+    world.run()
+    world.assert_training()
+    assert asked == [[0, 2, 3], [2, 3]]
+
+
+def test_missing_side_state_falls_back_and_says_so() -> None:
+    world = trained()
+
+    def refuse(worker: object, said: m.Message) -> m.Message | None:
+        if isinstance(said, m.Copy):
+            return m.CopyFailed(
+                generation=said.generation, reason="side-state-missing", error="tick 5"
+            )
+        return None
+
+    world.refuse = refuse
+    world.kill(1)
+    world.run()
+    assert world.view.state == "fell_back" and "side state of rank 1" in world.view.reason
+
+
+def test_newcomers_that_always_fail_end_the_job_with_a_checkpoint() -> None:
+    world = trained(spares=2)
+
+    def refuse(worker: object, said: m.Message) -> m.Message | None:
+        if isinstance(said, m.Copy):
+            return m.CopyFailed(generation=said.generation, reason="digest", error="x")
+        return None
+
+    world.refuse = refuse
+    world.kill(1)
+    world.run()
+    assert world.view.state == "failed" and world.view.exit_code == 3
+    assert world.view.checkpoint == "/jobs/j/checkpoint-5"
+    assert world.view.checkpoint in world.view.reason
+
+
+def test_groups_that_can_not_be_built_are_tried_three_times() -> None:
+    world = trained()
+    failures = [0]
+
+    def refuse(worker: object, said: m.Message) -> m.Message | None:
+        if isinstance(said, m.Stage) and worker is world.rank(0) and failures[0] < limit:
+            failures[0] += 1
+            return m.StageFailed(generation=said.generation, error="rendezvous")
+        return None
+
+    world.refuse = refuse
+    limit = 2
+    world.kill(1)
+    world.run()
+    world.assert_training()
+    limit = 9
+    world.kill(2)
+    world.run()
+    assert world.view.state == "failed" and world.view.exit_code == 3
+
+
+def test_a_rank_that_dies_three_times_at_one_tick_ends_the_job() -> None:
+    world = trained(spares=3, nodes="n0:4 n1:4")
+    for _ in range(3):
+        world.kill(1)
+        world.run()
+    assert world.view.state == "failed" and world.view.exit_code == 3
+    assert "rank 1 died 3 times" in world.view.reason
+
+
+def test_deaths_at_different_ticks_are_no_reason_to_give_up() -> None:
+    world = trained()
+    for _ in range(6):
+        world.kill(1)
+        world.run()
+        world.assert_training()
+        world.step()
+
+
+# ------------------------------------------------------------------ exceptions
+
+
+def fail(world: World, rank: int, kind: str, error: str) -> None:
+    worker = world.rank(rank)
+    worker.error_kind, worker.error = kind, error
+    world.say(
+        worker,
+        m.Failure(
+            generation=worker.generation,
+            error_kind=kind,  # type: ignore[arg-type]
+            error=error,
+            version=worker.tick,
+        ),
+    )
+
+
+def test_a_users_exception_ends_the_job_with_its_traceback() -> None:
+    world = trained()
+    fail(world, 2, "user", "Traceback ...\nValueError: bad batch")
+    world.run()
+    view = world.view
+    assert (view.state, view.exit_code) == ("failed", 1)
+    assert view.traceback.endswith("ValueError: bad batch") and "rank 2" in view.reason
+    assert world.last.outcome == "FAILED"
+
+
+def test_a_users_exception_after_a_death_is_its_effect() -> None:
+    world = trained()
+    fail(world, 2, "user", "RuntimeError: loss is NaN")
+    world.kill(1)
+    world.run()
+    world.assert_training()
+    assert world.last.cause == "process-exit"
+
+
+def test_lost_connections_without_a_victim_are_built_again() -> None:
+    world = trained()
+    fail(world, 2, "comm", "Connection reset")
+    fail(world, 3, "comm", "Connection reset")
+    world.run()
+    world.assert_training()
+    assert world.last.cause == "connection" and world.last.moves == []
+
+
+def test_connections_that_never_hold_end_the_job() -> None:
+    world = trained()
+    for _ in range(10):
+        fail(world, 2, "comm", "Connection reset")
+        world.run()
+    assert world.view.state == "failed" and world.view.exit_code == 3
+
+
+def test_a_device_error_replaces_the_rank_after_fencing_it() -> None:
+    world = trained()
+    broken = world.rank(2)
+    fail(world, 2, "device", "CUDA error: ECC")
+    world.run()
+    world.assert_training()
+    assert not broken.alive and world.last.cause == "device-error"
+    assert m.KillWorker(worker=broken.id) in [command for _, command in world.sent]
+
+
+def test_a_device_error_seen_only_in_a_report_is_fenced() -> None:
+    world = trained(spares=2)
+    broken = world.rank(2)
+    broken.error_kind, broken.error = "device", "ECC"
+    world.kill(1)
+    world.run()
+    world.assert_training()
+    assert not broken.alive and world.last.victims == [1, 2]
+
+
+# ------------------------------------------------------------------ hangs
+
+
+def stall(world: World, rank: int, **facts: object) -> None:
+    worker = world.rank(rank)
+    seen: dict[str, object] = {
+        "version": worker.tick,
+        "tick": worker.tick,
+        "marks": 50,
+        "where": "fence",
+        "heartbeat_age_ns": 0,
+        "stopped": False,
+        "cpu_busy": False,
+    }
+    message = m.Stalled(worker=worker.id, rank=rank, **(seen | facts))  # type: ignore[arg-type]
+    world.agent_says(worker.node, message)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"stopped": True},
+        {"heartbeat_age_ns": STALL + 1},
+        {"marks": 49, "where": "compute"},
+        {"cpu_busy": True},
+    ],
+)
+def test_the_culprit_of_a_hang_is_fenced_and_replaced(facts: dict[str, object]) -> None:
+    world = trained()
+    culprit = world.rank(2)
+    for rank in (0, 1, 3):
+        stall(world, rank)
+    world.pump()
+    assert not world.incidents, "not every rank stands still"
+    stall(world, 2, **facts)
+    culprit.mute = True
+    world.run()
+    world.assert_training()
+    assert world.last.cause == "hang" and world.last.victims == [2] and not culprit.alive
+
+
+def test_a_hang_without_a_culprit_is_a_warning_once() -> None:
+    world = trained()
+    for _ in range(2):
+        for rank in range(4):
+            stall(world, rank)
+    world.run()
+    assert not world.incidents and len(world.recorded(r.Warned)) == 1
+
+
+def test_a_rank_that_moves_again_is_no_hang() -> None:
+    world = trained()
+    for rank in range(3):
+        stall(world, rank, stopped=rank == 1)
+    worker = world.rank(0)
+    world.agent_says(worker.node, m.Unstalled(worker=worker.id))
+    stall(world, 3)
+    world.run()
+    assert not world.incidents
+
+
+# ------------------------------------------------------------------ the end
+
+
+def done(world: World, rank: int) -> None:
+    worker = world.rank(rank)
+    worker.state = "done"
+    world.say(worker, m.Done(tick=worker.tick, version=worker.tick))
+
+
+def test_all_done_finishes_every_rank_and_stops_the_agents() -> None:
+    world = trained()
+    for rank in range(4):
+        done(world, rank)
+    world.run()
+    assert (world.view.state, world.view.exit_code) == ("done", 0)
+    assert len(world.told(m.Finish)) == 4 and len(world.commands(m.Stop)) == 3
+    assert world.core.deadline() is None
+
+
+def test_a_rank_that_dies_after_others_are_done_is_replaced_alone() -> None:
+    world = trained()
+    for rank in range(3):
+        done(world, rank)
+    world.pump()
+    world.kill(3)
+    world.run()
+    assert world.view.state == "done" and world.last.outcome == "RESOLVED"
+    swaps = [command for _, command in world.told(m.Swap)]
+    assert [swap.solo for swap in swaps] == [True]  # type: ignore[attr-defined]
+
+
+def test_a_done_rank_that_dies_needs_no_successor() -> None:
+    world = trained()
+    for rank in range(3):
+        done(world, rank)
+    world.pump()
+    world.exit(world.rank(0), -9)
+    world.run()
+    assert not world.incidents
+    done(world, 3)
+    world.run()
+    assert world.view.state == "done"
+
+
+def test_a_rank_in_the_last_fence_applies_it_when_another_is_done() -> None:
+    world = trained()
+    done(world, 0)
+    world.rank(0).tick = 6
+    for rank in (1, 2):
+        world.rank(rank).in_fence = True
+    world.kill(3)
+    world.run()
+    assert world.view.state == "done"
+    assert {w.tick for w in world.workers.values() if w.rank >= 0 and w.id != "n1.w3"} == {6}
+
+
+# ------------------------------------------------------------------ what is ignored
+
+
+def test_old_and_foreign_messages_change_nothing() -> None:
+    world = trained()
+    world.kill(1)
+    world.run()
+    worker = world.rank(0)
+    dead = world.workers["n0.w1"]
+    report = m.Report(generation=0, tick=99, version=99, in_fence=False, computing=False)
+    address = m.Address("h", 1)
+    nonsense: list[tuple[str, m.AgentMessage]] = [
+        (worker.node, m.WorkerSaid(worker=worker.id, rank=0, said=report)),
+        (worker.node, m.WorkerSaid(worker="n7.w9", rank=0, said=report)),
+        ("n1", m.WorkerSaid(worker=worker.id, rank=0, said=report)),
+        (dead.node, m.WorkerSaid(worker=dead.id, rank=1, said=attached(0))),
+        (dead.node, m.WorkerExited(worker=dead.id, rank=1, code=-9, tail="")),
+        (worker.node, m.WorkerSaid(worker=worker.id, rank=0, said=m.Staged(generation=1))),
+        (
+            worker.node,
+            m.WorkerSaid(worker=worker.id, rank=0, said=m.Swapped(generation=1, swap_ns=1)),
+        ),
+        (worker.node, m.StoreOpened(generation=55, store=address)),
+        (worker.node, m.StoreFailed(generation=0, error="x")),
+        ("n9", m.StopDone()),
+    ]
+    before = (world.view, world.incidents, world.core.deadline())
+    for node, message in nonsense:
+        outcome = world.handle(AgentSaid(job="j", node=node, message=message))
+        assert not outcome.records and not outcome.sends, message
+    assert (world.view, world.incidents, world.core.deadline()) == before

@@ -1,0 +1,205 @@
+"""A restart of the orchestrator: the ledger is replayed, the agents come back."""
+
+from __future__ import annotations
+
+import pytest
+from test_core_support import SECOND, World, job_spec
+
+from keepstep.model import messages as m
+from keepstep.model import records as r
+from keepstep.model.job import Drain, Migrate, Taint, Wake
+
+ANSWERS = [
+    m.Report,
+    m.StoreOpened,
+    m.Arrived,
+    m.Ready,
+    m.Held,
+    m.Staged,
+    m.Copied,
+    m.Swapped,
+    m.Resumed,
+]
+
+
+def trained(**kwargs: object) -> World:
+    world = World(job_spec(**kwargs)).start()  # type: ignore[arg-type]
+    world.step(5)
+    return world
+
+
+def test_a_running_job_does_not_notice_a_restart() -> None:
+    world = trained()
+    before = world.view
+    world.restart_core()
+    sent = len(world.sent)
+    world.handle(Wake())
+    world.rejoin()
+    world.run()
+    assert len(world.sent) == sent, "nothing is sent to anybody"
+    world.assert_training()
+    after = world.view
+    assert (after.generation, after.ranks) == (
+        before.generation,
+        [type(v)(**{**to_dict(v), "committed_step": 5}) for v in before.ranks],
+    )
+    assert [spare.worker for spare in after.spares] == [spare.worker for spare in before.spares]
+    assert {spare.state for spare in after.spares} == {"parked"}
+    world.kill(2)
+    world.run()
+    world.assert_training()
+
+
+def to_dict(view: object) -> dict[str, object]:
+    return {name: getattr(view, name) for name in view.__struct_fields__}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_a_restart_in_front_of_any_answer_of_a_recovery(answer: type[m.Message]) -> None:
+    world = trained(spares=2)
+    world.kill(1)
+    assert world.before(answer)
+    generation = world.view.generation
+    world.restart_core()
+    world.handle(Wake())
+    world.rejoin()
+    world.run()
+    world.assert_training()
+    assert world.view.generation > generation
+    incident = world.last
+    assert incident.outcome == "RESOLVED" and incident.victims == [1]
+    assert "restarted" in incident.reason
+    generations = [record.generation for record in world.recorded(r.AttemptStarted)]  # type: ignore[union-attr]
+    assert generations == sorted(set(generations))
+
+
+@pytest.mark.parametrize("answer", [a for a in ANSWERS if a is not m.Report])
+def test_a_restart_in_front_of_any_answer_of_a_planned_move(answer: type[m.Message]) -> None:
+    world = trained(spares=2)
+    world.handle(Migrate(job="j", ranks=[1]))
+    assert world.before(answer)
+    world.restart_core()
+    world.handle(Wake())
+    world.rejoin()
+    world.run()
+    world.assert_training()
+    assert all(incident.outcome == "RESOLVED" for incident in world.incidents)
+    assert world.view.ranks[1].slot != "n0/1"
+
+
+def test_a_rank_that_died_meanwhile_is_replaced() -> None:
+    world = trained()
+    world.restart_core()
+    worker = world.workers["n1.w2"]
+    worker.alive = False
+    world.rejoin()
+    world.run()
+    world.assert_training()
+    assert world.last.victims == [2]
+
+
+def test_an_agent_that_stays_away_is_waited_for_then_lost() -> None:
+    world = trained(spares=2)
+    world.kill(1)
+    assert world.before(m.Held)
+    world.restart_core()
+    world.nodes["n1"].alive = False
+    for worker in world.workers.values():
+        worker.alive = worker.alive and worker.node != "n1"
+    world.handle(Wake())
+    world.rejoin()
+    world.run(8)
+    sent = len(world.sent)
+    assert world.view.state == "recovering" and not world.told(m.Swap)
+    world.run(60)
+    assert len(world.sent) > sent
+    world.assert_training()
+    assert world.last.victims == [1, 2, 3]
+
+
+def test_worker_and_incident_ids_go_on_after_a_restart() -> None:
+    world = trained()
+    world.kill(1)
+    world.run()
+    world.step()
+    world.restart_core()
+    world.rejoin()
+    world.kill(1)
+    world.run()
+    world.assert_training()
+    ids = [record.worker for record in world.recorded(r.Placed)]  # type: ignore[union-attr]
+    assert len(set(ids)) == len(ids)
+    assert [incident.id for incident in world.incidents] == ["j-1", "j-2"]
+
+
+def test_taints_and_waiting_drains_survive_a_restart() -> None:
+    world = trained(nodes="n0:2 n1:3", spares=1)
+    world.handle(Taint(job="j", target="n1/2", reason="hot"))
+    world.run()
+    world.handle(Drain(job="j", node="n0"))
+    world.run()
+    assert world.last.outcome == "OPEN"
+    world.restart_core()
+    world.rejoin()
+    world.run()
+    assert [node.taints for node in world.view.nodes] == [["drain"], ["n1/2: hot"]]
+    world.join("n5")
+    world.run()
+    world.assert_training()
+    assert world.last.outcome == "RESOLVED" and len(world.last.moves) == 2
+
+
+def test_a_held_job_goes_on_after_a_restart() -> None:
+    world = trained(nodes="n0:2 n1:2", spares=0)
+    world.kill_node("n1")
+    world.run()
+    assert world.view.state == "held"
+    world.restart_core()
+    world.rejoin()
+    world.run()
+    assert world.view.state == "held" and world.view.checkpoint
+    assert len(world.told(m.Checkpoint)) == 2
+    world.join("n5")
+    world.run()
+    world.assert_training()
+
+
+@pytest.mark.parametrize("answer", [m.StoreOpened, m.WorkerStarted, m.Attached])
+def test_a_restart_during_the_start(answer: type[m.Message]) -> None:
+    world = World()
+    assert world.before(answer)
+    world.restart_core()
+    world.handle(Wake())
+    world.rejoin()
+    world.run()
+    if world.view.state == "starting":  # Attached was said to nobody, progress shows it
+        world.step()
+        world.progress()
+        world.run()
+    world.assert_training()
+
+
+@pytest.mark.parametrize("answer", [m.Parked, m.Arrived, m.Ready, m.Copied, m.Swapped])
+def test_a_restart_during_a_resume(answer: type[m.Message]) -> None:
+    world = World(job_spec(resume="/old/checkpoint-40"))
+    assert world.before(answer)
+    world.restart_core()
+    world.handle(Wake())
+    world.rejoin()
+    world.run()
+    world.assert_training()
+
+
+def test_status_and_incidents_of_an_ended_job_survive() -> None:
+    world = trained()
+    world.kill(1)
+    world.run()
+    for worker in world.owners():
+        worker.state = "done"
+        world.say(worker, m.Done(tick=9, version=9))
+    world.run()
+    before = (world.view, world.incidents)
+    world.restart_core()
+    assert (world.view, world.incidents) == before
+    assert world.core.deadline() is None
+    assert world.now > SECOND

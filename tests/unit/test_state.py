@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from keepstep.errors import UsageError
+from keepstep.worker import state as states
+from keepstep.worker.state import Exported, StateSet, memory, on_cpu, registered
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, width)
+        self.tied = nn.Linear(4, width, bias=False)
+        self.tied.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(width)
+        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.small = nn.Parameter(torch.randn(3).bfloat16())
+        self.register_buffer("gone", torch.zeros(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.norm(self.first(x) + self.tied(x)).sum() + self.small.float().sum()
+        z: torch.Tensor = self.conv(torch.ones(1, 3, 3, 3))
+        return y + z.square().sum()
+
+
+class Rank:
+    def __init__(self, seed: int, steps: int, width: int = 6, lr: float = 0.01) -> None:
+        torch.manual_seed(seed)
+        self.net = Net(width)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=lr)
+        self.schedule = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4])
+        self.ema = {"shadow": torch.full((3,), float(seed)), "count": seed}
+        for _ in range(steps):
+            self.step()
+        self.set = StateSet(
+            {"net": self.net},
+            {"main": self.optimizer},
+            {
+                "schedule": registered(self.schedule.state_dict, self.schedule.load_state_dict),
+                "ema": registered(lambda: self.ema, self._load_ema),
+            },
+        )
+
+    def _load_ema(self, loaded: Any) -> None:
+        self.ema = loaded
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.net(torch.randn(5, 4)).backward()
+        self.optimizer.step()
+        self.schedule.step()
+
+
+def copy(exported: Exported, target: StateSet) -> None:
+    landing = target.prepare_import(exported.meta)
+    assert list(landing) == list(exported.tensors)
+    for name, tensor in landing.items():
+        memory(tensor)[:] = memory(on_cpu(exported.tensors[name]))
+    target.finish_import()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_import_makes_an_equal_rank_that_goes_on_equally(steps: int) -> None:
+    source, target = Rank(1, steps), Rank(2, 2, lr=0.5)
+    copy(source.set.export(), target.set)
+    assert target.set.digest() == source.set.digest()
+    assert target.ema["count"] == 1 and target.schedule.last_epoch == steps
+    for _ in range(3):
+        torch.manual_seed(7)
+        source.step()
+        torch.manual_seed(7)
+        target.step()
+    assert target.set.digest() == source.set.digest()
+
+
+def test_existing_tensors_are_filled_in_place() -> None:
+    source, target = Rank(1, 3), Rank(2, 2)
+    weight, moment = target.net.first.weight, target.optimizer.state[target.net.small]["exp_avg"]
+    address = target.net.conv.weight.data_ptr()
+    copy(source.set.export(), target.set)
+    assert target.net.first.weight is weight is target.net.tied.weight
+    assert target.net.conv.weight.data_ptr() == address
+    assert target.optimizer.state[target.net.small]["exp_avg"].data_ptr() == moment.data_ptr()
+    assert moment.dtype == torch.bfloat16  # load_state_dict would agree here, and cast elsewhere
+
+
+def test_optimizer_state_that_the_source_lacks_is_removed() -> None:
+    source, target = Rank(1, 0), Rank(2, 2)
+    target.optimizer.param_groups[0]["left"] = 3
+    copy(source.set.export(), target.set)
+    assert not target.optimizer.state and "left" not in target.optimizer.param_groups[0]
+
+
+def test_gradients_become_absent_or_zero_as_in_the_source() -> None:
+    source, target = Rank(1, 2), Rank(2, 2)
+    source.net.small.grad = None
+    copy(source.set.export(), target.set)
+    assert target.net.small.grad is None
+    weight = target.net.first.weight
+    assert weight.grad is not None and not weight.grad.any()
+
+
+def test_shared_tensors_and_second_names_of_a_model_travel_once() -> None:
+    rank = Rank(1, 1)
+    both = StateSet({"a": rank.net, "b": nn.Sequential(rank.net)}, {}, {})
+    names = list(both.export().tensors)
+    assert not [name for name in names if name.startswith("model/b/")]
+    assert "model/a/tied.weight" not in names and "model/a/gone" in names
+
+
+def test_tensor_hyperparameters_and_nested_state_travel() -> None:
+    def make(value: float) -> tuple[nn.Linear, torch.optim.Optimizer]:
+        net = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=torch.tensor(value))
+        optimizer.state[net.weight] = {"history": [torch.full((2,), value), None], "n": 3}
+        return net, optimizer
+
+    (net, optimizer), (other, twin) = make(0.5), make(0.25)
+    exported = StateSet({"m": net}, {"o": optimizer}, {}).export()
+    assert {"optim/o/group/0/lr", "optim/o/extra/0"} <= set(exported.tensors)
+    copy(exported, StateSet({"m": other}, {"o": twin}, {}))
+    assert twin.param_groups[0]["lr"].item() == 0.5
+    assert twin.state[other.weight]["history"][0].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [(lambda: Rank(2, 0, width=7).set, "model/net/first.weight"), (lambda: extra(), "model/net/x")],
+)
+def test_another_model_is_refused_by_its_first_tensor(target: Any, name: str) -> None:
+    with pytest.raises(UsageError, match=name):
+        target().prepare_import(Rank(1, 0).set.export().meta)
+
+
+def extra() -> StateSet:
+    rank = Rank(2, 0)
+    rank.net.register_buffer("x", torch.zeros(1))
+    return rank.set
+
+
+def test_other_optimizers_and_objects_are_refused() -> None:
+    exported = Rank(1, 1).set.export()
+    target = Rank(2, 1)
+    target.set.optimizers = {}
+    with pytest.raises(UsageError, match="no optimizer 'main'"):
+        target.set.prepare_import(exported.meta)
+    target = Rank(2, 1)
+    del target.set.objects["ema"]
+    with pytest.raises(UsageError, match="'ema'"):
+        copy(exported, target.set)
+
+
+def test_unserialisable_object_is_named() -> None:
+    bad = StateSet({}, {}, {"bad": registered(lambda: {"f": object()}, lambda _: None)})
+    with pytest.raises(UsageError, match=r"state\['f'\]"):
+        bad.export()
+
+
+def test_buffers_that_forward_mutates_are_found_saved_and_restored() -> None:
+    rank = Rank(1, 0)
+    baseline = rank.set.buffer_versions()
+    assert set(baseline) == {
+        "model/net/gone",
+        *(
+            f"model/net/norm.{key}"
+            for key in ("running_mean", "running_var", "num_batches_tracked")
+        ),
+    }
+    assert rank.set.mutated_buffers(baseline) == []
+    before = rank.set.get_buffers(list(baseline))
+    rank.step()
+    mutated = rank.set.mutated_buffers(baseline)
+    assert "model/net/norm.running_mean" in mutated and "model/net/gone" not in mutated
+    rank.net.gone = torch.ones(2)  # replaced, not written to
+    assert "model/net/gone" in rank.set.mutated_buffers(baseline)
+    rank.set.set_buffers(before)
+    after = rank.set.get_buffers(list(baseline))
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_dense_knows_permuted_and_holey_memory() -> None:
+    assert states.dense(torch.ones(2, 3).t()) and states.dense(torch.ones(()))
+    assert states.dense(torch.ones(1, 3, 4, 4).to(memory_format=torch.channels_last))
+    assert not states.dense(torch.ones(4, 4)[:, ::2])
+    assert not states.dense(torch.ones(1).expand(3))
+    assert not states.dense(torch.ones(2, dtype=torch.complex64).conj())
