@@ -1,13 +1,13 @@
 """Keepstep: a distributed PyTorch training job outlives its ranks.
 
-    ks = keepstep.attach(model, optimizer, scheduler=scheduler)
+ks = keepstep.attach(model, optimizer, scheduler=scheduler)
 
-    @ks.step
-    def train_step(batch): ...
+@ks.step
+def train_step(batch): ...
 
-    for epoch in ks.epochs(10):
-        for batch in ks.batches(loader):
-            train_step(batch)
+for epoch in ks.epochs(10):
+    for batch in ks.batches(loader):
+        train_step(batch)
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ __all__ = [
 _line: Any = None  # set by the worker's bootstrap; None outside a Keepstep job
 
 
-def attach(
-    model: Any, optimizer: Any, scheduler: Any = None, **objects: Any
-) -> PlainSession:
+def attach(model: Any, optimizer: Any, scheduler: Any = None, **objects: Any) -> PlainSession:
     """Protect a training loop. `model` and `optimizer` may be lists or dicts of several; further
     keywords name objects with state_dict/load_state_dict (scaler=..., ema=...)."""
     from keepstep.worker import attach as attaching

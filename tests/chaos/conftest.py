@@ -119,7 +119,10 @@ class Verdict:
             "cell": self.name,
             "faults": faults,
             "incidents": [
-                {k: i[k] for k in ("trigger", "cause", "victims", "decision", "outcome", "attempts")}
+                {
+                    k: i[k]
+                    for k in ("trigger", "cause", "victims", "decision", "outcome", "attempts")
+                }
                 | {"pause_ms": round(i["pause_ms"], 1), "lost": i["steps_lost"]}
                 for i in seen
             ],

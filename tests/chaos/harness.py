@@ -140,7 +140,9 @@ class Job:
 
         wait_for(reached, f"step {step}")
 
-    def until(self, condition: Callable[[dict[str, Any]], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
+    def until(
+        self, condition: Callable[[dict[str, Any]], Any], what: str, deadline_s: float = DEADLINE_S
+    ) -> Any:
         def check() -> Any:
             status = self.status()
             if not status:

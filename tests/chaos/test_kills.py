@@ -35,7 +35,9 @@ def fired(job: Job, count: int) -> None:
 
 @pytest.mark.cost(32)
 @pytest.mark.parametrize("point", POINTS)
-def test_kill_each_rank_at(point: str, start: Start, reference: Reference, verdict: Verdict) -> None:
+def test_kill_each_rank_at(
+    point: str, start: Start, reference: Reference, verdict: Verdict
+) -> None:
     steps = [6, 15, 21] if point == "in_section" else [3, 10, 17]
     faults = [f"kill:rank={(r + 1) % 3},step={s},point={point}" for r, s in enumerate(steps)]
     job = start(

@@ -522,8 +522,21 @@ def test_all_done_finishes_every_rank_and_stops_the_agents() -> None:
         done(world, rank)
     world.run()
     assert (world.view.state, world.view.exit_code) == ("done", 0)
-    assert len(world.told(m.Finish)) == 4 and len(world.commands(m.Stop)) == 3
+    told = {worker for worker, _ in world.told(m.Finish)}
+    assert {world.rank(rank).id for rank in range(4)} <= told  # and the standbys
+    stops = [command for _, command in world.commands(m.Stop)]
+    assert [isinstance(s, m.Stop) and s.finished for s in stops] == [True] * 3
     assert world.core.deadline() is None
+
+
+def test_a_script_that_raises_and_ends_is_not_replaced() -> None:
+    world = trained()
+    victim = world.rank(2)
+    world.say(victim, m.Failure(generation=0, error_kind="user", error="ValueError: no", version=1))
+    world.exit(victim, code=1)
+    world.run()
+    assert (world.view.state, world.view.exit_code) == ("failed", 1)
+    assert world.view.traceback == "ValueError: no"
 
 
 def test_a_rank_that_dies_after_others_are_done_is_replaced_alone() -> None:

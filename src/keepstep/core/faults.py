@@ -19,6 +19,7 @@ from keepstep.core.migration import (
     EXIT_GAVE_UP,
     NEWCOMERS_MAX,
     STAGE_FAILURES_MAX,
+    blame_script,
     start_attempt,
 )
 from keepstep.core.phases import has_held, newcomers
@@ -60,7 +61,8 @@ def recover_from(job: Job, out: Out) -> None:
     job.alarm = None
     reuse = _leave_attempt(job, out, previous, incident, dead)
     if dead and not live:
-        _fall_back(job, out, dead)
+        if not blame_script(job, out, dead):
+            _fall_back(job, out, dead)
         return
     start_attempt(job, out, "unplanned", incident, dead, reuse, reason)
 

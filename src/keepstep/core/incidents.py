@@ -125,8 +125,8 @@ def end_job(job: Job, out: Out, state: JobState, exit_code: int, reason: str) ->
     job.reason = reason
     job.ended = job_view(job, state=state, exit_code=exit_code)
     out.record(JobEnded(job=job.id, at_ns=out.now, view=job.ended))
-    if state == "done":
-        for _, worker in job.owning():
-            out.tell(worker, Finish())
+    finished = state == "done"
+    for worker in job.workers.values() if finished else ():
+        out.tell(worker, Finish())
     for node in job.nodes.values():
-        out.send(node.name, Stop(grace_ns=STOP_GRACE_NS))
+        out.send(node.name, Stop(grace_ns=STOP_GRACE_NS, finished=finished))

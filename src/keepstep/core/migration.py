@@ -198,6 +198,8 @@ def _decide(job: Job, out: Out, attempt: Attempt) -> None:
         for rank in attempt.reported
         if (report := job.workers[job.owners[rank]].report) is not None
     ]
+    if blame_script(job, out, list(attempt.moving)):
+        return
     verdict = judge_reports(reports, attempt.moving, incident.sticky_tick)
     if verdict.what == "fence":
         for rank in verdict.ranks:
@@ -232,6 +234,19 @@ def _decide(job: Job, out: Out, attempt: Attempt) -> None:
             reason=verdict.reason,
         )
     )
+
+
+def blame_script(job: Job, out: Out, dead: list[int]) -> bool:
+    """A script that raises outside any step ends its process. If nothing else died, that is no
+    fault of the machine, and a newcomer would only raise again."""
+    raised = [job.workers[job.owners[rank]].raised for rank in dead]
+    if not raised or not all(raised):
+        return False
+    last = (raised[0].strip().splitlines() or ["an exception"])[-1]
+    job.traceback = raised[0]
+    reason = f"rank {dead[0]} raised {last} and ended; nothing else failed before it"
+    end_job(job, out, "failed", EXIT_USER, reason)
+    return True
 
 
 def _worth_trying(job: Job, out: Out, attempt: Attempt, tick: int) -> bool:

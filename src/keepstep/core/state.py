@@ -91,6 +91,7 @@ class Worker:
     alive: bool = True
     killed_at: int | None = None  # KillWorker sent: it counts as dead, but it may still run
     injected: bool = False  # its death was asked for and says nothing about the slot
+    raised: str = ""  # traceback of its script's own exception; if it dies now, that is why
     # progress
     version: int = 0
     tick: int = 0

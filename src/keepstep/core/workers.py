@@ -160,6 +160,7 @@ def _failure(job: Job, out: Out, worker: Worker, said: Failure) -> None:
         job.causes[worker.rank] = ("device-error", why)
         out.kill(worker)
     else:
+        worker.raised = said.error if said.error_kind == "user" else ""
         job.alarm = (CAUSES[said.error_kind], why)
 
 

@@ -1,8 +1,8 @@
 """What the processes say to each other.
 
-    orchestrator <-> agent    one authenticated TCP stream per node     AgentMessage / AgentCommand
-    agent <-> worker          one inherited socketpair per process      WorkerMessage / WorkerCommand
-    worker <-> agent (blobs)  TCP, side state of other nodes' ranks      BlobRequest / BlobReply
+    orchestrator <-> agent    one authenticated TCP stream per node    AgentMessage / AgentCommand
+    agent <-> worker          one inherited socketpair per process     WorkerMessage / WorkerCommand
+    worker <-> agent (blobs)  TCP, side state of other nodes' ranks    BlobRequest / BlobReply
 
 The agent relays worker messages and commands without looking at most of them. Everything that
 belongs to a migration carries the *generation* of the attempt it belongs to; a receiver ignores
@@ -383,7 +383,9 @@ class Hello(Message, frozen=True):
     blobs: Address
     slots: int
     workers: list[WorkerState] = []
-    retained: list[tuple[str, int]] = []  # dead workers whose side state is still held: (worker, rank)
+    retained: list[
+        tuple[str, int]
+    ] = []  # dead workers whose side state is still held: (worker, rank)
 
 
 class WorkerStarted(Message, frozen=True):

@@ -6,7 +6,9 @@ from typing import Literal
 
 import msgspec
 
-JobState = Literal["starting", "running", "recovering", "held", "done", "failed", "fell_back", "cancelled"]
+JobState = Literal[
+    "starting", "running", "recovering", "held", "done", "failed", "fell_back", "cancelled"
+]
 
 
 class RankView(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,13 +50,17 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     job: str
     trigger: Literal["planned", "pre-emptive", "unplanned"]
-    cause: str  # process-exit, node-lost, hang, device-error, connection, drain, migrate, taint, resume, start
+    # process-exit, node-lost, hang, device-error, connection, user; drain, migrate, taint, resume;
+    # start
+    cause: str
     victims: list[int]
     moves: list[str]  # "rank 2: n0/1 -> n1/0"
     generation: int  # after it
     opened_at_ns: int  # wall clock
     phases: list[PhaseView]
-    timings_ms: dict[str, float]  # detect, report, newcomer_build, warm_up, copy, rewire, first_step
+    timings_ms: dict[
+        str, float
+    ]  # detect, report, newcomer_build, warm_up, copy, rewire, first_step
     source: str  # "rank 0, rank 1 + side state from own-agent"
     decision: str  # "", RETRY or COMMIT
     pause_ms: float

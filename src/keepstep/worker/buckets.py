@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from keepstep import native
-from keepstep.worker import groups
+from keepstep.worker import extension, groups
 
 
 def _reducer_parameters(module: Any) -> list[torch.nn.Parameter]:
@@ -40,12 +39,10 @@ def layouts(parameters: list[torch.nn.Parameter]) -> dict[str, list[list[int]]]:
     return out
 
 
-def set_layouts(
-    parameters: list[torch.nn.Parameter], wanted: dict[str, list[list[int]]]
-) -> None:
+def set_layouts(parameters: list[torch.nn.Parameter], wanted: dict[str, list[list[int]]]) -> None:
     """On a newcomer, in solo mode. Also forgets the warm-up's backward."""
     current = layouts(parameters)
     for name, module in _modules(parameters).items():
         module.reducer._reset_state()
         if name in wanted and wanted[name] != current[name]:
-            native.load_extension().set_buckets(module.reducer, wanted[name])
+            extension.load().set_buckets(module.reducer, wanted[name])

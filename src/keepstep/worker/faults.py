@@ -55,7 +55,8 @@ class Injector:
         """in_backward: fire when the gradient of a parameter in the middle is being computed."""
         if any(a.step == version and a.point == "in_backward" for a in self._armed):
             middle = parameters[len(parameters) // 2]
-            self._hook = middle.register_hook(lambda _: self.point("in_backward", version))
+            hook: Any = middle.register_hook  # untyped in torch
+            self._hook = hook(lambda _: self.point("in_backward", version))
 
     def end(self) -> None:
         if self._hook is not None:

@@ -38,9 +38,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from keepstep import native
 from keepstep.errors import LocalProtocolError, PermanentError, UsageError
-from keepstep.worker import gloo
+from keepstep.worker import extension, gloo
 
 FENCE = "keepstep-fence"
 RELEASE_TIMEOUT_S = 10.0
@@ -70,7 +69,7 @@ def install(solo: bool) -> None:
         return
     if gloo.RealGloo is None:
         raise UsageError("this torch has no gloo backend", hint="install a build with USE_GLOO=1")
-    _ext = native.load_extension()
+    _ext = extension.load()
     # Lazy connections would appear after we have looked, and unknown to us could not be aborted.
     os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
     c10d_any: Any = c10d

@@ -149,19 +149,11 @@ class Newcomer:
             )
         )
         seat.page.where("held")
-        generation = self.assign.generation - 1
         while True:
-            copy = self._next_copy(generation)
-            generation = copy.generation
+            copy = self._next_copy()  # again after a failed one, or after an Abort
             if not self._copied(copy):
                 continue
-            swap = seat.channel.wait(
-                lambda c, g=generation: (
-                    isinstance(c, m.Finish | m.Leave)
-                    or (isinstance(c, m.Swap) and c.generation == g)
-                ),
-                newer_than=generation,
-            )
+            swap = self._await_swap(copy.generation)
             if isinstance(swap, m.Swap):
                 break
             if swap is not None:
@@ -170,13 +162,17 @@ class Newcomer:
         seat.forget_buffers()
         self.recovery.swap(swap)
 
-    def _next_copy(self, after: int) -> m.Copy:
-        command = self.seat.channel.wait(
+    def _await_swap(self, generation: int) -> m.WorkerCommand | None:
+        return self.seat.channel.wait(
             lambda c: (
                 isinstance(c, m.Finish | m.Leave)
-                or (isinstance(c, m.Copy) and c.generation > after)
-            )
+                or (isinstance(c, m.Swap) and c.generation == generation)
+            ),
+            newer_than=generation,
         )
+
+    def _next_copy(self) -> m.Copy:
+        command = self.seat.channel.wait(lambda c: isinstance(c, m.Finish | m.Leave | m.Copy))
         if not isinstance(command, m.Copy):
             self.recovery.leave()
         return command

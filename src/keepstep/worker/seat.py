@@ -238,9 +238,10 @@ class Seat:
                 if self.aborted():
                     raise ConnectionAbortedError("publishing was aborted") from error
                 self.channel.send(m.BuddyLost(generation=self.generation, error=str(error)))
-                self.channel.wait_until(
-                    lambda old=address: self.channel.buddy != old or self.aborted(), 5.0
-                )
+                self._wait_for_other_buddy(address)
+
+    def _wait_for_other_buddy(self, old: m.Address) -> None:
+        self.channel.wait_until(lambda: self.channel.buddy != old or self.aborted(), 5.0)
 
     def republish(self) -> None:
         """After a swap the buddy may be new: give it what it would need now."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -105,7 +105,7 @@ class StateSet:
         self,
         models: dict[str, nn.Module],
         optimizers: dict[str, Optimizer],
-        objects: dict[str, Registered],
+        objects: Mapping[str, Registered],
     ) -> None:
         self.models = models
         self.optimizers = optimizers
@@ -284,7 +284,7 @@ class StateSet:
         now = self.buffer_versions()
         return [name for name, version in now.items() if baseline.get(name) != version]
 
-    def get_buffers(self, names: list[str]) -> dict[str, Tensor]:
+    def get_buffers(self, names: Iterable[str]) -> dict[str, Tensor]:
         wanted = set(names)
         return {
             place.name: place.tensors[place.key].detach().clone()

@@ -92,9 +92,9 @@ class Transactions:
             undo = self._begin(site, step)
             problem: BaseException | None = None
             try:
-                seat.injector and seat.injector.point(
-                    "before_forward" if step else "in_section", seat.version
-                )
+                if seat.injector:
+                    point = "before_forward" if step else "in_section"
+                    seat.injector.point(point, seat.version)
                 result = function()
                 if not self._fenced:
                     self._fence()
@@ -151,7 +151,8 @@ class Transactions:
     def _fence(self) -> None:
         seat = self.seat
         self._fenced = True
-        seat.injector and seat.injector.point("before_fence", seat.version)
+        if seat.injector:
+            seat.injector.point("before_fence", seat.version)
         try:
             if seat.aborted():
                 raise ConnectionAbortedError("aborted before the fence")

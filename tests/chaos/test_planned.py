@@ -1,0 +1,125 @@
+"""Planned and pre-emptive moves: make before break, training goes on meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from conftest import Verdict
+from harness import Job
+
+Start = Callable[..., Job]
+Reference = Callable[..., list[dict[str, Any]]]
+
+ARGS = ["--epochs", "4", "--steps-per-epoch", "12", "--step-ms", "25"]
+
+
+def resolved(job: Job, count: int) -> None:
+    job.until(
+        lambda s: len([i for i in job.incidents() if i["outcome"] != "OPEN"]) >= count,
+        f"{count} closed incident(s)",
+    )
+
+
+@pytest.mark.always
+@pytest.mark.cost(40)
+def test_migrate_drain_and_taint_in_one_job(
+    start: Start, reference: Reference, verdict: Verdict
+) -> None:
+    job = start(
+        "--local-nodes", "3", "--nproc-per-node", "1", "--spare-nodes", "1", script_args=ARGS
+    )
+    job.until_step(3)
+    job.spare_parked()
+    assert job.cli("migrate", "--rank", "1").returncode == 0
+    resolved(job, 1)
+    job.spare_parked()
+    assert job.cli("drain", "n0").returncode == 0
+    resolved(job, 2)
+    assert job.cli("untaint", "n0").returncode == 0
+    job.spare_parked()
+    node = job.rank(2)["node"]
+    assert job.cli("taint", node, "--reason", "ECC errors are rising").returncode == 0
+    job.finish()
+    seen = verdict.identical(job, reference(3, *ARGS), faults=3, incidents=3)
+    assert [i["trigger"] for i in seen] == ["planned", "planned", "pre-emptive"]
+    assert all(i["outcome"] == "RESOLVED" for i in seen)
+
+
+@pytest.mark.cost(35)
+def test_drain_of_a_node_with_two_ranks(
+    start: Start, reference: Reference, verdict: Verdict
+) -> None:
+    job = start(
+        "--local-nodes", "2", "--nproc-per-node", "2", "--spare-nodes", "1",
+        script_args=ARGS, world=4,
+    )  # fmt: skip
+    job.until_step(3)
+    job.spare_parked(2)
+    assert job.cli("drain", "n0").returncode == 0
+    job.finish()
+    seen = verdict.identical(job, reference(4, *ARGS), faults=1, incidents=1)
+    assert seen[0]["victims"] == [0, 1]
+
+
+@pytest.mark.cost(35)
+def test_signal_by_rest_moves_the_rank(
+    start: Start, reference: Reference, verdict: Verdict
+) -> None:
+    job = start(
+        "--local-nodes", "3", "--nproc-per-node", "1", "--spare-nodes", "1", script_args=ARGS
+    )
+    job.until_step(3)
+    job.spare_parked()
+    client = job._connect()
+    assert client is not None
+    body = {
+        "job": job.job,
+        "node": "n2",
+        "kind": "xid-63",
+        "severity": "taint",
+        "reason": "row remap",
+    }
+    assert client.post("/v1/signals", json=body).status_code in (200, 202)
+    job.finish()
+    seen = verdict.identical(job, reference(3, *ARGS), faults=1, incidents=1)
+    assert (seen[0]["trigger"], seen[0]["outcome"]) == ("pre-emptive", "RESOLVED")
+
+
+@pytest.mark.cost(40)
+@pytest.mark.parametrize("victim", ["leaver", "bystander", "newcomer"])
+def test_death_while_a_move_is_prepared(
+    victim: str, start: Start, reference: Reference, verdict: Verdict
+) -> None:
+    args = [*ARGS, "--build-s", "2"]
+    job = start("--nproc-per-node", "3", "--spares", "3", script_args=args)
+    job.until_step(3)
+    job.spare_parked(3)
+    assert job.cli("migrate", "--rank", "1").returncode == 0
+    assigned = job.until(
+        lambda s: [x for x in s["spares"] if x["state"] == "assigned"], "an assigned newcomer"
+    )
+    if victim == "newcomer":
+        os.kill(assigned[0]["pid"], signal.SIGKILL)
+    else:
+        job.kill_rank(1 if victim == "leaver" else 0)
+    job.finish()
+    seen = verdict.identical(job, reference(3, *args), faults=2)
+    assert all(i["outcome"] == "RESOLVED" for i in seen), seen
+
+
+@pytest.mark.cost(35)
+def test_move_across_an_epoch_is_tried_again(
+    start: Start, reference: Reference, verdict: Verdict
+) -> None:
+    """Epochs of a few steps: the newcomer's provisional position is often another epoch's."""
+    args = ["--epochs", "40", "--steps-per-epoch", "2", "--step-ms", "40"]
+    job = start("--nproc-per-node", "3", "--spares", "1", script_args=args)
+    job.until_step(5)
+    job.spare_parked()
+    assert job.cli("migrate", "--rank", "2").returncode == 0
+    job.finish()
+    verdict.identical(job, reference(3, *args), faults=1, incidents=1)
