@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
+import sys
 from collections.abc import Callable
 
 from benchmarks import memory, overhead, pause, report, restart
@@ -22,6 +24,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few repetitions, not to be published")
     parser.add_argument("--repeats", type=int, help="pause: incidents of each kind and script")
     args = parser.parse_args()
+    # As an exception, so that jobs under way are ended with us.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     load = os.getloadavg()
     if not report.quiet_enough(load):
         report.say(

@@ -49,13 +49,19 @@ def wall_offset_ns() -> int:
 class Launched:
     """A launcher's process, its ranks' logs, and everything it ever started."""
 
-    def __init__(self, launcher: list[str], script: str, arguments: list[str]) -> None:
+    def __init__(
+        self,
+        launcher: list[str],
+        script: str,
+        arguments: list[str],
+        environ: dict[str, str] | None = None,
+    ) -> None:
         self.base = Path(tempfile.mkdtemp(prefix="keepstep-bench-"))
         self.home = self.base / "home"
         self.out = self.base / "out"
         self.out.mkdir()
         self._log = (self.base / "launcher.log").open("w+")
-        self.env = environment(self.home)
+        self.env = {**environment(self.home), **(environ or {})}
         command = [sys.executable, "-m", *launcher, str(TRAIN / script)]
         self.began_ns = time.monotonic_ns()
         self.process = subprocess.Popen(
@@ -105,6 +111,7 @@ class Launched:
         return [json.loads((self.out / f"rank-{rank}.json").read_text()) for rank in range(world)]
 
     def descendants(self) -> list[psutil.Process]:
+        found: list[psutil.Process]
         try:
             found = psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
@@ -157,7 +164,10 @@ class Torchrun(Launched):
         self, world: int, script: str, arguments: list[str], options: tuple[str, ...] = ()
     ) -> None:
         launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-        super().__init__([*launcher, *options], script, arguments)
+        # This torch shares one store over all restarts without a prefix, and gloo then meets the
+        # addresses of dead ranks and may wait for ever. Without sharing, restarts work.
+        own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        super().__init__([*launcher, *options], script, arguments, own)
 
 
 class Keepstep(Launched):

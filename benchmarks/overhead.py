@@ -166,7 +166,7 @@ def comparison_table(results: dict[str, Any]) -> str:
 
 
 def hot_path_table(results: dict[str, Any]) -> str:
-    paths = list(dict.fromkeys(p for r in results.values() for p in r["hot_path_us"]))
+    paths = sorted({path for r in results.values() for path in r["hot_path_us"]})
     rows: list[list[Any]] = []
     for path in paths:
         depth = path.count("/")

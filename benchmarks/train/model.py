@@ -58,6 +58,8 @@ if args.checkpoint_every and checkpoint.exists():
     optimizer.load_state_dict(saved["optimizer"])
     start = saved["step"]
 
+log = os.open(out / f"rank-{rank}.commits", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+record = struct.Struct("<qqq")
 ks = keepstep.attach(ddp, optimizer)
 
 
@@ -69,6 +71,10 @@ def train_step(step: int) -> torch.Tensor:
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+    # Here and not after the call: this step stands from now on, and a planned hold, if there is
+    # one, lies between here and the call's return. (A newcomer's warm-up is logged too, by its
+    # own pid: readers look at ranks that were not moved.)
+    os.write(log, record.pack(step + 1, time.monotonic_ns(), os.getpid()))
     return loss.detach()
 
 
@@ -82,11 +88,8 @@ def save(step: int) -> None:
     checkpoint.with_suffix(".tmp").rename(checkpoint)
 
 
-log = os.open(out / f"rank-{rank}.commits", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-record = struct.Struct("<qqq")
 for step in ks.batches(range(start, args.steps)):
     train_step(step)
-    os.write(log, record.pack(step + 1, time.monotonic_ns(), os.getpid()))
     if args.checkpoint_every and rank == 0 and (step + 1) % args.checkpoint_every == 0:
         save(step + 1)
 

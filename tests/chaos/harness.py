@@ -161,8 +161,9 @@ class Job:
         )
 
     def incidents(self) -> list[dict[str, Any]]:
+        """In the order they were opened; after the end of the job from its ledger."""
         answer: list[dict[str, Any]] = self.cli_json("incidents", "--job", self.job)
-        return answer
+        return sorted(answer, key=lambda incident: incident["opened_at_ns"])
 
     # ------------------------------------------------------------------ doing
 

@@ -9,17 +9,21 @@ from typing import Any
 
 import pytest
 from conftest import Verdict
-from harness import Job
+from harness import Job, wait_for
 
 Start = Callable[..., Job]
 Reference = Callable[..., list[dict[str, Any]]]
 
-ARGS = ["--epochs", "4", "--steps-per-epoch", "12", "--step-ms", "25"]
+ARGS = ["--epochs", "10", "--steps-per-epoch", "25", "--evaluate-every", "10", "--step-ms", "40"]
 
 
 def resolved(job: Job, count: int) -> None:
     job.until(
-        lambda s: len([i for i in job.incidents() if i["outcome"] != "OPEN"]) >= count,
+        lambda s: s["last_incident"].endswith(f"-{count}") and s["state"] == "running",
+        f"incident {count}",
+    )
+    wait_for(
+        lambda: len([i for i in job.incidents() if i["outcome"] != "OPEN"]) >= count,
         f"{count} closed incident(s)",
     )
 

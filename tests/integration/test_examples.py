@@ -1,4 +1,4 @@
-"""Every example is run: as it is, and with a fault."""
+"""Every example is run, as it is and with a fault; generated reference text is up to date."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+
+import click
+
+from keepstep.cli.main import cli
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 MINIMAL = EXAMPLES / "01-ddp-minimal"
@@ -63,3 +67,25 @@ def test_minimal_example_is_bit_identical_plain_unprotected_and_killed(tmp_path:
     assert "RESOLVED" in killed.stderr, "the kill did not happen"
     assert "1 incidents, 0 steps lost" in killed.stderr
     assert digests(killed.stdout) == expected
+
+
+def help_texts(command: click.Command, parent: click.Context | None, name: str) -> list[str]:
+    """--help of every command below this one, 90 columns wide."""
+    context = click.Context(
+        command,
+        parent=parent,
+        info_name=name,
+        terminal_width=90,
+        max_content_width=90,
+        help_option_names=["-h", "--help"],
+    )
+    if not isinstance(command, click.Group):
+        return [command.get_help(context)]
+    found = [(one, command.get_command(context, one)) for one in command.list_commands(context)]
+    return [text for one, below in found if below for text in help_texts(below, context, one)]
+
+
+def test_command_line_reference_is_what_help_says() -> None:
+    page = (EXAMPLES.parent / "docs" / "reference" / "cli.md").read_text()
+    boxes = re.findall(r"```text\n(.*?)\n```", page, re.DOTALL)
+    assert sorted(boxes) == sorted(help_texts(cli, None, "keepstep"))

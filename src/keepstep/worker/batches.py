@@ -35,7 +35,7 @@ class Loop:
             if self.pos.closed:
                 return
             iterator = self._open()
-            while True:
+            while not self.tracker.over(self.level):
                 if self.again:
                     batch = self.again.pop(0)
                 else:
@@ -59,7 +59,7 @@ class Loop:
     def aim(self, target: LoopPos) -> None:
         """A newcomer inside this loop is led on to a later batch."""
         self.target = target
-        self._owed = target.outside > 0
+        self._owed = target.outside > self.pos.outside
 
     def retry(self) -> None:
         self.again = self.pulled + self.again

@@ -22,7 +22,7 @@ from typing import Any
 from keepstep.errors import KeepstepError
 from keepstep.model import messages as m
 from keepstep.worker import blobs, checkpoint, codec, rng, transfer
-from keepstep.worker.position import MISSING, level_from
+from keepstep.worker.position import MISSING
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.seat import Seat
 from keepstep.worker.transaction import Transactions
@@ -41,7 +41,7 @@ class Newcomer:
         self._arrived_ns = 0
         self._warm_up_runs = 0
         self._position: dict[str, Any] | None = None  # None: not asked yet
-        self._ready = False
+        self._site = ""
 
     # ------------------------------------------------------------------ position
 
@@ -76,29 +76,24 @@ class Newcomer:
 
     # ------------------------------------------------------------------ the first call
 
-    def first_step(self, function: Callable[[], Any]) -> Any:
-        """Warm up and join inside the newcomer's first step call. Returns what the call returns
-        if it is over (a provisional position), else MISSING: the caller goes on as usual."""
+    def first_call(self, site: str, warm_up: Callable[[], Any] | None) -> None:
+        """Warm up (a step: with its own arguments) and join, inside the newcomer's first call that
+        is not over already. Afterwards the call begins as on any rank."""
         self.arrive()
         seat = self.seat
         natural_rng = rng.capture()
-        stand_in = self._warm_up(function, 2 if seat.version > 0 else 1)
-        provisional = dict(self._position or {})
+        stand_in = None
+        if warm_up is not None:
+            stand_in = self._warm_up(warm_up, 2 if seat.version > 0 else 1)
+        provisional = (self._position or {}).get("tick")
+        self._site = site
         self._join()
         final = self._position or {}
-        if final.get("tick") != provisional.get("tick"):
+        if final.get("tick") != provisional:
             self._lead_on(final)
-            return (stand_in,)
-        if seat.tracker.replay is None:  # nothing to walk past: this very call is the next one
+            seat.tracker.results.setdefault(site, stand_in)
+        elif seat.tracker.replay is None:  # nothing to walk past: this very call is the next one
             rng.restore(natural_rng)
-        return MISSING
-
-    def first_section(self) -> None:
-        """A section comes before any step call: join without a warm-up."""
-        self.arrive()
-        natural_rng = rng.capture()
-        self._join()
-        rng.restore(natural_rng)
 
     def _warm_up(self, function: Callable[[], Any], runs: int) -> Any:
         """Kernels, autograd and optimizer state; whatever it changes is overwritten by Copy."""
@@ -126,13 +121,8 @@ class Newcomer:
 
     def _lead_on(self, final: dict[str, Any]) -> None:
         tracker = self.seat.tracker
-        tracker.move_on_to(final["position"])
-        targets = level_from(final["position"])
-        live, level = tracker.root, targets
-        while live.child is not None and level.child is not None:
-            live, level = live.child, level.child
-        for loop in self.seat.loops:
-            for mine, theirs in zip(live.loops, level.loops, strict=False):
+        for mine, theirs in tracker.move_on_to(final["position"], self._site):
+            for loop in self.seat.loops:
                 if loop.pos is mine:
                     loop.aim(theirs)
 
@@ -234,7 +224,7 @@ class Newcomer:
         provisional = self._position or {}
         tick = side["tick"] if side is not None else 0
         if side is not None and provisional.get("tick", 0) != tick:
-            if not seat.tracker.can_move_on_to(side["position"]):
+            if not seat.tracker.can_move_on_to(side["position"], self._site):
                 self._failed(copy, "position", "the job has gone on to another epoch or loop")
                 return False
         elif side is None and provisional:

@@ -137,14 +137,16 @@ def level_from(tree: Tree) -> Level:
     )
 
 
-def _shape(level: Level | None) -> list[Any]:
-    """What must be equal for a prepared newcomer to be led on to a later position."""
-    shape: list[Any] = []
-    while level is not None:
-        marks = [x.kind for x in level.log if isinstance(x, Scope)]
-        shape.append((level.kind, level.epoch, len(level.loops), marks))
-        level = level.child
-    return shape
+@dataclass
+class Seek:
+    """What must happen before a walk counts, when it starts in the middle of a script.
+
+    `until` "batch": the loop in `level` hands out the target's batch; "epoch": the epochs in
+    `level` go on to the target's epoch; "close": the scope `level`, finished in the target, ends
+    here too. Until then transactions return stand-ins and scopes below yield nothing."""
+
+    until: str
+    level: Level
 
 
 class Replay:
@@ -153,19 +155,7 @@ class Replay:
     def __init__(self, target: Level) -> None:
         self.target = target
         self.path: list[tuple[Level, int]] = [(target, 0)]  # (level, next entry of its log)
-        self.seeking = False  # the script must come round to the target's batch first
-        self.last_entries = [x for x in self._all(target) if isinstance(x, Txn)]
-
-    @staticmethod
-    def _all(level: Level) -> list[Txn | Scope]:
-        out: list[Txn | Scope] = []
-        for entry in level.log:
-            out.append(entry)
-            if isinstance(entry, Scope) and entry.frozen is not None:
-                out += Replay._all(entry.frozen)
-        if level.child is not None:
-            out += Replay._all(level.child)
-        return out
+        self.seek: Seek | None = None
 
     def expected(self) -> Txn | Scope | Level | None:
         """The next thing the script should do here; None: the walk is over."""
@@ -208,6 +198,7 @@ class Tracker:
         self.stack: list[Level] = [self.root]
         self.replay: Replay | None = None
         self.in_txn = False
+        self.results: dict[str, Any] = {}  # newest of every step and section, by site
         self._frozen: Scope | None = None
 
     # ------------------------------------------------------------------ transactions
@@ -254,6 +245,7 @@ class Tracker:
                 hint="iterate with ks.batches or ks.epochs so that positions stay small",
             )
         level.log.append(Txn(site, step, result))
+        self.results[site] = result
         if step and self._frozen is not None:
             self._frozen.frozen = None
             self._frozen = None
@@ -264,6 +256,8 @@ class Tracker:
         """A ks.epochs loop begins; returns its level and the first epoch, or -1: skip it all."""
         level = Level("epochs")
         start = 0
+        if self.replay is not None and self.replay.seek is not None:
+            return level, -1
         if self.replay is not None:
             target = self._replay_scope("epochs")
             if target is None:
@@ -272,17 +266,28 @@ class Tracker:
         self._push(level)
         return level, start
 
-    def next_epoch(self, level: Level, epoch: int) -> None:
+    def next_epoch(self, level: Level, epoch: int) -> int | None:
+        """The epoch that comes now, usually `epoch`; None: the loop is over."""
         self._pop_to(level)
+        seek = self.replay.seek if self.replay is not None else None
+        if self.replay is not None and seek is not None:
+            if self._doomed(level):
+                return None
+            if seek.until == "epoch" and seek.level is level:
+                epoch = self.replay.path[-1][0].epoch
+                self.replay.seek = None
         level.epoch = epoch
-        if self.replay is None or self.replay.seeking:
-            level.log.clear()
+        level.log.clear()
+        return epoch
 
     def open_loop(self) -> tuple[Level, LoopPos, LoopPos | None]:
         """A ks.batches loop begins; returns its level, its live position and, when it is to be
         re-entered, the position to walk to. A loop to be skipped is marked closed."""
         loop = LoopPos()
         top = self.stack[-1]
+        if self.replay is not None and self.replay.seek is not None:
+            loop.closed = True  # a loop on the way to somewhere later: nothing is left of it
+            return Level("loops", loops=[loop]), loop, None
         if top.kind == "loops" and not any(x.begun for x in top.loops):
             sibling = len(top.loops)  # zip(ks.batches(a), ks.batches(b))
             top.loops.append(loop)
@@ -311,8 +316,22 @@ class Tracker:
         loop.outside = loop.yields
         self._pop_to(level)
         level.log.clear()
-        if self.replay is not None and self.replay.seeking:
-            self.replay.seeking = False
+        seek = self.replay.seek if self.replay is not None else None
+        if self.replay is not None and seek is not None and seek.level is level:
+            self.replay.seek = None
+
+    def over(self, level: Level) -> bool:
+        """Is this loop to end now, because the target is beyond it?"""
+        return self.replay is not None and self._doomed(level)
+
+    def _doomed(self, level: Level) -> bool:
+        """Inside the scope that a seek wants closed, or below the one it wants to turn over."""
+        assert self.replay is not None
+        seek = self.replay.seek
+        if seek is None or level not in self.stack or seek.level not in self.stack:
+            return False
+        depth, sought = self.stack.index(level), self.stack.index(seek.level)
+        return depth > sought or (depth == sought and seek.until == "close")
 
     def close_loop(self, level: Level, loop: LoopPos) -> None:
         loop.closed = True
@@ -348,32 +367,66 @@ class Tracker:
         if self.replay is not None and len(self.replay.path) > len(self.stack):
             del self.replay.path[len(self.stack) :]
             self.replay.advance()
+            if self.replay.seek is not None and self.replay.seek.level is level:
+                self.replay.seek = None
 
     # ------------------------------------------------------------------ replay
 
     def walk_to(self, tree: Tree) -> None:
         self.replay = Replay(level_from(tree))
 
-    def can_move_on_to(self, tree: Tree) -> bool:
-        """Can a newcomer that was led to its present place be led on to this later position?"""
-        return _shape(self.root) == _shape(level_from(tree))
+    def can_move_on_to(self, tree: Tree, site: str) -> bool:
+        """Can a newcomer that was led to its call of `site` be led on to this later position?"""
+        return self._route(level_from(tree), site) is not None
 
-    def move_on_to(self, tree: Tree) -> None:
-        """Called inside the newcomer's first step call. The scopes it stands in are the target's;
-        only counts and logs differ, so the walk starts again at the next batch or round."""
+    def move_on_to(self, tree: Tree, site: str) -> list[tuple[LoopPos, LoopPos]]:
+        """Called inside the newcomer's first call of `site`, which then begins (again). Returns
+        the loops it stays in, each with its target."""
         target = level_from(tree)
+        route = self._route(target, site)
+        assert route is not None
         replay = Replay(target)
-        replay.seeking = True
-        live: Level | None = self.root
-        level: Level | None = target
-        replay.path = []
-        while live is not None and level is not None:
-            live.log = list(level.log) if level.child is not None else []
-            for mine, theirs in zip(live.loops, level.loops, strict=True):
-                mine.closed = theirs.closed
-            replay.path.append((level, len(level.log) if level.child is not None else 0))
-            live, level = live.child, level.child
+        replay.path, replay.seek = route
+        for live, (level, index) in zip(self.stack, replay.path, strict=False):
+            live.log = list(level.log[:index])
         self.replay = replay
+        return [
+            pair
+            for live, (level, _) in zip(self.stack, replay.path, strict=False)
+            if live.kind == "loops" and level.kind == "loops"
+            for pair in zip(live.loops, level.loops, strict=True)
+        ]
+
+    def _route(
+        self, target: Level, site: str
+    ) -> tuple[list[tuple[Level, int]], Seek | None] | None:
+        """Compare the open scopes with the target's, from the outside in, and see where they part.
+
+        Scopes of one iteration are numbered by how many were finished before them."""
+        path: list[tuple[Level, int]] = []
+        level = target
+        for live, inner in zip(self.stack, [*self.stack[1:], None], strict=True):
+            if inner is None:  # a loop of the script's own: the call it stands in comes again
+                sites = [x.site if isinstance(x, Txn) else "" for x in level.log]
+                return ([*path, (level, sites.index(site))], None) if site in sites else None
+            done = [i for i, x in enumerate(level.log) if isinstance(x, Scope)]
+            number = sum(isinstance(x, Scope) for x in live.log)
+            if number < len(done):  # the target is past it
+                return [*path, (level, done[number]), (Level("gone"), 0)], Seek("close", inner)
+            there = level.child
+            if number > len(done) or there is None or there.kind != inner.kind:
+                return None
+            path.append((level, len(level.log)))
+            if inner.kind == "epochs" and inner.epoch != there.epoch:
+                return [*path, (there, 0)], Seek("epoch", inner)
+            if inner.kind == "loops":
+                if len(inner.loops) != len(there.loops):
+                    return None
+                pairs = zip(inner.loops, there.loops, strict=True)
+                if any(mine.outside != theirs.outside for mine, theirs in pairs):
+                    return [*path, (there, 0)], Seek("batch", inner)
+            level = there
+        return None
 
     @property
     def steps_to_replay(self) -> int:
@@ -383,25 +436,15 @@ class Tracker:
         replay = self.replay
         assert replay is not None
         entry = replay.expected()
-        if isinstance(entry, Txn) and entry.site == site and not self._awaits_batch():
-            replay.seeking = False
+        if replay.seek is not None:
+            return (self.results.get(site, MISSING),)
+        if isinstance(entry, Txn) and entry.site == site:
             replay.advance()
             self.stack[-1].log.append(Txn(site, step, entry.result))
             if replay.over():
                 self.replay = None
             return (entry.result,)
-        if replay.seeking:
-            for known in reversed(replay.last_entries):
-                if known.site == site:
-                    return (known.result,)
-            return (MISSING,)
         raise self._mismatch(f"{'step' if step else 'section'} {site}", entry)
-
-    def _awaits_batch(self) -> bool:
-        """Seeking inside a batches loop: nothing counts before the target's batch is handed out."""
-        assert self.replay is not None
-        level = self.replay.path[-1][0]
-        return self.replay.seeking and any(loop.outside for loop in level.loops)
 
     def _replay_scope(self, kind: str) -> Level | None:
         replay = self.replay

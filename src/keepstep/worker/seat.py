@@ -170,10 +170,12 @@ class Seat:
 
     def _save_results(self) -> dict[str, Any]:
         """Results of the transactions a newcomer will walk past (this rank's, as a stand-in)."""
-        return {"tree": _encodable(self.tracker.root.tree())}
+        last = {k: v for k, v in self.tracker.results.items() if _travels(v)}
+        return {"tree": _encodable(self.tracker.root.tree()), "last": last}
 
     def _load_results(self, state: dict[str, Any]) -> None:
         self.replica_results = state["tree"]
+        self.tracker.results = state["last"]
 
     replica_results: dict[str, Any] | None = None
 

@@ -76,9 +76,12 @@ class Session(PlainSession):
             return
         tracker = self._seat.tracker
         try:
-            for epoch in range(start, count):
-                tracker.next_epoch(level, epoch)
+            while start < count:
+                epoch = tracker.next_epoch(level, start)
+                if epoch is None:
+                    return
                 yield epoch
+                start = epoch + 1
         finally:
             tracker.close_epochs(level)
 
@@ -136,25 +139,20 @@ class Session(PlainSession):
             return function()
         self._begin()
         if self._newcomer is not None and not self._newcomer.joined:
-            over = self._join(site, step, function)
-            if over is not MISSING:
-                return over[0]
+            self._join(self._newcomer, site, step, function)
         known = self._replayed(site, step)
         if known is not MISSING:
             return known[0]
         return transactions.run(site, step, function)
 
-    def _join(self, site: str, step: bool, function: Callable[[], Any]) -> Any:
-        newcomer = self._newcomer
-        assert newcomer is not None
+    def _join(self, newcomer: Newcomer, site: str, step: bool, function: Callable[[], Any]) -> None:
         newcomer.arrive()
+        replay = self._seat.tracker.replay
         if step:
-            return newcomer.first_step(function)
-        tracker = self._seat.tracker
-        if tracker.replay is None or tracker.replay.expected() is None:
-            newcomer.first_section()
-            return MISSING
-        return MISSING  # a section that is done already: walk past it first
+            newcomer.first_call(site, function)
+        elif replay is None or replay.expected() is None:
+            newcomer.first_call(site, None)
+        # else a section that is done already: walk past it first
 
     def _replayed(self, site: str, step: bool) -> Any:
         """(result,) for a transaction the job has done already, MISSING for one to be run."""
