@@ -25,6 +25,9 @@ import psutil
 
 TRAIN = Path(__file__).parent / "train"
 DEADLINE_S = 180.0
+POLL_S = 0.01  # a look at a log file
+# A question to the orchestrator or to /proc takes time from the job that is being measured.
+ASK_S = 0.25
 RECORD = struct.Struct("<qqq")  # step, time.monotonic_ns, pid
 
 
@@ -120,14 +123,20 @@ class Launched:
             self.seen.setdefault(process.pid, process)
         return found
 
-    def until(self, condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
+    def until(
+        self,
+        condition: Callable[[], Any],
+        what: str,
+        deadline_s: float = DEADLINE_S,
+        every_s: float = POLL_S,
+    ) -> Any:
         end = time.monotonic() + deadline_s
         while not (value := condition()):
             if self.process.poll() is not None:
                 raise RuntimeError(f"the job ended before {what}\n{self.output()[-6000:]}")
             if time.monotonic() > end:
                 raise TimeoutError(f"waited {deadline_s:g} s for {what}\n{self.output()[-6000:]}")
-            time.sleep(0.004)
+            time.sleep(every_s)
         return value
 
     # ------------------------------------------------------------------ ending

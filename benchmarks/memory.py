@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from benchmarks import report
-from benchmarks.drive import Keepstep, Launched, Torchrun
+from benchmarks.drive import ASK_S, Keepstep, Launched, Torchrun
 
 WORLD = 2
 STEPS = 12
@@ -52,12 +52,11 @@ def sample(job: Launched) -> dict[str, dict[str, list[float]]]:
     return found
 
 
-def measure(job: Launched, script: str) -> dict[str, dict[str, float]]:
+def measure(job: Launched) -> dict[str, dict[str, float]]:
     with job:
-        if script == "model.py":
-            job.until(lambda: all(job.step(r) >= STEPS for r in range(WORLD)), f"step {STEPS}", 300)
+        job.until(lambda: all(job.step(r) >= STEPS for r in range(WORLD)), f"step {STEPS}", 300)
         if isinstance(job, Keepstep):
-            job.until(job.calm, "a parked spare")
+            job.until(job.calm, "a parked spare", every_s=ASK_S)
         samples = []
         for _ in range(SAMPLES):
             samples.append(sample(job))
@@ -83,7 +82,7 @@ def run(quick: bool) -> list[str]:
             ("keepstep", lambda: Keepstep(options, "model.py", [])),
             ("torchrun again", lambda: Torchrun(WORLD, "model.py", [])),
         ):
-            runs.setdefault(name, []).append(measure(job(), "model.py"))
+            runs.setdefault(name, []).append(measure(job()))
     summary = {
         name: {
             who: {k: statistics.median(one[who][k] for one in several if who in one) for k in KINDS}

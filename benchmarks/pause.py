@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from benchmarks import report
-from benchmarks.drive import Commit, Keepstep, wall_offset_ns
+from benchmarks.drive import ASK_S, Commit, Keepstep, wall_offset_ns
 
 WORLD = 2
 STEADY_STEPS = 15
@@ -45,7 +45,7 @@ class Fault:
 
     def run(self, chance: random.Random) -> dict[str, Any]:
         job = self.job
-        job.until(job.calm, "a parked spare and steady training")
+        job.until(job.calm, "a parked spare and steady training", every_s=ASK_S)
         self.steady_ns = time.monotonic_ns()
         begin = job.step(self.witness)
         job.until(lambda: job.step(self.witness) >= begin + STEADY_STEPS, "steady steps")
@@ -58,7 +58,7 @@ class Fault:
             done = [one for one in found if one["outcome"] != "OPEN"]
             return done[0] if done else None
 
-        incident = job.until(closed, f"the end of the {self.kind} incident", 240)
+        incident = job.until(closed, f"the end of the {self.kind} incident", 240, ASK_S)
         end = job.step(self.witness)
         job.until(lambda: job.step(self.witness) >= end + AFTER_STEPS, "steps after it")
         return self._measure(incident, at_ns)

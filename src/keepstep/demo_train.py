@@ -117,20 +117,23 @@ def digest(thing: Any) -> str:
 
 
 class Pace:
-    """Until `hurry` exists, a step takes at least `step_s`, and towards the end longer.
+    """Steps take at least `step_s`, ten times that while `slow` exists, no more than they need
+    once `hurry` does.
 
     The demo kills, drains and taints a *running* training. On a fast or a busy machine the few
     steps would be over before a new spare has started, so they wait; waiting changes no number."""
 
-    def __init__(self, hurry: Path, step_s: float, total: int) -> None:
-        self._hurry, self._step_s, self._total = hurry, step_s, total
+    def __init__(self, folder: Path, step_s: float) -> None:
+        self._hurry, self._slow = folder / "hurry", folder / "slow"
+        self._step_s = step_s
         self._last_s = 0.0
 
-    def wait(self, committed: int) -> None:
-        late = committed > 0.75 * self._total
-        end_s = self._last_s + self._step_s * (10 if late else 1)
-        while time.monotonic() < end_s and not self._hurry.exists():
-            time.sleep(0.005)
+    def wait(self) -> None:
+        while not self._hurry.exists():
+            end_s = self._last_s + self._step_s * (10 if self._slow.exists() else 1)
+            if time.monotonic() >= end_s:
+                break
+            time.sleep(0.01)
         self._last_s = time.monotonic()
 
 
@@ -177,11 +180,11 @@ def main() -> None:
         schedule.step()
         optimizer.zero_grad()
 
-    pace = Pace(args.out / "hurry", args.step_s, total)
+    pace = Pace(args.out, args.step_s)
     for epoch in ks.epochs(args.epochs):
         sampler.set_epoch(epoch)
         for inputs, targets in ks.batches(loader):
-            pace.wait(ks.committed_step)
+            pace.wait()
             train_step(inputs, targets)
     dist.barrier()
     write_result(args.out / f"rank-{rank}.json", net, optimizer, schedule, losses)

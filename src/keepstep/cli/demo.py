@@ -42,11 +42,11 @@ T = TypeVar("T")
 RANKS = 4
 SPARE_NODES = 1
 EPOCHS = 4
-STEPS_PER_EPOCH = 50
+STEPS_PER_EPOCH = 40
 KILL_RANK, DRAIN_RANK, TAINT_RANK = 1, 0, 3
-FIRST_FAULT_STEP = 20
-STEPS_BETWEEN = 8  # undisturbed training seen between two faults
-PACE_S = 0.2
+FIRST_FAULT_STEP = 12
+STEPS_BETWEEN = 6  # undisturbed training seen between two faults
+PACE_S = 0.15
 DEADLINE_S = 150.0  # for one condition; far more than any takes
 POLL_S = 0.02
 STOP_S = 6.0
@@ -129,7 +129,6 @@ def disturb(run: Run) -> None:
     os.kill(seat.pid, signal.SIGKILL)
     run.resolved(1)
 
-    run.reach(run.step() + STEPS_BETWEEN)
     run.spare()
     node = run.view().ranks[DRAIN_RANK].node
     say(f"  step {run.step()}: drain {node} (rank {DRAIN_RANK})")
@@ -138,7 +137,6 @@ def disturb(run: Run) -> None:
     say(f"  step {run.step()}: untaint {node}: maintenance is over, its slot gets the next spare")
     run.post("untaint", UntaintRequest(target=node))
 
-    run.reach(run.step() + STEPS_BETWEEN)
     run.spare()
     node = run.view().ranks[TAINT_RANK].node
     say(f"  step {run.step()}: taint {node} (rank {TAINT_RANK})")
@@ -202,9 +200,15 @@ class Run:
         self._wait(lambda: self.step() >= step, f"step {step}")
 
     def spare(self) -> None:
+        """Wait for a parked spare, with training slowed down meanwhile; then let it get back to
+        its pace, so that the pause of the next incident is measured against ordinary steps."""
+        slow = self._out / "slow"
+        slow.touch()
         self._wait(
             lambda: any(one.state == "parked" for one in self.view().spares), "a parked spare"
         )
+        slow.unlink()
+        self.reach(self.step() + STEPS_BETWEEN)
 
     def resolved(self, count: int) -> None:
         """Wait for the end of the `count`-th incident and say how it ended."""

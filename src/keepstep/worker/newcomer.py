@@ -19,6 +19,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from keepstep.errors import KeepstepError
 from keepstep.model import messages as m
 from keepstep.worker import blobs, checkpoint, codec, rng, transfer
@@ -171,6 +173,9 @@ class Newcomer:
         seat = self.seat
         began = time.monotonic_ns()
         try:
+            if copy.checkpoint:
+                tick = checkpoint.tick_of(copy.checkpoint)
+                copy = msgspec.structs.replace(copy, tick=tick)
             kind, side = self._side_state(copy)
             if not self._acceptable(side, copy):
                 return False
