@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from keepstep.worker.position import Level, LoopPos, Tracker
+from keepstep.worker.rng import torch_state
 
 
 class Loop:
@@ -150,11 +151,11 @@ def _generators(loader: Any) -> dict[str, Any] | None:
     """The random state from which an iterator over this loader draws its seeds."""
     if not isinstance(loader, DataLoader):
         return None
-    own = [g.get_state() for g in _own_generators(loader)]
-    return {"cpu": torch.get_rng_state(), "own": own}
+    own = [g.get_state().numpy().tobytes() for g in _own_generators(loader)]
+    return {"cpu": torch.get_rng_state().numpy().tobytes(), "own": own}
 
 
 def _set_generators(loader: Any, states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["cpu"])
+    torch.set_rng_state(torch_state(states["cpu"]))
     for generator, state in zip(_own_generators(loader), states["own"], strict=False):
-        generator.set_state(state)
+        generator.set_state(torch_state(state))

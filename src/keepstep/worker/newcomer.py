@@ -24,7 +24,6 @@ import msgspec
 from keepstep.errors import KeepstepError
 from keepstep.model import messages as m
 from keepstep.worker import blobs, checkpoint, codec, rng, transfer
-from keepstep.worker.position import MISSING
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.seat import Seat
 from keepstep.worker.transaction import Transactions
@@ -247,7 +246,6 @@ class Newcomer:
         seat.version = side["version"]
         seat.page.set("version", seat.version)
         seat.apply_side_state(side)
-        _fill_results(side["position"], seat.replica_results)
         moved_on = (self._position or {}).get("tick") != side["tick"]
         self._position = side
         if seat.tracker.replay is not None or moved_on:
@@ -258,17 +256,3 @@ class Newcomer:
         self.seat.channel.send(
             m.CopyFailed(generation=copy.generation, reason=reason, error=error, source=source)
         )
-
-
-def _fill_results(tree: dict[str, Any], other: dict[str, Any] | None) -> None:
-    """A dead rank's own last result is lost with it: a replica's stands in."""
-    if other is None:
-        return
-    for mine, theirs in zip(tree["log"], other["log"], strict=False):
-        if "scope" in mine:
-            if mine["f"] and theirs.get("f"):
-                _fill_results(mine["f"], theirs["f"])
-        elif not mine["k"] and theirs.get("k") and mine["t"] == theirs["t"]:
-            mine["k"], mine["r"] = True, theirs["r"]
-    if tree["child"] and other["child"]:
-        _fill_results(tree["child"], other["child"])

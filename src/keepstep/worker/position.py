@@ -440,10 +440,12 @@ class Tracker:
             return (self.results.get(site, MISSING),)
         if isinstance(entry, Txn) and entry.site == site:
             replay.advance()
-            self.stack[-1].log.append(Txn(site, step, entry.result))
+            # The dead rank's own last result is lost with it: a replica's stands in.
+            result = self.results.get(site, MISSING) if entry.result is MISSING else entry.result
+            self.stack[-1].log.append(Txn(site, step, result))
             if replay.over():
                 self.replay = None
-            return (entry.result,)
+            return (result,)
         raise self._mismatch(f"{'step' if step else 'section'} {site}", entry)
 
     def _replay_scope(self, kind: str) -> Level | None:

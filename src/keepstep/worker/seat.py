@@ -169,15 +169,11 @@ class Seat:
         self.state = self._new_state()
 
     def _save_results(self) -> dict[str, Any]:
-        """Results of the transactions a newcomer will walk past (this rank's, as a stand-in)."""
-        last = {k: v for k, v in self.tracker.results.items() if _travels(v)}
-        return {"tree": _encodable(self.tracker.root.tree()), "last": last}
+        """The newest result of every step and section, for a newcomer that walks past them."""
+        return {site: r for site, r in self.tracker.results.items() if _travels(r)}
 
-    def _load_results(self, state: dict[str, Any]) -> None:
-        self.replica_results = state["tree"]
-        self.tracker.results = state["last"]
-
-    replica_results: dict[str, Any] | None = None
+    def _load_results(self, results: dict[str, Any]) -> None:
+        self.tracker.results = results
 
     # ------------------------------------------------------------------ buffers
 
