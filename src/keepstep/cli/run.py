@@ -13,6 +13,7 @@ from pathlib import Path
 
 import click
 
+from keepstep import native
 from keepstep.cli.client import AsyncClient
 from keepstep.cli.find import external
 from keepstep.cli.home import home
@@ -110,6 +111,7 @@ def run(
         resume=check_resume(resume),
         inject=injects,
     )
+    native.store_host_path()  # builds once per torch; here, where the user sees why it takes time
     code = asyncio.run(launch(spec, where, orchestrator, Output(quiet=quiet)))
     sys.exit(code)
 

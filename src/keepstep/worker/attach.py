@@ -27,8 +27,8 @@ def _named(things: Any, kind: type, what: str) -> dict[str, Any]:
     for name, thing in named.items():
         if not isinstance(thing, kind):
             raise UsageError(
-                f"attach: {what} {name!r} is a {type(thing).__name__}, not a {kind.__name__}",
-                hint=f"give a {kind.__name__}, or a list or dict of them",
+                f"attach: {what} {name!r} is of type {type(thing).__name__}, not {kind.__name__}",
+                hint=f"give one {kind.__name__}, or a list or dict of them",
             )
     return named
 
