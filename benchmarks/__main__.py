@@ -23,6 +23,10 @@ def main() -> None:
     parser.add_argument("part", nargs="?", choices=[*PARTS, "all"], default="all")
     parser.add_argument("--quick", action="store_true", help="few repetitions, not to be published")
     parser.add_argument("--repeats", type=int, help="pause: incidents of each kind and script")
+    parser.add_argument("--script", choices=["quick", "construction", "both"], default="both",
+                        help="pause: which of the two scripts")  # fmt: skip
+    parser.add_argument("--parallel", type=int, default=1,
+                        help="pause: jobs at a time (four cores for each)")  # fmt: skip
     args = parser.parse_args()
     # As an exception, so that jobs under way are ended with us.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -32,7 +36,11 @@ def main() -> None:
             f"warning: load average {load[0]:.1f}: other work runs here, the figures will show it"
         )
     for part in PARTS if args.part == "all" else [args.part]:
-        options = {"repeats": args.repeats} if part == "pause" else {}
+        options = (
+            {"repeats": args.repeats, "script": args.script, "parallel": args.parallel}
+            if part == "pause"
+            else {}
+        )
         for text in PARTS[part](args.quick, **options):
             print(text + "\n", flush=True)
 

@@ -33,7 +33,8 @@ def classify(error: BaseException) -> Kind:
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, RuntimeError) and _DEVICE.search(text):
         return "device"
-    if isinstance(error, dist.DistError) or (
+    # ConnectionAbortedError is how our own waits end when an Abort comes.
+    if isinstance(error, dist.DistError | ConnectionAbortedError) or (
         isinstance(error, RuntimeError | ConnectionError) and _COMM.search(text)
     ):
         return "comm"

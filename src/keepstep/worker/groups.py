@@ -43,6 +43,7 @@ from keepstep.worker import extension, gloo
 
 FENCE = "keepstep-fence"
 RELEASE_TIMEOUT_S = 10.0
+RENDEZVOUS_TIMEOUT_S = 7 * 86_400.0  # ended by abort() or the end of the store, not by a clock
 
 _ext: Any = None
 _solo = False
@@ -319,7 +320,9 @@ def stage(
 ) -> StagedGroups:
     """Build real backends for all groups of this rank, and a fence. Runs in a builder thread.
 
-    All members do this at the same time; abort(), the end of the store or the timeout end it."""
+    The others may come much later (a newcomer is still building, or there is no spare yet), so
+    waiting for them has no limit; abort() or the end of the store end it. `timeout_s` is for
+    reaching the store and for connecting once all are there."""
     staged = StagedGroups(generation)
     groups = _groups()
     _require_gloo(groups)
@@ -330,6 +333,7 @@ def stage(
     try:
         staged._check()
         client = _client(host, port, timeout)
+        client.set_timeout(timedelta(seconds=RENDEZVOUS_TIMEOUT_S))
         for name, pg in groups:
             store = _C.PrefixStore(f"keepstep/{generation}/{name}", client)
             for kind in _kinds(pg):
@@ -339,6 +343,7 @@ def stage(
             staged._stores[name] = _C.PrefixStore(f"keepstep/{generation}/store/{name}", client)
         store = _C.PrefixStore(f"keepstep/{generation}/{FENCE}", client)
         staged._fence = staged._connect(store, rank, world, timeout)
+        client.set_timeout(timeout)
         staged._check()
         return staged
     except BaseException:

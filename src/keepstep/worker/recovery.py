@@ -14,6 +14,7 @@ generation can touch memory once `groups.go_solo` has returned, so roll-back com
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -21,7 +22,7 @@ import traceback
 from collections.abc import Callable
 from typing import Literal, NoReturn
 
-from keepstep.errors import LocalProtocolError
+from keepstep.errors import KeepstepError, LocalProtocolError
 from keepstep.model import messages as m
 from keepstep.worker import checkpoint, faults, groups
 from keepstep.worker.seat import Seat
@@ -193,7 +194,7 @@ class Recovery:
                 case None:
                     return seat.channel.abort_generation
                 case m.Checkpoint():
-                    checkpoint.write(seat, command)
+                    self._checkpoint(command)
                 case m.Swap():
                     self.swap(command)
                     return None
@@ -203,6 +204,15 @@ class Recovery:
                 case _:
                     self.leave()
 
+    def _checkpoint(self, command: m.Checkpoint) -> None:
+        """The state in memory is worth more than the copy: a full disk must not end its holder."""
+        try:
+            checkpoint.write(self.seat, command)
+        except (OSError, KeepstepError) as error:
+            print(
+                f"keepstep: no checkpoint in {command.path}: {error}", file=sys.stderr, flush=True
+            )
+
     def swap(self, command: m.Swap) -> None:
         seat = self.seat
         began = time.monotonic_ns()
@@ -210,7 +220,7 @@ class Recovery:
             if not groups.solo():
                 groups.go_solo()
                 groups.reset_ddp(rebuilt=seat.version > 0)
-            groups.swap(seat.stager.take(command.generation))
+            self._enter_groups(command.generation)
         seat.alone = command.solo or seat.world == 1
         seat.generation = seat.resumed = command.generation
         seat.page.set("generation", command.generation)
@@ -220,7 +230,23 @@ class Recovery:
         elapsed = time.monotonic_ns() - began
         seat.channel.send(m.Swapped(generation=command.generation, swap_ns=elapsed))
         if not seat.done:
-            seat.republish()
+            with contextlib.suppress(ConnectionAbortedError):  # again after the next swap
+                seat.republish()
+
+    def _enter_groups(self, generation: int) -> None:
+        """An Abort right behind the Swap takes the staged groups away. The generation is committed
+        all the same: stay solo, and report for the newer one before the next transaction."""
+        staged = self.seat.stager.take(generation)
+        if staged is not None:
+            try:
+                groups.swap(staged)
+                return
+            except RuntimeError:
+                if not staged.aborted:
+                    raise
+            staged.discard()
+        if self.seat.channel.abort_generation <= generation:
+            raise LocalProtocolError(f"no groups are staged for generation {generation}")
 
     def leave(self) -> NoReturn:
         if self.seat.done:

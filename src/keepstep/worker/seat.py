@@ -80,10 +80,10 @@ class Stager:
             self._staged = (generation, staged)
         self._channel.send(m.Staged(generation=generation))
 
-    def take(self, generation: int) -> groups.StagedGroups:
+    def take(self, generation: int) -> groups.StagedGroups | None:
         with self._lock:
             if self._staged is None or self._staged[0] != generation:
-                raise UsageError(f"no groups are staged for generation {generation}")
+                return None
             staged, self._staged = self._staged[1], None
             return staged
 

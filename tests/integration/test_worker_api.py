@@ -1,0 +1,220 @@
+"""The worker API in one script (scripts/worker_api.py): plain, protected, and with a kill.
+
+The numbers of every run are one sha256 per rank over parameters, optimizer, scheduler, RNG,
+registered state, and the chain of all its losses and sample ids.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import SCRIPTS, Job, command
+
+SCRIPT = "worker_api.py"
+WORLD = 3
+LOOPS_END, LAST = 13, 20  # steps; see the script
+UNPROTECTED = "keepstep: not started by `keepstep run`, so this training is not protected"
+# The second of several loaders, after a zip that was left by `break`.
+VICTIM, STEP = 1, 4
+RANK_FIELDS = {"rank", "pid", "node", "slot", "generation", "committed_step", "state"}
+INCIDENT_FIELDS = {
+    "id", "trigger", "victims", "phases", "source", "pause_ms", "steps_lost",
+    "steps_recomputed", "outcome", "reason",
+}  # fmt: skip
+
+Ends = dict[int, dict[str, Any]]
+
+
+def ends(output: str) -> Ends:
+    """What each rank said at its end, exactly once."""
+    said = [json.loads(text) for text in re.findall(r"END (\{.*\})$", output, re.MULTILINE)]
+    found = {one["rank"]: one for one in said}
+    assert len(found) == len(said), output
+    return found
+
+
+def digests(found: Ends) -> dict[int, str]:
+    return {rank: one["sha256"] for rank, one in sorted(found.items())}
+
+
+def passed(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Ends:
+    """Under torchrun: the numbers and the environment that everything is held against."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD)]
+    done = passed(command([*launcher, SCRIPT], tmp_path_factory.mktemp("plain"), cwd=SCRIPTS))
+    assert done.stderr.count(UNPROTECTED) == 1  # one line for the job, not one per rank
+    return ends(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, Any, Any]]:
+    """A job whose rank was killed: itself, and status and incidents while it still ran."""
+    base = tmp_path_factory.mktemp("killed")
+    gate = base / "gate"
+    options = ["--nproc-per-node", str(WORLD), "--spares", "1", "--job-id", "killed"]
+    options += ["--inject", f"kill:rank={VICTIM},step={STEP},point=in_backward"]
+    job = Job(base, *options, SCRIPT, "--gate", str(gate), cwd=SCRIPTS)
+    try:
+        job.until(lambda: job.out.count("LOOPS") == WORLD, "all ranks have left the loops")
+
+        def settled() -> Any:
+            (view,) = job.cli_json("status")
+            steps = {one["committed_step"] for one in view["ranks"]}
+            parked = [one["state"] for one in view["spares"]] == ["parked"]
+            return view if steps == {LOOPS_END} and parked else None
+
+        during = job.until(settled, "all ranks reported their steps, and a new spare is parked")
+        incidents = job.cli_json("incidents")
+        gate.touch()
+        job.end(0)
+        yield job, during, incidents
+    finally:
+        gate.touch()
+        job.kill()
+
+
+# --------------------------------------------------------------------------- same numbers
+
+
+def test_plain_python_says_one_line_and_computes_the_same(tmp_path: Path) -> None:
+    without = passed(command([SCRIPT, "--bare"], tmp_path, cwd=SCRIPTS))
+    unprotected = passed(command([SCRIPT], tmp_path, cwd=SCRIPTS))
+    assert unprotected.stderr.splitlines() == [UNPROTECTED]
+    assert "PROTECTED False" in unprotected.stdout
+    assert ends(unprotected.stdout)[0]["newcomer"] is False
+    expected = digests(ends(without.stdout))
+    assert list(expected) == [0] and digests(ends(unprotected.stdout)) == expected
+
+    job = Job(tmp_path / "one", SCRIPT, cwd=SCRIPTS)
+    try:
+        job.end(0)
+        assert "[rank 0] PROTECTED True" in job.out
+        assert digests(ends(job.out)) == expected
+    finally:
+        job.kill()
+
+
+def test_undisturbed_as_a_module_computes_the_same_as_torchrun(tmp_path: Path, plain: Ends) -> None:
+    options = ["--nproc-per-node", str(WORLD), "-m", SCRIPT.removesuffix(".py")]
+    job = Job(tmp_path, *options, cwd=SCRIPTS)
+    try:
+        job.end(0)
+        found = ends(job.out)
+        assert job.out.count("PROTECTED True") == WORLD
+        assert digests(found) == digests(plain)
+        assert {(one["step"], one["newcomer"], one["name"]) for one in found.values()} == {
+            (LAST, False, "__main__")
+        }
+        check_environment(found, plain)
+        assert job.cli_json("incidents") == []
+    finally:
+        job.kill()
+
+
+def check_environment(found: Ends, plain: Ends) -> None:
+    """As under torchrun; only the address of the rendezvous is Keepstep's own."""
+    for rank, one in found.items():
+        mine, theirs = dict(one["env"]), dict(plain[rank]["env"])
+        assert mine.pop("MASTER_ADDR") == "127.0.0.1"
+        assert 0 < int(mine.pop("MASTER_PORT")) < 65536
+        del theirs["MASTER_ADDR"], theirs["MASTER_PORT"]
+        assert mine == theirs
+    assert len({one["env"]["MASTER_PORT"] for one in found.values()}) == 1
+
+
+def test_killed_computes_the_same_as_torchrun(killed: tuple[Job, Any, Any], plain: Ends) -> None:
+    found = ends(killed[0].out)
+    assert digests(found) == digests(plain)
+    assert {one["step"] for one in found.values()} == {LAST}
+    assert {rank: one["newcomer"] for rank, one in found.items()} == {
+        rank: rank == VICTIM for rank in range(WORLD)
+    }
+
+
+def test_environment_of_a_newcomer_is_that_of_its_rank(
+    killed: tuple[Job, Any, Any], plain: Ends
+) -> None:
+    """Except for LOCAL_RANK: that names the place (the device) where it really runs."""
+    found = ends(killed[0].out)
+    mine, theirs = dict(found[VICTIM]["env"]), plain[VICTIM]["env"]
+    assert mine["LOCAL_RANK"] == str(WORLD)  # the slot of the spare
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        assert mine[name] == theirs[name]
+    del found[VICTIM]
+    check_environment(found, plain)
+
+
+# --------------------------------------------------------------------------- what can be seen
+
+
+def test_status_during_the_job(killed: tuple[Job, Any, Any]) -> None:
+    _, view, _ = killed
+    assert (view["job"], view["state"], view["exit_code"]) == ("killed", "running", None)
+    assert (view["world"], view["committed_step"]) == (WORLD, LOOPS_END)
+    assert view["generation"] >= 1
+    assert view["node_loss_protected"] is False and "node" in view["protection"]
+    assert view["injects_fired"] == ["inject-1"]
+    assert [one["rank"] for one in view["ranks"]] == list(range(WORLD))
+    for one in view["ranks"]:
+        assert one.keys() >= RANK_FIELDS
+        assert (one["node"], one["state"]) == ("n0", "running")
+        assert (one["generation"], one["committed_step"]) == (view["generation"], LOOPS_END)
+    (spare,) = view["spares"]
+    assert spare.keys() >= {"pid", "node", "slot", "state"}
+    # The newcomer has the old spare's slot, and the new spare the victim's.
+    slots = [one["slot"] for one in view["ranks"]]
+    assert slots == ["n0/0", "n0/3", "n0/2"] and spare["slot"] == "n0/1"
+    pids = [one["pid"] for one in (*view["ranks"], spare)]
+    assert len(set(pids)) == WORLD + 1 and all(pid > 1 for pid in pids)
+
+
+def test_status_after_the_job(killed: tuple[Job, Any, Any]) -> None:
+    job, during, _ = killed
+    (view,) = job.cli_json("status")
+    assert (view["state"], view["exit_code"]) == ("done", 0)
+    assert view["committed_step"] == LAST
+    for now, then in zip(view["ranks"], during["ranks"], strict=True):
+        assert now.keys() == then.keys()
+        assert (now["state"], now["committed_step"]) == ("done", LAST)
+        same = ("rank", "pid", "node", "slot", "generation")
+        assert [now[name] for name in same] == [then[name] for name in same]
+    (named,) = job.cli_json("status", "--job", "killed")
+    assert named == view
+    text = job.cli("status")
+    assert f"step {LAST}" in text and all(f"rank {rank}" in text for rank in range(WORLD))
+    assert "ok" in job.cli("ledger", "verify")
+
+
+def test_incidents_during_and_after_the_job(killed: tuple[Job, Any, Any]) -> None:
+    job, view, during = killed
+    (incident,) = during
+    assert job.cli_json("incidents") == during
+    assert incident.keys() >= INCIDENT_FIELDS
+    assert incident["id"] == view["last_incident"] and incident["job"] == "killed"
+    assert (incident["trigger"], incident["cause"]) == ("unplanned", "process-exit")
+    assert incident["victims"] == [VICTIM]
+    assert incident["moves"] == [f"rank {VICTIM}: n0/1 -> n0/3"]
+    assert (incident["outcome"], incident["decision"]) == ("RESOLVED", "RETRY")
+    assert (incident["steps_lost"], incident["steps_recomputed"]) == (0, 1)
+    assert incident["generation"] == view["generation"]
+    assert "signal 9" in incident["reason"]
+    assert "side state from own-agent" in incident["source"]
+    names = [phase["phase"] for phase in incident["phases"]]
+    order = ("RESERVE", "HOLD", "COPY", "COMMIT", "REWIRE", "RESUME", "RETIRE")
+    assert set(names) <= set(order) and {"COPY", "REWIRE", "RESUME"} <= set(names)
+    starts = [phase["start_ns"] for phase in incident["phases"]]
+    assert starts == sorted(starts) and starts[0] >= 0
+    assert all(phase["duration_ms"] >= 0 for phase in incident["phases"])
+    assert incident["pause_ms"] > 0
+    assert f"rank {VICTIM}: n0/1 -> n0/3" in job.cli("incidents")
