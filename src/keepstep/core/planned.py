@@ -27,6 +27,7 @@ from keepstep.core.phases import (
     newcomers,
     phase_now,
 )
+from keepstep.core.processes import close_stores
 from keepstep.core.rewire import held_ticks
 from keepstep.core.state import Attempt, Incident, Job, Out
 from keepstep.core.triage import name_ranks
@@ -130,6 +131,7 @@ def release(job: Job, out: Out, attempt: Attempt) -> None:
         out.kill(worker)
     job.released = attempt.generation
     job.attempt = None
+    close_stores(job, out, keep={job.generation})  # frees whoever still waits in its rendezvous
 
 
 def fail_move(job: Job, out: Out, attempt: Attempt, why: str) -> None:

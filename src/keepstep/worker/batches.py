@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from keepstep.worker import rng
 from keepstep.worker.position import Level, LoopPos, Tracker
 from keepstep.worker.rng import torch_state
+
+
+class _Pulled(NamedTuple):
+    batch: Any
+    rng: dict[str, Any] | None  # right after it was fetched by a step: fetching may draw
+    before: Any  # stateful loaders: state before it was fetched
 
 
 class Loop:
@@ -22,8 +29,8 @@ class Loop:
         self.tracker = tracker
         self.level: Level
         self.level, self.pos, self.target = tracker.open_loop()
-        self.pulled: list[Any] = []  # by the transaction in progress
-        self.again: list[Any] = []  # to be served again
+        self.pulled: list[_Pulled] = []  # by the transaction in progress
+        self.again: list[_Pulled] = []  # to be served again
         self.fetched = 0
         self._owed = False  # the target's batch must be handed out (again) before anything else
         if self.target is not None:
@@ -37,23 +44,29 @@ class Loop:
                 return
             iterator = self._open()
             while not self.tracker.over(self.level):
+                self._skip_to_target(iterator)
+                in_txn = self.tracker.in_txn
                 if self.again:
-                    batch = self.again.pop(0)
+                    item = self.again.pop(0)
+                    if in_txn and item.rng is not None:
+                        rng.restore(item.rng)
                 else:
-                    if not self.tracker.in_txn and hasattr(self.loader, "state_dict"):
-                        self.pos.before = self.loader.state_dict()
-                    self._skip_to_target(iterator)
+                    state_of = getattr(self.loader, "state_dict", None)
+                    before = state_of() if state_of is not None else None
                     try:
                         batch = next(iterator)
                     except StopIteration:
                         return
                     self.fetched += 1
-                if self.tracker.in_txn:
-                    self.pulled.append(batch)
+                    item = _Pulled(batch, rng.capture() if in_txn else None, before)
+                    del batch
+                if in_txn:
+                    self.pulled.append(item)
                 else:
                     self._owed = False
+                    self.pos.before = item.before
                 self.tracker.yielded(self.level, self.pos)
-                yield batch
+                yield item.batch
         finally:
             self.tracker.close_loop(self.level, self.pos)
 
@@ -61,8 +74,12 @@ class Loop:
         """A newcomer inside this loop is led on to a later batch."""
         self.target = target
         self._owed = target.outside > self.pos.outside
+        self.again = [item._replace(rng=None) for item in self.again]
 
-    def retry(self) -> None:
+    def retry(self, *, other_rng: bool = False) -> None:
+        """`other_rng`: pulled by a warm-up, whose random numbers are not those of the job."""
+        if other_rng:
+            self.pulled = [item._replace(rng=None) for item in self.pulled]
         self.again = self.pulled + self.again
         self.pos.yields -= len(self.pulled)
         self.pulled = []
@@ -95,11 +112,17 @@ class Loop:
         if target is None:
             return
         goal = target.outside - 1 if self._owed else target.yields
-        while self.fetched < goal:
-            next(iterator, None)
-            self.fetched += 1
-            self.pos.yields = self.fetched
-        if not self._owed and self.fetched >= target.yields:
+        if self.fetched - len(self.again) < goal:
+            state = rng.capture()
+            while self.fetched - len(self.again) < goal:
+                if self.again:
+                    del self.again[0]
+                    continue
+                next(iterator, None)
+                self.fetched += 1
+            self.pos.yields = goal
+            rng.restore(state)
+        if not self._owed and self.fetched - len(self.again) >= target.yields:
             self.target = None
 
 

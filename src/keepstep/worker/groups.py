@@ -148,6 +148,8 @@ def _patch_logger() -> None:
     kinds = dist.ProcessGroup.BackendType
 
     def without_cast(*args: Any, **kw: Any) -> Any:
+        global _ddp
+        _ddp = None  # a model may be wrapped after attach: look again
         if not solo():
             return original(*args, **kw)
         groups = [pg for pg, (backend, _) in c10d._world.pg_map.items() if backend == "gloo"]

@@ -24,6 +24,7 @@ import msgspec
 from keepstep.errors import KeepstepError
 from keepstep.model import messages as m
 from keepstep.worker import blobs, checkpoint, codec, rng, transfer
+from keepstep.worker.objects import Registered
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.seat import Seat
 from keepstep.worker.transaction import Transactions
@@ -43,6 +44,7 @@ class Newcomer:
         self._warm_up_runs = 0
         self._position: dict[str, Any] | None = None  # None: not asked yet
         self._site = ""
+        self._per_rank: list[tuple[Registered, bytes | None]] = []  # as the script built it
 
     # ------------------------------------------------------------------ position
 
@@ -83,6 +85,7 @@ class Newcomer:
         self.arrive()
         seat = self.seat
         natural_rng = rng.capture()
+        self._per_rank = [(o, o.snapshot()) for o in seat.objects.values() if o.per_rank]
         stand_in = None
         if warm_up is not None:
             stand_in = self._warm_up(warm_up, 2 if seat.version > 0 else 1)
@@ -105,7 +108,7 @@ class Newcomer:
         try:
             while self._warm_up_runs < runs:
                 self._warm_up_runs += 1
-                result = function()
+                result = self._warm_up_once(function)
         except KeepstepError:
             raise
         except Exception as error:  # a guard of the user's may dislike unloaded weights
@@ -119,6 +122,19 @@ class Newcomer:
         for parameter in seat.parameters:
             parameter.grad = None
         return result
+
+    def _warm_up_once(self, function: Callable[[], Any]) -> Any:
+        """Batches that the function pulls itself are handed out again."""
+        self.seat.tracker.in_txn = True
+        try:
+            return function()
+        finally:
+            self.seat.tracker.in_txn = False
+            undo_arguments = getattr(function, "undo", None)
+            if undo_arguments is not None:
+                undo_arguments()
+            for loop in self.seat.loops:
+                loop.retry(other_rng=bool(self._position))
 
     def _lead_on(self, final: dict[str, Any]) -> None:
         tracker = self.seat.tracker
@@ -242,6 +258,8 @@ class Newcomer:
         seat.page.set("tick", copy.tick)
         if side is None:
             seat.version = 0
+            for item, snapshot in self._per_rank:
+                item.undo(snapshot)  # what the warm-up did to it
             return
         seat.version = side["version"]
         seat.page.set("version", seat.version)

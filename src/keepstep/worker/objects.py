@@ -83,11 +83,16 @@ class Undo:
         optimizers: list[torch.optim.Optimizer],
         objects: list[Registered],
         buffers: dict[str, torch.Tensor],
+        carrying: bool = False,
     ) -> None:
         self.rng = rng
         self.buffers = buffers
         self._parameters = parameters
         self._had_grad = [p.grad is not None for p in parameters]
+        # Gradients at a boundary are about to be zeroed, unless several steps add them up.
+        self._grads = [
+            p.grad.detach().clone() if carrying and p.grad is not None else None for p in parameters
+        ]
         self._groups = [
             [{k: v for k, v in g.items() if k != "params"} for g in o.param_groups]
             for o in optimizers
@@ -96,11 +101,19 @@ class Undo:
         self._objects = [(o, o.snapshot()) for o in objects]
 
     def undo_gradients_and_objects(self) -> None:
-        for parameter, had in zip(self._parameters, self._had_grad, strict=True):
+        for parameter, had, carried in zip(
+            self._parameters, self._had_grad, self._grads, strict=True
+        ):
             if not had:
                 parameter.grad = None
+            elif carried is not None:
+                parameter.grad = carried.clone()
             elif parameter.grad is not None:
-                parameter.grad.detach_().zero_()
+                if parameter.grad.grad_fn is not None:
+                    parameter.grad.detach_()
+                else:  # DDP's gradient_as_bucket_view: views cannot be detached in place
+                    parameter.grad.requires_grad_(False)
+                parameter.grad.zero_()
         for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
             for group, saved in zip(optimizer.param_groups, groups, strict=True):
                 group.update(saved)

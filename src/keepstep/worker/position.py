@@ -418,11 +418,15 @@ class Tracker:
                 return None
             path.append((level, len(level.log)))
             if inner.kind == "epochs" and inner.epoch != there.epoch:
+                if inner.epoch > there.epoch:
+                    return None  # the job was rolled back behind us: epochs only go forward
                 return [*path, (there, 0)], Seek("epoch", inner)
             if inner.kind == "loops":
                 if len(inner.loops) != len(there.loops):
                     return None
-                pairs = zip(inner.loops, there.loops, strict=True)
+                pairs = list(zip(inner.loops, there.loops, strict=True))
+                if any(x.outside > y.outside or x.yields > y.yields for x, y in pairs):
+                    return None  # likewise: a batch that was handed out cannot be taken back
                 if any(mine.outside != theirs.outside for mine, theirs in pairs):
                     return [*path, (there, 0)], Seek("batch", inner)
             level = there

@@ -28,8 +28,6 @@ from keepstep.worker import checkpoint, faults, groups
 from keepstep.worker.seat import Seat
 from keepstep.worker.transfer import StateServer
 
-ABORT_WAIT_S = 2.0
-
 
 class Retry(BaseException):
     """Unwinds the user's step function after a RETRY decision taken inside its fence.
@@ -111,13 +109,8 @@ class Recovery:
             self.interrupted(None, in_fence=False, roll_back=None)
 
     def hold(self, generation: int) -> None:
-        """Planned: the hold word was in the fence just passed."""
-        if self.seat.channel.hold_generation != generation:
-            # the word came from a peer; our own copy of Hold (or its Release) is on its way
-            self.seat.channel.wait_until(
-                lambda: self.seat.channel.hold_generation >= generation or self.seat.aborted(),
-                ABORT_WAIT_S,
-            )
+        """Planned: the hold word was in the fence just passed. If it came from a peer, our own copy
+        of Hold is on its way, or its Release is here already and ends this at once."""
         newer = self._hold(generation)
         if newer is not None:
             self.interrupted(None, in_fence=False, roll_back=None)

@@ -7,6 +7,7 @@ sockets down and starts the builder thread of `Stager`.
 from __future__ import annotations
 
 import statistics
+import sys
 import threading
 import time
 from collections import deque
@@ -27,6 +28,7 @@ from keepstep.worker.position import Tracker
 from keepstep.worker.state import StateSet
 
 STAGE_TIMEOUT_S = 60.0
+CARRIED_BYTES_MAX = 32 << 20  # of gradients in the side state: it travels in one frame
 
 
 class Line:
@@ -127,6 +129,9 @@ class Seat:
         self.injector = Injector(self.channel.armed, self.channel.send)
         self.buddy_line = blobs.BuddyLine(self.welcome.token)
         self.parameters = self._all_parameters()
+        self.carrying = False  # gradients are added up over several steps: they are state now
+        self._carries_on = False  # ... if the fence passes
+        self._carry_warned = False
         self._versions: dict[str, int] = {}
         self._first: dict[str, torch.Tensor] | None = None
         self.mutable_buffers: set[str] = set()
@@ -206,11 +211,33 @@ class Seat:
 
     # ------------------------------------------------------------------ side state
 
-    def side_state(self, site: str, step: bool) -> bytes:
-        """Version tick+1 of what only this rank has, as it will be if the fence passes."""
+    def _carried(self) -> dict[int, torch.Tensor]:
+        """Gradients that a step without an update leaves for the next one, by parameter."""
+        found = {i: p.grad.detach() for i, p in enumerate(self.parameters) if p.grad is not None}
+        found = {i: g for i, g in found.items() if not g.is_sparse and bool(g.any())}
+        self._carries_on = bool(found)
+        if sum(g.nbytes for g in found.values()) <= CARRIED_BYTES_MAX:
+            return found
+        if not self._carry_warned:
+            self._carry_warned = True
+            print(
+                "keepstep: gradients are added up over several @ks.step calls and are too large to "
+                "be published; a rank that is lost in between cannot be replaced exactly (hint: "
+                "one @ks.step call for all micro-batches of an update)",
+                file=sys.stderr,
+                flush=True,
+            )
+        return {}
+
+    def side_state(self, site: str, step: bool, updating: bool = True) -> bytes:
+        """Version tick+1 of what only this rank has, as it will be if the fence passes.
+        `updating`: an optimizer is about to use up the gradients."""
         self.note_mutations()
+        self._carries_on = False
+        carried = self._carried() if not updating and (step or self.carrying) else {}
         return codec.dumps_inline(
             {
+                "gradients": carried,
                 "tick": self.tick + 1,
                 "version": self.version + step,
                 "rng": rng.capture(),
@@ -251,6 +278,10 @@ class Seat:
     def apply_side_state(self, side: dict[str, Any]) -> None:
         self.state.set_buffers(side["buffers"])
         self.mutable_buffers |= set(side["buffers"])
+        carried = side.get("gradients", {})
+        self.carrying = bool(carried)
+        for index, gradient in carried.items():
+            self.parameters[index].grad = gradient.to(self.parameters[index].device)
         for name, value in side["per_rank"].items():
             if name in self.objects:
                 self.objects[name].load(value)
@@ -272,6 +303,7 @@ class Seat:
         now = time.monotonic_ns()
         self.tick += 1
         self.version += step
+        self.carrying = self._carries_on
         page = self.page
         page.set("tick", self.tick)
         page.set("version", self.version)

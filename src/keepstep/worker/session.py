@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -23,6 +24,46 @@ from keepstep.worker.seat import Line, Seat
 from keepstep.worker.transaction import Transactions
 
 FIRST_FENCE_TIMEOUT_S = 1800.0
+
+
+CONTAINER_ITEMS_MAX = 256
+
+
+class _Call:
+    """The user's function with its arguments. A retry must find the containers among them as they
+    were (`batch.pop("labels")`); tensors are not copied."""
+
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self._function, self._args, self._kwargs = function, args, kwargs
+        self._before: list[tuple[Any, Any]] = []
+
+    def __call__(self) -> Any:
+        self._before = []
+        self._note(self._args, 0)
+        self._note(self._kwargs, 0)
+        return self._function(*self._args, **self._kwargs)
+
+    def _note(self, item: Any, depth: int) -> None:
+        if isinstance(item, UserDict):
+            item = item.data
+        if not isinstance(item, dict | list | tuple):
+            return
+        if depth > 3 or len(item) > CONTAINER_ITEMS_MAX:
+            return
+        if isinstance(item, dict):
+            self._before.append((item, dict(item)))
+        elif isinstance(item, list):
+            self._before.append((item, list(item)))
+        for inner in item.values() if isinstance(item, dict) else item:
+            self._note(inner, depth + 1)
+
+    def undo(self) -> None:
+        for container, before in self._before:
+            if isinstance(container, dict):
+                container.clear()
+                container.update(before)
+            else:
+                container[:] = before
 
 
 class Session(PlainSession):
@@ -61,7 +102,7 @@ class Session(PlainSession):
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return self._run(site, step, lambda: function(*args, **kwargs))
+            return self._run(site, step, _Call(function, args, kwargs))
 
         return wrapper  # type: ignore[return-value]
 

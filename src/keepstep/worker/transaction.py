@@ -40,6 +40,7 @@ class Transactions:
         self._passed = False
         self._in_fence = False
         self._hold = -1
+        self._function: Any = None
         self._attached = {id(o): n for n, o in seat.optimizers.items()}
         self._tokens = [0] * 6
         register_optimizer_step_pre_hook(self._before_update)
@@ -80,7 +81,7 @@ class Transactions:
                 hint="optimizer updates belong into a @ks.step function",
             )
         if not self._fenced:
-            self._fence()
+            self._fence(updating=True)
 
     # ------------------------------------------------------------------ the transaction
 
@@ -89,6 +90,7 @@ class Transactions:
         while True:
             if seat.aborted():
                 self.recovery.interrupted(None, in_fence=False, roll_back=None)
+            self._function = function
             undo = self._begin(site, step)
             problem: BaseException | None = None
             try:
@@ -97,7 +99,7 @@ class Transactions:
                     seat.injector.point(point, seat.version)
                 result = function()
                 if not self._fenced:
-                    self._fence()
+                    self._fence(updating=False)
             except Retry:
                 self._end()
                 continue
@@ -130,6 +132,7 @@ class Transactions:
             list(seat.optimizers.values()),
             list(seat.objects.values()),
             seat.snapshot_buffers(),
+            seat.carrying,
         )
         if seat.injector:
             seat.injector.begin(seat.version, seat.parameters)
@@ -142,13 +145,16 @@ class Transactions:
 
     def _roll_back(self, undo: Undo) -> None:
         seat = self.seat
+        undo_arguments = getattr(self._function, "undo", None)
+        if undo_arguments is not None:
+            undo_arguments()
         undo.undo_gradients_and_objects()
         seat.undo_buffers(undo.buffers)
         for loop in seat.loops:
             loop.retry()
         rng.restore(undo.rng)
 
-    def _fence(self) -> None:
+    def _fence(self, updating: bool) -> None:
         seat = self.seat
         self._fenced = True
         if seat.injector:
@@ -156,7 +162,7 @@ class Transactions:
         try:
             if seat.aborted():
                 raise ConnectionAbortedError("aborted before the fence")
-            seat.publish(seat.tick + 1, seat.side_state(self.running, self._step))
+            seat.publish(seat.tick + 1, seat.side_state(self.running, self._step, updating))
             seat.page.where("fence")
             self._in_fence = True
             self._all_ranks_here()
@@ -171,11 +177,12 @@ class Transactions:
 
     def _all_ranks_here(self) -> None:
         seat = self.seat
-        if seat.alone:
-            return
         held = seat.channel.hold_generation
         # Before the second step DDP has not settled its buckets: no planned boundary there.
         word = held >= 0 and seat.version + self._step >= 2
+        if seat.alone:
+            self._hold = held if word else -1
+            return
         mine = self._tokens
         mine[0], mine[1], mine[2] = 1, seat.tick, seat.generation
         mine[3] = zlib.crc32(self.running.encode())
@@ -183,6 +190,8 @@ class Transactions:
         if seat.injector:
             seat.injector.point("in_fence", seat.version)
         total = groups.fence(mine, FENCE_TIMEOUT_S)
+        if seat.aborted():  # and what was summed up means nothing
+            raise ConnectionAbortedError("aborted in the fence")
         world = seat.world
         if total[:4] != [world, world * mine[1], world * mine[2], world * mine[3]]:
             raise UsageError(
@@ -190,8 +199,6 @@ class Transactions:
                 "in another step or section",
                 hint="all ranks must call the same steps and sections in the same order",
             )
-        if seat.aborted():
-            raise ConnectionAbortedError("aborted in the fence")
         if total[4]:
             self._hold = total[5] // total[4]
 
@@ -222,6 +229,7 @@ class Transactions:
 
     def _end(self) -> None:
         self.running = ""
+        self._function = None
         self._passed = False
         self.seat.tracker.in_txn = False
         self.seat.injector.end()

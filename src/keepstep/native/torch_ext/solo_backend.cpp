@@ -166,7 +166,7 @@ class SoloBackend : public Backend {
     for (size_t i = 0; i < out.size(); ++i) {
       slice(out[i], in[i]);
     }
-    return done(OpType::REDUCE_SCATTER_TENSOR_COALESCED, out);
+    return done(OpType::REDUCE_SCATTER, out);
   }
 
   WorkPtr alltoall_base(
