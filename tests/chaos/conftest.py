@@ -79,7 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def _without_waiting(script_args: tuple[str, ...]) -> tuple[str, ...]:
     """Options that only take time change no number: the plain run goes without them."""
     words = iter(script_args)
-    waiting = ("--step-ms", "--build-s", "--evaluate-s", "--gate")
+    waiting = ("--step-ms", "--build-s", "--evaluate-s", "--gate", "--slow")
     return tuple(w for w in words if not (w in waiting and next(words)))
 
 

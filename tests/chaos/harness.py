@@ -73,8 +73,13 @@ class Job:
         self.out.mkdir(parents=True, exist_ok=True)
         self.world = world
         self.log = (base / "launcher.log").open("w+")
+        # Until `hurry` the job takes its time: whatever is done to it happens while it trains.
+        self.slow = base / "slow"
+        self.slow.touch()
         command = [sys.executable, "-m", "keepstep", "run", *options, str(script)]
         command += ["--out", str(self.out), *(script_args or [])]
+        if script_args and "--slow" in script_args:
+            command[command.index("--slow") + 1] = str(self.slow)
         self.env = environment(self.home)
         self.process = subprocess.Popen(
             command, env=self.env, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True
@@ -191,9 +196,13 @@ class Job:
         os.kill(pid, how)
         return pid
 
+    def hurry(self) -> None:
+        self.slow.unlink(missing_ok=True)
+
     # ------------------------------------------------------------------ ending
 
     def finish(self, code: int = 0, deadline_s: float = DEADLINE_S) -> None:
+        self.hurry()
         end = time.monotonic() + deadline_s
         while self.process.poll() is None:
             self.status()

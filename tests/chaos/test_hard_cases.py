@@ -40,7 +40,7 @@ def test_node_with_rank_0_and_the_store_dies(
 @pytest.mark.cost(25)
 def test_node_killed_from_outside(start: Start, reference: Reference, verdict: Verdict) -> None:
     """Every process of the agent's session at once, as a power cut would."""
-    args = ["--epochs", "3", "--step-ms", "15"]
+    args = ["--epochs", "5", "--steps-per-epoch", "12", "--slow", "yes"]
     job = start(
         "--local-nodes", "3", "--nproc-per-node", "1", "--spare-nodes", "1", script_args=args
     )
@@ -59,7 +59,7 @@ def test_node_killed_from_outside(start: Start, reference: Reference, verdict: V
 
 @pytest.mark.cost(28)
 def test_two_ranks_die_at_once(start: Start, reference: Reference, verdict: Verdict) -> None:
-    args = ["--epochs", "3", "--step-ms", "15"]
+    args = ["--epochs", "5", "--steps-per-epoch", "12", "--slow", "yes"]
     job = start("--nproc-per-node", "3", "--spares", "2", script_args=args)
     job.until_step(4)
     job.spare_parked(2)
@@ -77,7 +77,7 @@ def test_second_death_while_the_first_is_replaced(
     second: str, start: Start, reference: Reference, verdict: Verdict
 ) -> None:
     """`--build-s` keeps the newcomer busy long enough to hit recovery in the middle."""
-    args = ["--epochs", "3", "--step-ms", "15", "--build-s", "2"]
+    args = ["--epochs", "5", "--steps-per-epoch", "12", "--slow", "yes", "--build-s", "2"]
     job = start("--nproc-per-node", "3", "--spares", "3", script_args=args)
     job.until_step(4)
     job.spare_parked(3)
@@ -98,7 +98,7 @@ def test_second_death_while_the_first_is_replaced(
 @pytest.mark.cost(30)
 def test_source_dies_while_copying(start: Start, reference: Reference, verdict: Verdict) -> None:
     """A survivor is killed as soon as it holds and serves state."""
-    args = ["--epochs", "3", "--step-ms", "15", "--build-s", "1.5"]
+    args = ["--epochs", "5", "--steps-per-epoch", "12", "--slow", "yes", "--build-s", "1.5"]
     job = start("--nproc-per-node", "3", "--spares", "3", script_args=args)
     job.until_step(4)
     job.spare_parked(3)
@@ -132,7 +132,7 @@ def test_no_spare_holds_writes_a_checkpoint_and_resumes(
     start: Start, reference: Reference, verdict: Verdict
 ) -> None:
     """No spare and no free slot: the node is gone. Nothing is lost, now or in another job."""
-    args = ["--epochs", "2", "--step-ms", "15"]
+    args = ["--epochs", "2", "--steps-per-epoch", "12", "--slow", "yes"]
     options = ["--local-nodes", "3", "--nproc-per-node", "1"]
     job = start(*options, *inject("kill-node:node=n1,step=7"), script_args=args)
     job.until(lambda s: s["state"] == "held" and s["checkpoint"], "a held job with a checkpoint")
@@ -153,7 +153,7 @@ def test_spare_that_appears_later_continues_a_held_job(
     import subprocess
     import sys
 
-    args = ["--epochs", "2", "--step-ms", "15"]
+    args = ["--epochs", "2", "--steps-per-epoch", "12", "--slow", "yes"]
     job = start(
         "--local-nodes", "3", "--nproc-per-node", "1", *inject("kill-node:node=n2,step=5"),
         script_args=args,
@@ -191,7 +191,7 @@ def test_all_ranks_die_at_once_is_said_and_has_its_own_code(start: Start, verdic
 
 @pytest.mark.cost(22)
 def test_short_stop_is_nothing(start: Start, reference: Reference, verdict: Verdict) -> None:
-    args = ["--epochs", "3", "--step-ms", "15"]
+    args = ["--epochs", "5", "--steps-per-epoch", "12", "--slow", "yes"]
     job = start("--nproc-per-node", "3", "--spares", "1", "--stall-timeout", "8", script_args=args)
     job.until_step(4)
     pid = job.kill_rank(1, signal.SIGSTOP)
@@ -205,7 +205,7 @@ def test_short_stop_is_nothing(start: Start, reference: Reference, verdict: Verd
 def test_long_stop_is_a_hang_and_the_rank_is_fenced(
     start: Start, reference: Reference, verdict: Verdict
 ) -> None:
-    args = ["--epochs", "3", "--step-ms", "15"]
+    args = ["--epochs", "5", "--steps-per-epoch", "12", "--slow", "yes"]
     job = start("--nproc-per-node", "3", "--spares", "1", "--stall-timeout", "4", script_args=args)
     job.until_step(4)
     job.spare_parked()
@@ -317,7 +317,7 @@ def test_orchestrator_killed_and_restarted_is_not_noticed(
     import subprocess
     import sys
 
-    args = ["--epochs", "6", "--step-ms", "30"]
+    args = ["--epochs", "8", "--steps-per-epoch", "12", "--slow", "yes"]
     home = tmp_path / "home"
     home.mkdir()
     env = {**os.environ, "KEEPSTEP_HOME": str(home)}

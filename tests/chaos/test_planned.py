@@ -14,7 +14,7 @@ from harness import Job, wait_for
 Start = Callable[..., Job]
 Reference = Callable[..., list[dict[str, Any]]]
 
-ARGS = ["--epochs", "10", "--steps-per-epoch", "25", "--evaluate-every", "10", "--step-ms", "40"]
+ARGS = ["--epochs", "8", "--steps-per-epoch", "25", "--evaluate-every", "10", "--slow", "yes"]
 
 
 def resolved(job: Job, count: int) -> None:
@@ -46,6 +46,7 @@ def test_migrate_drain_and_taint_in_one_job(
     job.spare_parked()
     node = job.rank(2)["node"]
     job.post("taint", {"target": node, "reason": "ECC errors are rising"}).raise_for_status()
+    resolved(job, 3)
     job.finish()
     seen = verdict.identical(job, reference(3, *ARGS), faults=3, incidents=3)
     assert [i["trigger"] for i in seen] == ["planned", "planned", "pre-emptive"]
@@ -63,6 +64,7 @@ def test_drain_of_a_node_with_two_ranks(
     job.until_step(3)
     job.spare_parked(2)
     assert job.cli("drain", "n0").returncode == 0
+    resolved(job, 1)
     job.finish()
     seen = verdict.identical(job, reference(4, *ARGS), faults=1, incidents=1)
     assert seen[0]["victims"] == [0, 1]
@@ -87,6 +89,7 @@ def test_signal_by_rest_moves_the_rank(
         "reason": "row remap",
     }
     assert client.post("/v1/signals", json=body).status_code in (200, 202)
+    resolved(job, 1)
     job.finish()
     seen = verdict.identical(job, reference(3, *ARGS), faults=1, incidents=1)
     assert (seen[0]["trigger"], seen[0]["outcome"]) == ("pre-emptive", "RESOLVED")
@@ -109,6 +112,7 @@ def test_death_while_a_move_is_prepared(
         os.kill(assigned[0]["pid"], signal.SIGKILL)
     else:
         job.kill_rank(1 if victim == "leaver" else 0)
+    resolved(job, 1 if victim == "newcomer" else 2)
     job.finish()
     seen = verdict.identical(job, reference(3, *args), faults=2)
     assert all(i["outcome"] == "RESOLVED" for i in seen), seen
@@ -119,10 +123,11 @@ def test_move_across_an_epoch_is_tried_again(
     start: Start, reference: Reference, verdict: Verdict
 ) -> None:
     """Epochs of a few steps: the newcomer's provisional position is often another epoch's."""
-    args = ["--epochs", "40", "--steps-per-epoch", "2", "--step-ms", "40"]
+    args = ["--epochs", "60", "--steps-per-epoch", "2", "--slow", "yes"]
     job = start("--nproc-per-node", "3", "--spares", "1", script_args=args)
     job.until_step(5)
     job.spare_parked()
     assert job.cli("migrate", "--rank", "2").returncode == 0
+    resolved(job, 1)
     job.finish()
     verdict.identical(job, reference(3, *args), faults=1, incidents=1)

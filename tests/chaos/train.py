@@ -42,6 +42,7 @@ parser.add_argument("--busy-loop", default="", help="RANK:STEP, in the first pro
 parser.add_argument("--build-s", type=float, default=0.0)
 parser.add_argument("--stateful", action="store_true", help="an iterable loader with state_dict")
 parser.add_argument("--gate", default="", help="wait for this file before the last barrier")
+parser.add_argument("--slow", default="", help="steps take 0.2 s while this file exists")
 args = parser.parse_args()
 
 BATCH, MICRO, WIDTH = 4, 2, 24
@@ -205,6 +206,8 @@ for epoch in ks.epochs(args.epochs):
     sampler.set_epoch(epoch)
     for batch in ks.batches(loader):
         random.random()  # drawn between steps: must be replayed too
+        if args.slow and Path(args.slow).exists():
+            time.sleep(0.2)
         train_step(*batch)
         if ks.committed_step % args.evaluate_every == 0:
             evaluations.append(evaluate())

@@ -28,6 +28,8 @@ from jobs import SCRIPTS, Job, command
 
 from keepstep.adapters.store.sqlite import SqliteLedger
 from keepstep.cli.main import invoke
+from keepstep.cli.run import check_resume
+from keepstep.errors import UsageError
 from keepstep.model import messages as m
 from keepstep.model.records import Tainted
 from keepstep.model.wire import FRAME_BYTES_MAX, HEADER, frame
@@ -88,15 +90,12 @@ HOLE = "not noticed: the collective is not started through a wrapped function of
         ("forward after update", ["forward", AFTER_UPDATE], "@ks.section, or split"),
         pytest.param(
             "forward of the wrapper after update", [AFTER_UPDATE], "@ks.section, or split",
-            marks=pytest.mark.xfail(strict=True, reason=HOLE),
         ),
         pytest.param(
             "backward after update", [AFTER_UPDATE], "@ks.section, or split",
-            marks=pytest.mark.xfail(strict=True, reason=HOLE),
         ),
         pytest.param(
             "point to point after update", [AFTER_UPDATE], "@ks.section, or split",
-            marks=pytest.mark.xfail(strict=True, reason=HOLE),
         ),
     ],
 )  # fmt: skip
@@ -130,7 +129,6 @@ def test_mistake_that_is_not_caught_ends_the_job_with_it(mistaken: Job) -> None:
     assert view["committed_step"] >= 3
 
 
-@pytest.mark.xfail(strict=True, reason="the reason is the error's last line, which is its hint")
 def test_reason_names_the_error_and_not_its_hint(mistaken: Job) -> None:
     (view,) = mistaken.cli_json("status")
     assert "UsageError: collective all_reduce" in view["reason"]
@@ -169,7 +167,6 @@ print("attached")
 """
 
 
-@pytest.mark.xfail(strict=True, reason="attach remembers its session before registering objects")
 def test_refused_attach_changes_nothing(tmp_path: Path) -> None:
     done = command(["-c", REFUSED_ATTACH], tmp_path)
     assert "refused: cannot register 'scheduler'" in done.stdout and "hint: " in done.stdout
@@ -307,8 +304,8 @@ def wrong_tokens(entry: registry.Entry) -> None:
         blobs=m.Address("127.0.0.1", 1),
         slots=1,
     )
-    answer = talk(entry.stream.host, entry.stream.port, frame(hello))
-    said = msgspec.msgpack.decode(answer[HEADER.size :], type=m.Refused)
+    heard = talk(entry.stream.host, entry.stream.port, frame(hello))
+    said = msgspec.msgpack.decode(heard[HEADER.size :], type=m.Refused)
     assert said.error == "wrong token" and said.hint
 
 
@@ -367,6 +364,12 @@ def test_state_directory_not_writable(
     check_words(capsys.readouterr().err, str(home), "not writable")
 
 
+def test_resume_from_a_directory_that_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(UsageError, match="checkpoint"):
+        check_resume(str(tmp_path))
+
+
 # --------------------------------------------------------------------------- corrupted ledgers
 
 
@@ -404,7 +407,6 @@ def test_verify_names_the_tampered_record(
     assert lines[str(path)].startswith("BROKEN: ") and "record 3" in lines[str(path)]
 
 
-@pytest.mark.xfail(strict=True, reason="exit code 3, and the other ledgers are not shown")
 def test_verify_of_garbage_beside_a_good_ledger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -446,7 +448,6 @@ def test_status_beside_a_garbage_ledger(
         "garbage",
         pytest.param(
             "tampered",
-            marks=pytest.mark.xfail(strict=True, reason="the chain is not checked at start"),
         ),
     ],
 )

@@ -269,10 +269,7 @@ class Rank:
     "steps",
     [
         *(1, 2, 3),
-        *(
-            pytest.param(n, marks=pytest.mark.xfail(strict=True, reason="newcomer gets c0 again"))
-            for n in (4, 5, 6)
-        ),
+        *(4, 5, 6),
     ],
 )
 def test_newcomer_walks_past_a_zip_that_is_over(steps: int) -> None:

@@ -19,7 +19,7 @@ from keepstep.cli import find, history, show
 from keepstep.cli.client import Client
 from keepstep.cli.home import home
 from keepstep.cli.layout import check_inject
-from keepstep.errors import UsageError
+from keepstep.errors import PermanentError, UsageError
 from keepstep.model.job import POINTS, InjectSpec
 from keepstep.model.views import IncidentView, JobView
 from keepstep.orchestrator.api import spare_lines
@@ -195,13 +195,28 @@ def ledger() -> None:
     """Look after ledgers."""
 
 
+def _verified(path: Path) -> sqlite.VerifyResult:
+    """A file that is no ledger at all is as broken as a tampered one."""
+    try:
+        return sqlite.verify(path)
+    except PermanentError as error:
+        return sqlite.VerifyResult(
+            path=str(path),
+            ok=False,
+            records=0,
+            broken_seq=None,
+            problem=error.message,
+            last_hash="",
+        )
+
+
 @ledger.command("verify")
 @click.argument("path", required=False, type=click.Path(path_type=Path))
 @json_option
 def ledger_verify(path: Path | None, as_json: bool) -> None:
     """Check the hash chain of the ledger at PATH, or of all ledgers in KEEPSTEP_HOME."""
     paths = [path] if path is not None else history.ledgers(home())
-    results = [sqlite.verify(one) for one in paths]
+    results = [_verified(one) for one in paths]
     if as_json:
         show.print_json(results)
     else:

@@ -183,6 +183,11 @@ def check_resume(resume: str | None) -> str:
             f"--resume {resume}: no such directory",
             hint="name the checkpoint-<tick> directory that the held job reported",
         )
+    if not (path / "manifest.json").is_file():
+        raise UsageError(
+            f"--resume {resume}: this is no complete checkpoint (it has no manifest.json)",
+            hint="name the checkpoint-<tick> directory that the held job reported",
+        )
     return str(path)
 
 

@@ -23,7 +23,7 @@ from keepstep.core.phases import (
 )
 from keepstep.core.processes import NOWHERE, close_stores, give_buddy, may_get_spare
 from keepstep.core.state import Attempt, Incident, Job, Kind, Out, Worker
-from keepstep.core.triage import judge_reports, name_ranks
+from keepstep.core.triage import headline, judge_reports, name_ranks
 from keepstep.model.messages import (
     Abort,
     Address,
@@ -242,7 +242,7 @@ def blame_script(job: Job, out: Out, dead: list[int]) -> bool:
     raised = [job.workers[job.owners[rank]].raised for rank in dead]
     if not raised or not all(raised):
         return False
-    last = (raised[0].strip().splitlines() or ["an exception"])[-1]
+    last = headline(raised[0])
     job.traceback = raised[0]
     reason = f"rank {dead[0]} raised {last} and ended; nothing else failed before it"
     end_job(job, out, "failed", EXIT_USER, reason)

@@ -21,6 +21,7 @@ from keepstep.core.migration import EXIT_GAVE_UP, EXIT_USER, start_attempt
 from keepstep.core.processes import close_stores, start_worker
 from keepstep.core.state import SECOND, Job, Out, Worker
 from keepstep.core.timers import JOIN_SPARES_NS
+from keepstep.core.triage import headline
 from keepstep.model.messages import Failure, OpenStore, StoreOpened
 from keepstep.model.records import JobStarted, StartBegun
 
@@ -177,7 +178,7 @@ def rank_failed(job: Job, out: Out, worker: Worker, message: Failure) -> None:
         job.causes[worker.rank] = ("device-error", f"rank {worker.rank}: device error")
         out.kill(worker)
         return
-    last = (message.error.strip().splitlines() or ["an exception"])[-1]
+    last = headline(message.error)
     _fault(job, out, message.error_kind, f"rank {worker.rank} raised {last}", message.error)
 
 

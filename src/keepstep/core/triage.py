@@ -44,11 +44,11 @@ def judge_reports(
     user = [(rank, report) for rank, report in reports if report.error_kind == "user"]
     if user and not victims:
         rank, report = user[0]
-        last = report.error.strip().splitlines()[-1:] or ["(no message)"]
         return Verdict(
             what="user",
             traceback=report.error,
-            reason=f"rank {rank} raised {last[0]}; no rank died and no device failed before it",
+            reason=f"rank {rank} raised {headline(report.error)}; "
+            "no rank died and no device failed before it",
         )
     return _decide_tick(reports, sticky_tick)
 
@@ -107,6 +107,12 @@ def hang_culprits(
     if len(busy) == 1:
         return busy, f"rank {busy[0]} is the only one that computes while the others wait"
     return (), "all ranks stand still at the same place: no culprit can be told"
+
+
+def headline(error: str) -> str:
+    """The line of a traceback that says what it is: the last one that is no hint."""
+    lines = [line for line in error.strip().splitlines() if not line.startswith("hint:")]
+    return lines[-1] if lines else "an exception"
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

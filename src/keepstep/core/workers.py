@@ -19,6 +19,7 @@ from keepstep.core.migration import (
 from keepstep.core.planned import fail_move
 from keepstep.core.processes import inject_fired, replace_buddy, signal_now
 from keepstep.core.state import Attempt, Job, Out, Worker
+from keepstep.core.triage import headline
 from keepstep.model.messages import (
     Arrived,
     Attached,
@@ -73,7 +74,7 @@ def _newcomer_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> N
             worker.arrived, worker.ready = True, said
             timeline.ready(said)
     elif isinstance(said, Failure):
-        last = (said.error.strip().splitlines() or ["an exception"])[-1]
+        last = headline(said.error)
         newcomer_failed(job, out, worker, f"{worker.id} raised {last} while joining")
     elif isinstance(said, Staged | StageFailed):
         _staged(job, out, attempt, worker, said)
@@ -154,7 +155,7 @@ def _failure(job: Job, out: Out, worker: Worker, said: Failure) -> None:
         return
     if said.generation < job.generation:
         return
-    last = (said.error.strip().splitlines() or ["an exception"])[-1]
+    last = headline(said.error)
     why = f"rank {worker.rank} raised {last}"
     if said.error_kind == "device":
         job.causes[worker.rank] = ("device-error", why)

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import uvicorn
 
-from keepstep.adapters.store.sqlite import SqliteLedger
+from keepstep.adapters.store.sqlite import SqliteLedger, verify
 from keepstep.core.orchestrator import Core
-from keepstep.errors import UsageError
+from keepstep.errors import PermanentError, UsageError
 from keepstep.model.messages import PROTOCOL, Address
 from keepstep.model.views import JobView
 from keepstep.orchestrator import api, registry
@@ -45,6 +45,16 @@ class _Web(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def check_chain(path: Path) -> None:
+    """Decisions are replayed from the ledger: one that was altered is not obeyed."""
+    result = verify(path)
+    if not result.ok:
+        raise PermanentError(
+            f"the ledger {path} is broken at record {result.broken_seq}: {result.problem}",
+            hint="it is evidence, so it was not touched; move it away, or use another --id",
+        )
 
 
 class Orchestrator:
@@ -90,6 +100,7 @@ class Orchestrator:
         ledger = SqliteLedger(registry.ledger_path(home, id))
         opened: list[socket.socket] = []
         try:
+            check_chain(registry.ledger_path(home, id))
             before = registry.read(home, id)
             if before is not None:
                 port = port or int(before.url.rpartition(":")[2])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from keepstep.errors import UsageError
+from keepstep.worker.objects import registered
 from keepstep.worker.plain import PlainSession
 
 _session: PlainSession | None = None
@@ -58,17 +59,20 @@ def attach(
         several = scheduler if isinstance(scheduler, list | tuple) else [scheduler]
         for index, item in enumerate(several):
             objects[f"scheduler{index if index else ''}"] = item
+    objects = {name: item for name, item in objects.items() if item is not None}
+    for name, item in objects.items():
+        registered(name, item, None, per_rank=False)  # refuse before anything is changed
     if line is None:
-        _session = _attach_plain()
+        session = _attach_plain()
     else:
         from keepstep.worker.session import attach_rank
 
-        _session = attach_rank(line, models, optimizers)
+        session = attach_rank(line, models, optimizers)
+    _session = session
     for name, item in objects.items():
-        if item is not None:
-            _session.register(name, item)
-    _session.begin()
-    return _session
+        session.register(name, item)
+    session.begin()
+    return session
 
 
 def _attach_plain() -> PlainSession:

@@ -37,6 +37,8 @@ _OUTPUTS: dict[str, tuple[int, str] | None] = {
     "barrier": None,
     "broadcast": (0, "tensor"),
     "gather": (1, "gather_list"),
+    "irecv": None,
+    "isend": None,
     "monitored_barrier": None,
     "recv": (0, "tensor"),
     "reduce": (0, "tensor"),
@@ -92,7 +94,7 @@ class Recorder:
         self, name: str, function: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         result = function(*args, **kwargs)
-        if name in ("send", "barrier", "monitored_barrier"):
+        if _OUTPUTS[name] is None:  # nothing to record, or not there yet
             return result
         if result is not None and hasattr(result, "wait"):
             result.wait()

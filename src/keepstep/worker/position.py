@@ -86,9 +86,11 @@ class Scope:
 
     kind: str
     frozen: Level | None = None
+    width: int = 1  # loops side by side: zip(ks.batches(a), ks.batches(b))
 
     def tree(self) -> Tree:
-        return {"scope": self.kind, "f": self.frozen.tree() if self.frozen else None}
+        frozen = self.frozen.tree() if self.frozen else None
+        return {"scope": self.kind, "f": frozen, "w": self.width}
 
 
 @dataclass
@@ -122,7 +124,8 @@ class Level:
 def level_from(tree: Tree) -> Level:
     def entry_from(item: Tree) -> Txn | Scope:
         if "scope" in item:
-            return Scope(item["scope"], level_from(item["f"]) if item["f"] else None)
+            frozen = level_from(item["f"]) if item["f"] else None
+            return Scope(item["scope"], frozen, item["w"])
         return Txn(item["t"], item["s"], item["r"] if item["k"] else MISSING)
 
     return Level(
@@ -199,6 +202,7 @@ class Tracker:
         self.replay: Replay | None = None
         self.in_txn = False
         self.results: dict[str, Any] = {}  # newest of every step and section, by site
+        self._siblings_to_skip = 0
         self._frozen: Scope | None = None
 
     # ------------------------------------------------------------------ transactions
@@ -285,6 +289,10 @@ class Tracker:
         re-entered, the position to walk to. A loop to be skipped is marked closed."""
         loop = LoopPos()
         top = self.stack[-1]
+        if self._siblings_to_skip:
+            self._siblings_to_skip -= 1
+            loop.closed = True
+            return Level("loops", loops=[loop]), loop, None
         if self.replay is not None and self.replay.seek is not None:
             loop.closed = True  # a loop on the way to somewhere later: nothing is left of it
             return Level("loops", loops=[loop]), loop, None
@@ -357,7 +365,7 @@ class Tracker:
         self.stack.pop()
         parent = self.stack[-1]
         parent.child = None
-        scope = Scope(level.kind)
+        scope = Scope(level.kind, width=max(len(level.loops), 1))
         if level.steps():
             if self._frozen is not None:
                 self._frozen.frozen = None
@@ -459,7 +467,8 @@ class Tracker:
         if isinstance(entry, Scope) and entry.kind == kind:
             if entry.frozen is None:
                 replay.advance()
-                self.stack[-1].log.append(Scope(kind))
+                self.stack[-1].log.append(Scope(kind, width=entry.width))
+                self._siblings_to_skip = entry.width - 1
                 return None
             replay.path.append((entry.frozen, 0))
             return entry.frozen

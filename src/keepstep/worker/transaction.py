@@ -45,14 +45,27 @@ class Transactions:
         self._tokens = [0] * 6
         register_optimizer_step_pre_hook(self._before_update)
         for model in seat.models.values():
-            model.register_forward_pre_hook(self._before_forward)
+            model.register_forward_pre_hook(lambda *_: seat.page.mark())
+        self._watch_ddp()
 
     # ------------------------------------------------------------------ rules inside a step
 
-    def _before_forward(self, model: torch.nn.Module, _: Any) -> None:
-        self.seat.page.mark()
-        if self._passed and isinstance(model, torch.nn.parallel.DistributedDataParallel):
+    def _watch_ddp(self) -> None:
+        """DDP's collectives start in C++: its forward and any backward are where to see them."""
+        ddp: Any = torch.nn.parallel.DistributedDataParallel
+        autograd: Any = torch.autograd
+        forward, backward = ddp._pre_forward, autograd.backward
+
+        def watched_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             self.refuse_collective("forward of a DistributedDataParallel model")
+            return forward(module, *args, **kwargs)
+
+        def watched_backward(*args: Any, **kwargs: Any) -> Any:
+            if self._passed and groups.ddp_modules():
+                self.refuse_collective("backward through a DistributedDataParallel model")
+            return backward(*args, **kwargs)
+
+        ddp._pre_forward, autograd.backward = watched_forward, watched_backward
 
     def refuse_collective(self, what: str) -> None:
         if self._passed and not self.warming:
