@@ -27,6 +27,7 @@ def main() -> None:
                         help="pause: which of the two scripts")  # fmt: skip
     parser.add_argument("--parallel", type=int, default=1,
                         help="pause: jobs at a time (four cores for each)")  # fmt: skip
+    parser.add_argument("--rounds", type=int, help="the other parts: rounds of measurement")
     args = parser.parse_args()
     # As an exception, so that jobs under way are ended with us.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -39,7 +40,7 @@ def main() -> None:
         options = (
             {"repeats": args.repeats, "script": args.script, "parallel": args.parallel}
             if part == "pause"
-            else {}
+            else {"rounds": args.rounds}
         )
         for text in PARTS[part](args.quick, **options):
             print(text + "\n", flush=True)

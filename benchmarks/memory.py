@@ -70,9 +70,9 @@ def measure(job: Launched) -> dict[str, dict[str, float]]:
     return result
 
 
-def run(quick: bool) -> list[str]:
+def run(quick: bool, rounds: int | None = None) -> list[str]:
     provenance = report.Provenance()
-    rounds = 1 if quick else 5
+    rounds = rounds or (1 if quick else 5)
     options = ["--nproc-per-node", str(WORLD), "--spares", "1", "--quiet"]
     runs: dict[str, list[dict[str, dict[str, float]]]] = {}
     for number in range(rounds):

@@ -89,9 +89,7 @@ class Provenance:
 
     def close(self) -> dict[str, Any]:
         memory = psutil.virtual_memory()
-        versions = {
-            name: metadata.version(name) for name in ("keepstep", "torch", "numpy", "msgspec")
-        }
+        versions = {name: metadata.version(name) for name in ("torch", "numpy", "msgspec")}
         return {
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.began)),
             "duration_s": round(time.time() - self.began, 1),

@@ -87,12 +87,12 @@ def repeated(job: Launched) -> int:
     return len(steps) - len(set(steps))
 
 
-def run(quick: bool) -> list[str]:
+def run(quick: bool, rounds: int | None = None) -> list[str]:
     provenance = report.Provenance()
     kills = 2 if quick else 5
     schedule = [CHECKPOINT_EVERY * (2 * k + 1) + CHECKPOINT_EVERY // 2 for k in range(kills)]
     steps = schedule[-1] + CHECKPOINT_EVERY
-    rounds = 1 if quick else 3
+    rounds = rounds or (1 if quick else 3)
     runs: dict[str, list[dict[str, Any]]] = {}
     for number in range(rounds):
         for name, kind, when in (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from collections.abc import Callable
 
 import msgspec
 
@@ -43,7 +44,14 @@ class BuddyLine:
         self._connection: socket.socket | None = None
         self._lock = threading.Lock()
 
-    def put(self, address: m.Address, rank: int, tick: int, data: bytes) -> None:
+    def put(
+        self,
+        address: m.Address,
+        rank: int,
+        tick: int,
+        data: bytes,
+        interrupted: Callable[[], bool],
+    ) -> None:
         """Returns when the buddy has it; raises OSError when it cannot be had."""
         if address != self._address:
             self.close()
@@ -53,6 +61,8 @@ class BuddyLine:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._connection, self._address = connection, address
+            if interrupted():  # it may have come before there was anything to interrupt
+                raise ConnectionAbortedError("publishing was aborted")
         try:
             request = m.BlobPut(token=self._token, rank=rank, tick=tick, data=data)
             reply = _ask(self._connection, request)

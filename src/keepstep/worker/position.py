@@ -213,6 +213,11 @@ class Tracker:
             return self._replay_txn(site, step)
         if step:
             self._truncate(site)
+        if len(self.stack[-1].log) >= LOG_ENTRIES_MAX:
+            raise UsageError(
+                f"more than {LOG_ENTRIES_MAX} transactions inside one batch or epoch at {site}",
+                hint="iterate with ks.batches or ks.epochs so that positions stay small",
+            )
         return MISSING
 
     def _truncate(self, site: str) -> None:
@@ -242,13 +247,7 @@ class Tracker:
                 frozen.frozen = self_frozen
 
     def commit(self, site: str, step: bool, result: Any) -> None:
-        level = self.stack[-1]
-        if len(level.log) >= LOG_ENTRIES_MAX:
-            raise UsageError(
-                f"more than {LOG_ENTRIES_MAX} transactions inside one batch or epoch at {site}",
-                hint="iterate with ks.batches or ks.epochs so that positions stay small",
-            )
-        level.log.append(Txn(site, step, result))
+        self.stack[-1].log.append(Txn(site, step, result))
         self.results[site] = result
         if step and self._frozen is not None:
             self._frozen.frozen = None

@@ -257,7 +257,7 @@ class Seat:
             if self.aborted():
                 raise ConnectionAbortedError("publishing was aborted")
             try:
-                self.buddy_line.put(address, self.rank, tick, data)
+                self.buddy_line.put(address, self.rank, tick, data, self.aborted)
                 return
             except OSError as error:
                 if self.aborted():

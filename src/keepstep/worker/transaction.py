@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from keepstep.errors import KeepstepError, UsageError
+from keepstep.errors import KeepstepError, LocalProtocolError, UsageError
 from keepstep.worker import groups, rng
 from keepstep.worker.objects import Undo
 from keepstep.worker.recovery import Recovery, Retry
@@ -213,7 +213,10 @@ class Transactions:
                 hint="all ranks must call the same steps and sections in the same order",
             )
         if total[4]:
-            self._hold = total[5] // total[4]
+            # At most one planned move runs at a time, and every rank that raises the word names it.
+            self._hold, rest = divmod(total[5], total[4])
+            if rest:
+                raise LocalProtocolError(f"ranks hold for different generations: {total}")
 
     def _fence_failed(self, error: BaseException) -> None:
         in_fence, undo = self._in_fence, self._undo
