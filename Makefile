@@ -6,15 +6,18 @@ BIN := $(VENV)/bin
 # Pinned and installed first: any other spelling may pull gigabytes of accelerator libraries.
 TORCH_SPEC ?= torch==2.13.0
 export OMP_NUM_THREADS ?= 1
+# What a bare Debian lacks is installed once; without root this fails and names the package.
+APT := DEBIAN_FRONTEND=noninteractive sh -c 'apt-get update -qq && apt-get install -y -qq "$$0"'
 
 .PHONY: setup demo test test-all lint unit chaos bench clean
 
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml src/keepstep/native/torch_ext/*.cpp
-	@command -v g++ >/dev/null || (apt-get update -qq && apt-get install -y -qq g++)
-	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
-	  (apt-get update -qq && apt-get install -y -qq python3-venv)
+	@command -v g++ >/dev/null || $(APT) g++
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || $(APT) python3-venv
+	@$(PYTHON) -c 'import os, sysconfig as s; os.stat(s.get_paths()["include"] + "/Python.h")' \
+	  2>/dev/null || $(APT) python3-dev
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check numpy "$(TORCH_SPEC)"
 	$(BIN)/pip install -q --disable-pip-version-check -e ".[dev]"
