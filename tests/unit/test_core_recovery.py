@@ -106,6 +106,19 @@ def test_a_second_death_in_front_of_any_answer_widens_the_incident(
     assert len(set(decided)) == len(decided), "one decision per attempt"
 
 
+def test_a_widened_incident_tells_each_death_once() -> None:
+    world = trained(spares=2, nodes="n0:3 n1:3 n2:3")
+    first = world.kill(1)
+    assert world.before(m.Ready)
+    second = world.kill(2)
+    world.run()
+    world.assert_training()
+    assert world.last.reason == (
+        f"rank 1 ({first.id}) ended with signal 9; then rank 2 ({second.id}) ended with signal 9; "
+        "2 ranks moved, no step lost"
+    )
+
+
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_a_node_lost_in_front_of_any_answer_is_survived(answer: type[m.Message]) -> None:
     world = trained(spares=2, nodes="n0:2 n1:2 n2:4")
@@ -204,6 +217,52 @@ def test_no_slot_left_holds_writes_a_checkpoint_and_goes_on_when_a_node_joins() 
     world.assert_training()
     assert {worker.tick for worker in world.owners()} == {5}
     assert len(world.told(m.Checkpoint)) == 2, "written once"
+
+
+def test_a_checkpoint_that_can_not_be_written_is_said_tried_again_and_the_job_holds() -> None:
+    world = trained(nodes="n0:2 n1:2", spares=0)
+    full = True
+
+    def refuse(worker: object, said: m.Message) -> m.Message | None:
+        if isinstance(said, m.Checkpoint) and said.lead and full:
+            return m.CheckpointFailed(
+                generation=said.generation, path=said.path, error="No space left on device"
+            )
+        return None
+
+    world.refuse = refuse
+    world.kill_node("n1")
+    world.run(500)
+    said = "rank 0 could not write its part of /jobs/j/checkpoint-5: No space left on device"
+    assert world.view.state == "held" and not world.view.checkpoint
+    assert said in world.view.reason and said in world.last.reason
+    assert [note.text for note in world.view.notes] == [said], "said once, tried several times"
+    orders = [command.lead for _, command in world.told(m.Checkpoint)]  # type: ignore[attr-defined]
+    assert orders.count(True) > 2 and orders.count(False) == 1
+    full = False
+    world.run(100)
+    assert world.view.state == "held" and world.view.checkpoint == "/jobs/j/checkpoint-5"
+    assert said not in world.view.reason
+    world.join("n9")
+    world.run()
+    world.assert_training()
+
+
+def test_a_job_that_gives_up_says_that_there_is_no_checkpoint() -> None:
+    world = trained(spares=2)
+
+    def refuse(worker: object, said: m.Message) -> m.Message | None:
+        if isinstance(said, m.Copy):
+            return m.CopyFailed(generation=said.generation, reason="digest", error="x")
+        if isinstance(said, m.Checkpoint):
+            return m.CheckpointFailed(generation=said.generation, path=said.path, error="full")
+        return None
+
+    world.refuse = refuse
+    world.kill(1)
+    world.run()
+    assert world.view.state == "failed" and "newcomers failed" in world.view.reason
+    assert "could not write its part" in world.view.reason
 
 
 def test_held_goes_on_after_untaint() -> None:

@@ -100,7 +100,7 @@ def _leave_attempt(
         elif was_pending and not other.pending:
             close_incident(job, out, other, "RESOLVED", f"its ranks died and are moved by {by}")
         elif mine:
-            other.reason = f"{other.reason}; put off by {by}"
+            other.also(f"put off by {by}")
     reuse: dict[int, str] = {}
     if previous is None or previous.committed:
         return reuse

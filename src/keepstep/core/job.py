@@ -97,6 +97,9 @@ def _give_up(job: Job, out: Out, attempt: Attempt) -> None:
         where = f"; the state of tick {attempt.tick} is in {job.checkpoint}"
         end_job(job, out, "failed", EXIT_GAVE_UP, incident.give_up + where)
         return
+    if incident.give_up and attempt.no_checkpoint:
+        end_job(job, out, "failed", EXIT_GAVE_UP, f"{incident.give_up}; {attempt.no_checkpoint}")
+        return
     if attempt.kind != "resume" or all_filled(job, attempt):
         return
     if not processes.may_get_spare(job):

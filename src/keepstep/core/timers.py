@@ -74,6 +74,8 @@ def _attempt_timers(job: Job, attempt: Attempt) -> list[Timer]:
         return rows
     if attempt.incident.give_up:
         rows.append((attempt.incident.give_up_at + job.build_ns, "give-up", ""))
+    if attempt.no_checkpoint and attempt.checkpoint_failed_at:
+        rows.append((attempt.checkpoint_failed_at + job.build_ns, "checkpoint", ""))
     if attempt.store is None and attempt.store_asked_at:
         if job.nodes[attempt.store_node].state == "connected":  # else it is asked again later
             rows.append((attempt.store_asked_at + STORE_NS, "store", ""))
@@ -152,6 +154,10 @@ def _fire_one(job: Job, out: Out, what: str, subject: str) -> None:
             stage_failed(job, out, attempt, "not all ranks had their new groups in time")
         elif what == "hold":
             fail_move(job, out, attempt, "not all ranks came to hold in time")
+        elif what == "checkpoint":
+            attempt.checkpoint_failed_at = 0
+            for worker in members(job, attempt):
+                worker.asked.pop("checkpoint", None)  # whoever has not written is asked again
         elif what == "give-up":
             end_job(job, out, "failed", EXIT_GAVE_UP, attempt.incident.give_up)
 

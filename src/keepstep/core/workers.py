@@ -25,6 +25,7 @@ from keepstep.model.messages import (
     Attached,
     BuddyLost,
     Checkpointed,
+    CheckpointFailed,
     Copied,
     CopyFailed,
     Done,
@@ -116,7 +117,8 @@ def _member_said(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Wor
             worker.report = said
             attempt.reported.append(worker.rank)
         if said.error_kind == "device":
-            job.causes[worker.rank] = ("device-error", f"rank {worker.rank}: {said.error}")
+            why = f"rank {worker.rank} raised {headline(said.error)}"
+            job.causes[worker.rank] = ("device-error", why)
             out.kill(worker)
     elif isinstance(said, Held):
         if said.generation == attempt.generation:
@@ -127,6 +129,8 @@ def _member_said(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Wor
         _staged(job, out, attempt, worker, said)
     elif isinstance(said, Checkpointed):
         _checkpointed(job, out, attempt, worker, said)
+    elif isinstance(said, CheckpointFailed) and said.generation == attempt.generation:
+        _checkpoint_failed(job, out, attempt, worker, said)
 
 
 def _staged(
@@ -231,9 +235,23 @@ def _checkpointed(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Ch
     if all(owner.checkpointed == attempt.generation for owner in owners):
         job.checkpoint = checkpoint_path(job, attempt.tick)
         job.checkpoint_tick = attempt.tick
+        attempt.no_checkpoint = ""
         out.record(
             CheckpointWritten(job=job.id, at_ns=out.now, path=job.checkpoint, tick=attempt.tick)
         )
+
+
+def _checkpoint_failed(
+    job: Job, out: Out, attempt: Attempt, worker: Worker, said: CheckpointFailed
+) -> None:
+    """The state in memory is not touched by it: hold on, and try again after a while."""
+    attempt.checkpoint_failed_at = out.now
+    why = f"rank {worker.rank} could not write its part of {said.path}: {said.error}"
+    if attempt.no_checkpoint == why:
+        return
+    attempt.no_checkpoint = why
+    warn(job, out, why)
+    attempt.incident.also(why)
 
 
 def _inject_fired(job: Job, out: Out, worker: Worker, said: InjectFired) -> None:

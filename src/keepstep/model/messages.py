@@ -152,6 +152,14 @@ class Checkpointed(Message, frozen=True):
     bytes_written: int
 
 
+class CheckpointFailed(Message, frozen=True):
+    """This rank's part of the checkpoint could not be written; the state is held all the same."""
+
+    generation: int
+    path: str
+    error: str
+
+
 class BuddyLost(Message, frozen=True):
     """Publishing to the buddy failed; the rank waits inside its fence for another Buddy."""
 
@@ -187,6 +195,7 @@ WorkerMessage = (
     | Swapped
     | Resumed
     | Checkpointed
+    | CheckpointFailed
     | BuddyLost
     | Done
     | InjectFired

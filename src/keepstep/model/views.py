@@ -40,6 +40,13 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     taints: list[str]
 
 
+class NoteView(msgspec.Struct, frozen=True, kw_only=True):
+    """A warning, or a detector's reading: nothing may have followed from it."""
+
+    at_ns: int  # wall clock
+    text: str
+
+
 class PhaseView(msgspec.Struct, frozen=True, kw_only=True):
     phase: str  # RESERVE, HOLD, COPY, COMMIT, REWIRE, RESUME, RETIRE
     start_ns: int  # since the incident was opened
@@ -91,3 +98,4 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     injects_fired: list[str]
     traceback: str = ""
     checkpoint: str = ""  # just-in-time checkpoint, when held
+    notes: list[NoteView] = []  # the newest, in order

@@ -202,8 +202,10 @@ class Recovery:
         try:
             checkpoint.write(self.seat, command)
         except (OSError, KeepstepError) as error:
-            print(
-                f"keepstep: no checkpoint in {command.path}: {error}", file=sys.stderr, flush=True
+            self.seat.channel.send(
+                m.CheckpointFailed(
+                    generation=command.generation, path=command.path, error=str(error)
+                )
             )
 
     def swap(self, command: m.Swap) -> None:
