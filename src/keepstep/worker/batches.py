@@ -98,7 +98,8 @@ class Loop:
         self.pos.yields -= sum(item.error is None for item in self.pulled)
         self.pulled = []
 
-    def commit(self) -> None:
+    def settle(self) -> None:
+        """The transaction is over, one way or the other: what it has pulled is gone."""
         self.pulled.clear()
         if self.pos.closed:
             self._iterator = None

@@ -220,6 +220,7 @@ class Session(PlainSession):
         return call()
 
     def _finish(self) -> None:
+        self._recovery.refuse_debt()
         self._recovery.linger()
 
 
