@@ -79,9 +79,6 @@ def rewire(job: Job, out: Out, attempt: Attempt) -> None:
             buddy = give_buddy(job, out, worker)
             worker.swap = Swap(generation=generation, buddy=buddy, solo=attempt.solo)
         out.ask(worker, "swap", generation, worker.swap)
-    for worker in job.workers.values():
-        if worker.role == "leaver" and worker.usable:
-            out.ask(worker, "leave", generation, Leave(generation=generation))
     owners = [worker for _, worker in job.owning() if not worker.done]
     if not all(worker.swapped >= generation for worker in owners):
         mark(attempt, out, "REWIRE")
@@ -98,6 +95,10 @@ def has_resumed(worker: Worker, generation: int) -> bool:
 
 def retire(job: Job, out: Out, attempt: Attempt) -> None:
     job.attempt = None
+    # Not before: a process that ends and gives its memory back takes time from the first step.
+    for worker in job.workers.values():
+        if worker.role == "leaver" and worker.usable:
+            out.ask(worker, "leave", attempt.generation, Leave(generation=attempt.generation))
     close_stores(job, out, keep={job.generation})
     forget_dead(job, out)
     incident = attempt.incident

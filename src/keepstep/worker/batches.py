@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from keepstep.worker import rng
+from keepstep.worker import codec, rng
 from keepstep.worker.position import Tracker
 from keepstep.worker.rng import torch_state
 from keepstep.worker.tree import Level, LoopPos
@@ -17,7 +17,7 @@ from keepstep.worker.tree import Level, LoopPos
 
 class _Pulled(NamedTuple):
     batch: Any
-    rng: dict[str, Any] | None  # right after it was fetched by a step: fetching may draw
+    rng: bytes | None  # right after it was fetched by a step: fetching may draw
     before: Any  # stateful loaders: state before it was fetched
     error: Exception | None = None  # what the loader raised instead; the end, if StopIteration
 
@@ -208,15 +208,16 @@ def _sampler_of(loader: Any) -> Any:
     return getattr(loader, "sampler", None)
 
 
-def _generators(loader: Any) -> dict[str, Any] | None:
+def _generators(loader: Any) -> bytes | None:
     """The random state from which an iterator over this loader draws its seeds."""
     if not isinstance(loader, DataLoader):
         return None
     own = [g.get_state().numpy().tobytes() for g in _own_generators(loader)]
-    return {"cpu": torch.get_rng_state().numpy().tobytes(), "own": own}
+    return codec.dumps_inline({"cpu": torch.get_rng_state().numpy().tobytes(), "own": own})
 
 
-def _set_generators(loader: Any, states: dict[str, Any]) -> None:
+def _set_generators(loader: Any, encoded: bytes) -> None:
+    states = codec.loads_inline(encoded)
     torch.set_rng_state(torch_state(states["cpu"]))
     for generator, state in zip(_own_generators(loader), states["own"], strict=False):
         generator.set_state(torch_state(state))

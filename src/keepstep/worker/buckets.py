@@ -31,12 +31,8 @@ def _modules(parameters: list[torch.nn.Parameter]) -> dict[str, Any]:
 
 
 def layouts(parameters: list[torch.nn.Parameter]) -> dict[str, list[list[int]]]:
-    out = {}
-    for name, module in _modules(parameters).items():
-        index = {id(p): i for i, p in enumerate(_reducer_parameters(module))}
-        buckets = module.reducer._get_zeros_like_grad_buckets()
-        out[name] = [[index[id(p)] for p in bucket.parameters()] for bucket in buckets]
-    return out
+    get = extension.load().get_buckets
+    return {name: get(module.reducer) for name, module in _modules(parameters).items()}
 
 
 def set_layouts(parameters: list[torch.nn.Parameter], wanted: dict[str, list[list[int]]]) -> None:

@@ -78,7 +78,7 @@ class Undo:
 
     def __init__(
         self,
-        rng: dict[str, Any],
+        rng: bytes,
         parameters: list[torch.nn.Parameter],
         optimizers: list[torch.optim.Optimizer],
         objects: list[Registered],

@@ -223,7 +223,7 @@ class Recovery:
         began = time.monotonic_ns()
         if not command.solo and not seat.done and not groups.destroyed():
             if not groups.solo():
-                groups.go_solo()
+                groups.go_solo(at_boundary=True)
                 groups.reset_ddp(rebuilt=seat.version > 0)
             self._enter_groups(command.generation)
         seat.alone = command.solo or seat.world == 1

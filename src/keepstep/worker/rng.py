@@ -12,16 +12,18 @@ import random
 import sys
 from typing import Any
 
+import msgspec
 import torch
 
 assert array.array("I").itemsize == 4, "Python's generator is made of 32-bit words"
 
+_encoder = msgspec.msgpack.Encoder()
 _NUMPY_BYTES = 625 * 4  # of a Mersenne Twister: 624 words and the position
 
 _numpy_seen: tuple[bytes, tuple[Any, ...]] | None = None  # raw words, and what they were read as
 
 
-def capture() -> dict[str, Any]:
+def capture() -> bytes:
     """Only generators that exist: CUDA once initialised, numpy once imported."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
@@ -30,11 +32,12 @@ def capture() -> dict[str, Any]:
     }
     cuda: Any = torch.cuda
     if cuda.is_initialized():
-        state["cuda"] = [cuda.get_rng_state(i) for i in range(cuda.device_count())]
+        devices = range(cuda.device_count())
+        state["cuda"] = [cuda.get_rng_state(i).numpy().tobytes() for i in devices]
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         state["numpy"] = _capture_numpy(numpy)
-    return state
+    return _encoder.encode(state)
 
 
 def _capture_numpy(numpy: Any) -> tuple[Any, ...]:
@@ -54,13 +57,14 @@ def _capture_numpy(numpy: Any) -> tuple[Any, ...]:
     return state
 
 
-def restore(state: dict[str, Any]) -> None:
+def restore(data: bytes) -> None:
     global _numpy_seen
+    state: dict[str, Any] = msgspec.msgpack.decode(data)
     torch.set_rng_state(torch_state(state["torch"]))
     version, words, gauss = state["python"]
     random.setstate((version, tuple(array.array("I", words)), gauss))
     for index, cuda in enumerate(state.get("cuda", ())):
-        torch.cuda.set_rng_state(cuda, index)
+        torch.cuda.set_rng_state(torch_state(cuda), index)
     if "numpy" in state:
         import numpy
 

@@ -135,7 +135,7 @@ class Seat:
         self._versions: dict[str, int] = {}
         self._first: dict[str, torch.Tensor] | None = None
         self.mutable_buffers: set[str] = set()
-        self.restore_after_walk: dict[str, Any] | None = None
+        self.restore_after_walk: bytes | None = None
         self.state = self._new_state()
         self.channel.on_abort = self._on_abort
         self.channel.on_stage = self.stager.begin

@@ -456,8 +456,10 @@ def _copy_all(
         if not alive:
             rank, reason = next(reversed(work.lost.items()))
             raise SourceLost(rank, f"all sources were lost during the copy, the last: {reason}")
-        # Every source once; a single one gets a second stream, to overlap copying with hashing.
-        streams = (alive if len(alive) > 1 else alive * 2)[:STREAMS_MAX]
+        # Every source at least once; a few streams are needed to fill the memory's bandwidth, and
+        # two to overlap one's copying with another's hashing.
+        wanted = max(2, min(STREAMS_MAX, len(os.sched_getaffinity(0))))
+        streams = (alive * wanted)[: max(wanted, min(len(alive), STREAMS_MAX))]
         threads = []
         for source in streams:
             link, spare = (spare, None) if spare and spare.rank == source.rank else (None, spare)

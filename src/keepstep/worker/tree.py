@@ -37,7 +37,7 @@ class LoopPos:
     yields: int = 0
     outside: int = 0
     closed: bool = False
-    entry: Any = None  # generator states when the iterator was made
+    entry: bytes | None = None  # generator states when the iterator was made
     before: Any = None  # stateful loaders: state before the batch `outside` was fetched
     begun: bool = False  # in this process; not part of the position
 

@@ -9,6 +9,7 @@
 //                DeviceMesh hold the ProcessGroup, so none of them has to know. c10d offers no such
 //                call (setBackend keeps an existing entry), hence the access to private members.
 // reducer_*      whether DDP's reducer has recorded the order for its one bucket rebuild.
+// get_buckets    which parameters are in which of a reducer's buckets.
 // set_buckets    gives a reducer the buckets that its peers have.
 //
 // Only pybind11 and c10d headers are included: torch/extension.h doubles the build time.
@@ -273,6 +274,15 @@ struct BucketCache {
   using type = std::unordered_map<size_t, std::vector<at::Tensor>> c10d::Reducer::*;
   friend type member(BucketCache);
 };
+// The type of a bucket is private too, so this member's type cannot be written down.
+template <typename Tag, auto Member>
+struct ExposeUnnamed {
+  friend auto member(Tag) { return Member; }
+};
+struct Buckets {
+  friend auto member(Buckets);
+};
+template struct ExposeUnnamed<Buckets, &c10d::Reducer::buckets_>;
 template struct Expose<BucketCache, &c10d::Reducer::cached_variables_for_bucket_>;
 template struct Expose<ByType, &ProcessGroup::backendTypeToBackend_>;
 template struct Expose<ByDevice, &ProcessGroup::deviceTypeToBackend_>;
@@ -309,6 +319,16 @@ void replace_store(ProcessGroup& group, const c10::intrusive_ptr<c10d::Store>& s
   group.*member(GroupStore()) = store;
 }
 
+// Indices of the parameters in each bucket. (The public way to look at buckets allocates and zeroes
+// memory as large as all gradients.)
+std::vector<std::vector<size_t>> get_buckets(const c10d::Reducer& reducer) {
+  std::vector<std::vector<size_t>> found;
+  for (const auto& bucket : reducer.*member(Buckets())) {
+    found.push_back(bucket.variable_indices);
+  }
+  return found;
+}
+
 // Only between a reset and the next forward: the reducer must not be waiting for gradients.
 void set_buckets(c10d::Reducer& reducer, std::vector<std::vector<size_t>> buckets) {
   reducer.initialize_buckets(std::move(buckets));
@@ -334,11 +354,9 @@ PYBIND11_MODULE(keepstep_ext, m) {
     // Reclaiming takes a reference of its own.
     return c10::intrusive_ptr<Backend>::unsafe_reclaim_from_nonowning(&backend).use_count() - 1;
   });
+  m.def("get_buckets", &get_buckets);
   m.def("set_buckets", &set_buckets);
   m.def("reducer_size", [](c10d::Reducer& r) { return (r.*member(Params())).size(); });
   m.def("reducer_pending", [](c10d::Reducer& r) { return (r.*member(RebuiltParams())).size(); });
-  m.def("set_buckets", [](c10d::Reducer& r, std::vector<std::vector<size_t>> layout) {
-    r.initialize_buckets(std::move(layout));
-  });
   m.def("reducer_should_rebuild", [](c10d::Reducer& r) { return r.should_rebuild_buckets(); });
 }
