@@ -103,7 +103,9 @@ class Tracker:
     def commit(self, site: str, step: bool, result: Any) -> None:
         self._before = None
         self.stack[-1].log.append(Txn(site, step, result))
-        self.results[site] = result
+        self.results.pop(site, None)
+        if result is not MISSING:
+            self.results[site] = result
         if step and self._frozen is not None:
             self._frozen.frozen = None
             self._frozen = None

@@ -21,7 +21,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from keepstep.errors import KeepstepError, LocalProtocolError, UsageError
-from keepstep.worker import groups, rng
+from keepstep.worker import groups, results, rng
 from keepstep.worker.objects import Undo
 from keepstep.worker.recovery import Recovery, Retry
 from keepstep.worker.seat import Seat
@@ -242,7 +242,7 @@ class Transactions:
         seat = self.seat
         hold = self._hold
         self._end()
-        seat.tracker.commit(site, step, result)
+        seat.tracker.commit(site, step, results.keep(result))
         version = seat.version
         seat.committed(step)
         seat.page.where("outside")
