@@ -49,7 +49,7 @@ def test_a_killed_rank_is_replaced_and_training_goes_on_from_the_same_step() -> 
     phases = [phase.phase for phase in incident.phases]
     assert phases == ["RESERVE", "HOLD", "COPY", "COMMIT", "REWIRE", "RESUME", "RETIRE"]
     assert all(phase.start_ns >= 0 and phase.duration_ms >= 0 for phase in incident.phases)
-    timings = {"detect", "report", "newcomer_build", "warm_up", "copy", "rewire", "first_step"}
+    timings = {"abort", "report", "newcomer_build", "warm_up", "copy", "rewire", "first_step"}
     assert set(incident.timings_ms) == timings
     assert "signal 9" in incident.reason and incident.generation == world.view.generation
     assert len(world.view.spares) == 1, "the used spare is replaced"

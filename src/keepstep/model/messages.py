@@ -143,7 +143,7 @@ class Resumed(Message, frozen=True):
     last_commit_ns: int  # 0 for a newcomer
     first_commit_ns: int
     median_step_ns: int
-    detect_ns: int = 0  # exception or Abort -> report sent
+    abort_ns: int = 0  # exception or Abort -> report sent
 
 
 class Checkpointed(Message, frozen=True):

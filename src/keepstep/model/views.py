@@ -65,9 +65,9 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     generation: int  # after it
     opened_at_ns: int  # wall clock
     phases: list[PhaseView]
-    timings_ms: dict[
-        str, float
-    ]  # detect, report, newcomer_build, warm_up, copy, rewire, first_step
+    # The slowest rank's: abort (a survivor: from the abort to its report), report (opened to
+    # decided), newcomer_build, warm_up, copy, rewire, first_step
+    timings_ms: dict[str, float]
     source: str  # "rank 0, rank 1 + side state from own-agent"
     decision: str  # "", RETRY or COMMIT
     pause_ms: float

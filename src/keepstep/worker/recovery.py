@@ -78,7 +78,7 @@ class Recovery:
                 error=text,
                 done=seat.done,
             )
-            seat.detect_ns = time.monotonic_ns() - began
+            seat.abort_ns = time.monotonic_ns() - began
             seat.channel.send(report)
             tick = self._decision(generation)
             if tick is None:

@@ -122,7 +122,7 @@ class Seat:
         self.alone = world == 1  # no peers: fences pass by themselves
         self.done = False
         self.resumed = -1  # generation whose first commit must be announced
-        self.detect_ns = 0
+        self.abort_ns = 0
         self.last_commit_ns = 0
         self.step_times_ns: deque[int] = deque(maxlen=65)
         self.stager = Stager(self.channel, rank, world)
@@ -324,6 +324,6 @@ class Seat:
                 last_commit_ns=self.last_commit_ns,
                 first_commit_ns=now,
                 median_step_ns=self.median_step_ns(),
-                detect_ns=self.detect_ns,
+                abort_ns=self.abort_ns,
             )
         )
