@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from test_core_support import SECOND, World, attached, job_spec
 
@@ -141,6 +142,67 @@ def test_an_exception_at_the_start_beside_a_kill_is_its_effect() -> None:
     world.attach = True
     world.run()
     world.assert_training()
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (
+            {"0": [0, 1, 2, 3]},
+            "rank 0 has a process group '1' with ranks 0, 2, and rank 2 does not",
+        ),
+        (
+            {"0": [0, 1, 2, 3], "1": [2, 3]},
+            "process group '1' has ranks 0, 2 on rank 0 and ranks 2, 3 on rank 2",
+        ),
+    ],
+)
+def test_process_groups_that_differ_between_ranks_end_the_job(
+    other: dict[str, list[int]], words: str
+) -> None:
+    world = World(job_spec())
+    world.attach = False
+    world.run(5)
+    everyone = [0, 1, 2, 3]
+    groups = {0: {"0": everyone, "1": [0, 2]}, 1: {"0": everyone}, 2: other, 3: {"0": everyone}}
+    for worker in world.owners():
+        said = msgspec.structs.replace(attached(0), members=groups[worker.rank])
+        world.say(worker, said)
+    world.run(5)
+    assert world.view.state == "failed" and world.view.exit_code == 1
+    assert words in world.view.reason and "hint: create the same groups" in world.view.reason
+
+
+def test_a_group_of_some_ranks_is_no_mismatch() -> None:
+    world = World(job_spec())
+    world.attach = False
+    world.run(5)
+    for worker in world.owners():
+        mine = {
+            "0": [0, 1, 2, 3],
+            f"half-{worker.rank % 2}": [worker.rank % 2, worker.rank % 2 + 2],
+        }
+        world.say(worker, msgspec.structs.replace(attached(0), members=mine))
+    world.run(5)
+    assert world.view.state == "running"
+
+
+def test_a_newcomer_with_other_process_groups_is_refused_at_once() -> None:
+    world = World(job_spec())
+    world.attach = False
+    world.run(5)
+    for worker in world.owners():
+        said = msgspec.structs.replace(attached(0), members={"0": [0, 1, 2, 3]})
+        world.say(worker, said)
+    world.run(5)
+    world.kill(1)
+    assert world.before(m.Arrived, 1)
+    newcomer = next(w for w in world.workers.values() if w.alive and w.rank == 1)
+    world.queue.clear()
+    world.say(newcomer, msgspec.structs.replace(attached(1), members={"0": [0, 1, 2]}))
+    world.pump()
+    assert not newcomer.alive
+    assert world.commands(m.KillWorker)[-1][1].worker == newcomer.id  # type: ignore[attr-defined]
 
 
 def test_a_script_without_attach_runs_to_its_end() -> None:

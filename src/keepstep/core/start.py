@@ -21,7 +21,7 @@ from keepstep.core.migration import EXIT_GAVE_UP, EXIT_USER, start_attempt
 from keepstep.core.processes import close_stores, start_worker
 from keepstep.core.state import SECOND, Job, Out, Worker
 from keepstep.core.timers import JOIN_SPARES_NS
-from keepstep.core.triage import headline
+from keepstep.core.triage import group_mismatch, headline
 from keepstep.model.messages import Failure, OpenStore, StoreOpened
 from keepstep.model.records import JobStarted, StartBegun
 
@@ -147,7 +147,12 @@ def _watch(job: Job, out: Out) -> None:
         else:
             restart(job, out, why)
     elif fault is None and owners and all(w.attached or w.done for w in owners):
-        started(job, out)
+        mismatch = group_mismatch({w.rank: w.groups for w in owners if w.groups})
+        if mismatch:
+            hint = "create the same groups on every rank, in the same order, before attach"
+            end_job(job, out, "failed", EXIT_USER, f"{mismatch} (hint: {hint})")
+        else:
+            started(job, out)
 
 
 def started(job: Job, out: Out) -> None:

@@ -111,6 +111,7 @@ class Worker:
     # rank
     attached: bool = False
     redundant: bool = True
+    groups: dict[str, list[int]] | None = None  # process group -> ranks in it, as it said
     done: bool = False
     buddy: str = ""  # node
     leave_at: int = 0

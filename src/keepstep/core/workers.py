@@ -19,7 +19,7 @@ from keepstep.core.migration import (
 from keepstep.core.planned import fail_move
 from keepstep.core.processes import inject_fired, replace_buddy, signal_now
 from keepstep.core.state import Attempt, Job, Out, Worker
-from keepstep.core.triage import headline
+from keepstep.core.triage import group_mismatch, headline
 from keepstep.model.messages import (
     Arrived,
     Attached,
@@ -67,7 +67,7 @@ def _newcomer_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> N
         return
     timeline = attempt.incident.timeline
     if isinstance(said, Attached):
-        worker.attached, worker.redundant = True, said.redundant
+        _newcomer_attached(job, out, worker, said)
     elif isinstance(said, Arrived):
         worker.arrived = True
     elif isinstance(said, Ready):
@@ -85,6 +85,15 @@ def _newcomer_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> N
             timeline.copied(said)
     elif isinstance(said, CopyFailed) and said.generation == attempt.generation:
         _copy_failed(job, out, attempt, worker, said)
+
+
+def _newcomer_attached(job: Job, out: Out, worker: Worker, said: Attached) -> None:
+    worker.attached, worker.redundant, worker.groups = True, said.redundant, said.members
+    others = {rank: w.groups for rank, w in job.owning() if rank != worker.rank and w.groups}
+    # The others would wait for it in groups that it does not build, until a timeout.
+    mismatch = group_mismatch({**others, worker.rank: said.members}) if others else ""
+    if mismatch:
+        newcomer_failed(job, out, worker, mismatch)
 
 
 def _rank_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> None:
@@ -148,6 +157,7 @@ def _staged(
 
 def _attached(job: Job, out: Out, worker: Worker, said: Attached) -> None:
     worker.attached, worker.redundant = True, said.redundant
+    worker.groups = said.members
     for warning in said.warnings:
         warn(job, out, f"rank {worker.rank}: {warning}")
 

@@ -42,11 +42,12 @@ class Attached(Message, frozen=True):
     """`keepstep.attach` was called; the rank has finished its set-up."""
 
     generation: int
-    groups: list[str]  # process-group names, sorted: must be equal on all ranks
+    groups: list[str]  # names of the process groups that this rank is in, sorted
     parameters: int
     bytes_state: int
     redundant: bool  # every tensor has a replica on another rank (DDP)
     warnings: list[str] = []
+    members: dict[str, list[int]] = {}  # of each group: must be the same for all of them
 
 
 class Arrived(Message, frozen=True):

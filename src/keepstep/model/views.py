@@ -65,7 +65,7 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     generation: int  # after it
     opened_at_ns: int  # wall clock
     phases: list[PhaseView]
-    # The slowest rank's: abort (a survivor: from the abort to its report), report (opened to
+    # The slowest rank's: abort (a survivor, until it reports), report (until all have and it is
     # decided), newcomer_build, warm_up, copy, rewire, first_step
     timings_ms: dict[str, float]
     source: str  # "rank 0, rank 1 + side state from own-agent"

@@ -327,3 +327,4 @@ class Seat:
                 abort_ns=self.abort_ns,
             )
         )
+        self.abort_ns = 0  # a planned move that follows has none

@@ -272,6 +272,7 @@ def announce(session: Session, line: Line) -> None:
         m.Attached(
             generation=seat.generation,
             groups=groups.names(),
+            members=groups.members(),
             parameters=sum(p.numel() for p in seat.parameters),
             bytes_state=sum(t.nbytes for t in exported.tensors.values()),
             redundant=True,
