@@ -205,6 +205,65 @@ def test_a_newcomer_with_other_process_groups_is_refused_at_once() -> None:
     assert world.commands(m.KillWorker)[-1][1].worker == newcomer.id  # type: ignore[attr-defined]
 
 
+def where(world: World, **ranks: str) -> None:
+    """`r0="attaching"`: what the progress page of rank 0 says."""
+    for worker in world.owners():
+        state = m.WorkerState(
+            worker=worker.id,
+            slot=worker.slot,
+            pid=9,
+            rank=worker.rank,
+            where=ranks.get(f"r{worker.rank}", "building"),
+        )
+        world.agent_says(worker.node, m.Progress(workers=[state]))
+
+
+def test_a_rank_that_never_attaches_is_started_again_once_and_then_named() -> None:
+    world = World(job_spec())
+    world.attach = False
+    world.run(5)
+    first = world.rank(2)
+    where(world, r0="attaching", r1="attaching", r3="attaching")
+    world.pump()
+    assert world.view.state == "starting"
+    assert world.view.reason == "waiting for rank 2 to call keepstep.attach; ranks 0, 1, 3 did"
+    world.run(62)
+    assert world.view.state == "starting" and not first.alive and world.rank(2) is not first
+    words = "rank 2 did not come to keepstep.attach within 60 s after ranks 0, 1, 3"
+    assert (world.last.cause, world.last.victims, world.last.reason) == ("start", [2], words)
+    where(world, r0="attaching", r1="attaching", r3="attaching")
+    world.run(62)
+    assert world.view.state == "failed" and world.view.exit_code == 3
+    assert f"{words}, in two starts (hint: every rank must call" in world.view.reason
+
+
+def test_a_script_that_ends_without_attach_beside_others_in_it_is_named() -> None:
+    world = World(job_spec())
+    world.attach = False
+    world.run(5)
+    where(world, r0="attaching")
+    world.say(world.rank(1), m.Done(tick=0, version=0))
+    world.pump()
+    assert world.view.state == "failed" and world.view.exit_code == 1
+    words = "the script of rank 1 ended without keepstep.attach while rank 0 waited in it"
+    assert words in world.view.reason
+
+
+def test_a_long_construction_is_no_hang_but_it_is_said_once() -> None:
+    world = World(job_spec())
+    world.attach = False
+    world.run(3_000)
+    assert world.view.state == "starting" and not world.incidents
+    assert [note.text for note in world.view.notes] == [
+        "ranks 0, 1, 2, 3 did not call keepstep.attach yet, 60 s after the start: until then hangs "
+        "are not seen and nothing is protected"
+    ]
+    for worker in world.owners():
+        world.say(worker, attached(0))
+    world.run(5)
+    assert world.view.state == "running" and not world.view.reason
+
+
 def test_a_script_without_attach_runs_to_its_end() -> None:
     world = World()
     world.attach = False

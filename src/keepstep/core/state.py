@@ -242,6 +242,10 @@ class Job:
     bad_store: str = ""  # the node that failed last to open one
     store_asked_at: int = 0
     ranks_joined_at: int | None = None
+    ranks_started_at: int = 0
+    attach_since: int | None = None  # some ranks wait in attach for others
+    late_starts: int = 0  # starts given up because they waited too long
+    start_warned: bool = False
     # after a restart of the orchestrator
     replayed: bool = False
     rejoin_until: int | None = None
@@ -278,6 +282,11 @@ class Job:
     def dead(self) -> list[int]:
         """Ranks without a living owner. One whose script has ended needs none."""
         return [rank for rank, worker in self.owning() if not worker.usable and not worker.done]
+
+    def attaching(self) -> tuple[list[int], list[int]]:
+        """Ranks that are in attach or through it, and ranks that are not."""
+        there = [rank for rank, w in self.owning() if w.attached or w.where == "attaching"]
+        return there, [rank for rank, _ in self.owning() if rank not in there]
 
     def standbys(self) -> list[Worker]:
         return [w for w in self.workers.values() if w.role == "standby" and w.usable]

@@ -23,7 +23,7 @@ from keepstep.worker.seat import Line, Seat
 from keepstep.worker.transaction import Transactions
 from keepstep.worker.tree import MISSING
 
-FIRST_FENCE_TIMEOUT_S = 1800.0
+FIRST_FENCE_TIMEOUT_S = 7 * 86_400.0  # who keeps the others waiting is found by the orchestrator
 
 
 CONTAINER_ITEMS_MAX = 256
@@ -252,6 +252,7 @@ def announce(session: Session, line: Line) -> None:
     known = {t.untyped_storage().data_ptr() for t in seat.state.export().tensors.values()}
     newcomer = line.assigned is not None
     if not newcomer:
+        seat.page.where("attaching")
         if seat.world > 1:
             groups.build_first_fence(
                 os.environ["MASTER_ADDR"],
