@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_core_support import SECOND, STALL, World, attached, job_spec
+from test_core_support import SECOND, STALL, World, attached, job_spec, says
 
 from keepstep.model import messages as m
 from keepstep.model import records as r
@@ -391,6 +391,80 @@ def test_newcomers_that_always_fail_end_the_job_with_a_checkpoint() -> None:
     assert world.view.state == "failed" and world.view.exit_code == 3
     assert world.view.checkpoint == "/jobs/j/checkpoint-5"
     assert world.view.checkpoint in world.view.reason
+
+
+def lose_store(world: World) -> int:
+    """The newest store ends; its generation."""
+    node, command = world.commands(m.OpenStore)[-1]
+    generation: int = command.generation  # type: ignore[attr-defined]
+    world.agent_says(node, m.StoreFailed(generation=generation, error="ended with -9"))
+    return generation
+
+
+def test_a_store_lost_before_anybody_builds_groups_is_replaced_in_the_same_attempt() -> None:
+    world = trained()
+    world.kill(1)
+    assert world.before(m.Report)
+    reports = [event for event in world.queue if not says(event, m.StoreOpened)]
+    world.queue = type(world.queue)(e for e in world.queue if e not in reports)
+    world.pump()
+    assert not world.told(m.Stage)
+    generation = lose_store(world)
+    world.queue.extend(reports)
+    world.run()
+    world.assert_training()
+    assert world.view.generation == generation and world.last.attempts == 1
+    (first, _), (second, command) = world.commands(m.OpenStore)[-2:]
+    assert command.generation == generation and first != second  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("answer", [m.Arrived, m.Staged])
+def test_a_store_lost_while_groups_are_built_starts_the_next_attempt(
+    answer: type[m.Message],
+) -> None:
+    world = trained()
+    world.kill(1)
+    assert world.before(answer)
+    world.queue = type(world.queue)(e for e in world.queue if not says(e, m.Staged))
+    generation = lose_store(world)
+    world.run()
+    world.assert_training()
+    assert world.view.generation > generation and world.last.attempts == 2
+    assert world.last.outcome == "RESOLVED"
+
+
+@pytest.mark.parametrize("answer", [m.Copied, m.Swapped, m.Resumed])
+def test_a_store_lost_after_all_groups_are_built_changes_nothing(answer: type[m.Message]) -> None:
+    world = trained()
+    world.kill(1)
+    assert world.before(answer)
+    while any(says(event, m.Staged) for event in world.queue):
+        world.handle(world.queue.popleft())
+    lose_store(world)
+    world.run()
+    world.assert_training()
+    assert world.last.attempts == 1
+
+
+def test_a_store_lost_while_training_is_noted_only() -> None:
+    world = trained()
+    lose_store(world)
+    world.run()
+    world.assert_training()
+    assert not world.incidents and "training does not need it" in world.view.notes[0].text
+
+
+def test_a_store_lost_with_its_node_is_replaced() -> None:
+    world = trained(nodes="n0:2 n1:2 n2:2", spares=1)
+    world.handle(Taint(job="j", target="n0/1", reason="x"))
+    world.run()
+    world.kill(0)
+    assert world.before(m.Held)
+    host = world.commands(m.OpenStore)[-1][0]
+    ranks = {worker.node for worker in world.owners()}
+    world.kill_node(host)
+    world.run()
+    assert world.view.state in ("running", "held"), (host, ranks)
 
 
 def test_groups_that_can_not_be_built_are_tried_three_times() -> None:

@@ -264,6 +264,18 @@ def test_a_long_construction_is_no_hang_but_it_is_said_once() -> None:
     assert world.view.state == "running" and not world.view.reason
 
 
+def test_a_store_lost_before_all_attached_starts_everybody_again() -> None:
+    world = World(job_spec())
+    world.attach = False
+    world.run(5)
+    world.attach = True
+    world.agent_says("n0", m.StoreFailed(generation=0, error="ended with -9"))
+    world.run(30)
+    world.assert_training()
+    assert world.view.generation == 1
+    assert world.last.reason.startswith("the store on n0 was lost: ended with -9")
+
+
 def test_a_script_without_attach_runs_to_its_end() -> None:
     world = World()
     world.attach = False

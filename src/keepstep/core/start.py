@@ -206,6 +206,8 @@ def _watch(job: Job, out: Out) -> None:
             end_job(job, out, "failed", EXIT_USER, f"{why}, before the first step")
         else:
             restart(job, out, why)
+    elif job.store_node and job.nodes[job.store_node].state == "dead":
+        restart(job, out, f"the store was lost with {job.store_node}")
     elif fault is None and owners and all(w.attached or w.done for w in owners):
         mismatch = group_mismatch({w.rank: w.groups for w in owners if w.groups})
         if mismatch:

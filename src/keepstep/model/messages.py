@@ -447,6 +447,8 @@ class StoreOpened(Message, frozen=True):
 
 
 class StoreFailed(Message, frozen=True):
+    """It could not be opened, or it was open and has ended."""
+
     generation: int
     error: str
 
