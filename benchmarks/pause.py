@@ -136,7 +136,6 @@ class Fault:
 def timings(incident: dict[str, Any], detect_ns: int, kind: str) -> dict[str, float]:
     """As measured where they happen; several run at the same time, so they do not add up."""
     told = dict(incident["timings_ms"])
-    told["abort"] = told.pop("detect", 0.0)  # a survivor's way from the abort to its report
     if kind == "unplanned":
         told["detect"] = detect_ns / 1e6  # the signal was sent -> the incident is open
     return {name: told[name] for name in TIMINGS if name in told}

@@ -454,6 +454,26 @@ def test_stores_open_once_and_close_at_once(tmp_path: Path) -> None:
     run(scenario)
 
 
+def test_a_store_that_ends_by_itself_is_told_and_can_be_opened_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with node(tmp_path) as n:
+            o = n.orchestrator
+            o.send(m.OpenStore(generation=3))
+            await o.expect(m.StoreOpened, generation=3)
+            (store,) = [pid for pid in session_of(n.process.pid) if pid != n.process.pid]
+            os.kill(store, signal.SIGKILL)
+            assert "-9" in (await o.expect(m.StoreFailed, generation=3)).error
+            o.send(m.OpenStore(generation=3))
+            await o.expect(m.StoreOpened, generation=3)
+            o.send(m.CloseStore(generation=3))
+            await until(lambda: session_of(n.process.pid) == [n.process.pid], "the store to end")
+            o.send(m.OpenStore(generation=4))
+            await o.expect(m.StoreOpened, generation=4)
+            assert not [x for x in o.heard if isinstance(x, m.StoreFailed)], "it was closed"
+
+    run(scenario)
+
+
 # --------------------------------------------------------------------------- watching
 
 

@@ -154,6 +154,8 @@ def test_views_watch_and_signals(tmp_path: Path) -> None:
         note = {"job": "job-1", "node": "n0", "kind": "fan", "reason": "slow", "severity": "info"}
         answer = await client.post("/v1/signals", json=note)
         assert answer.json() == {"action": "noted", "target": "n0"}
+        notes = (await client.get("/v1/jobs/job-1")).json()["notes"]
+        assert [note["text"] for note in notes] == ["signal fan: n0: slow"]
         first = (await client.get("/v1/jobs/job-1/watch", params={"wait_s": 0})).json()
         assert first["change"] > 0
         waiting = asyncio.create_task(

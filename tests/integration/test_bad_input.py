@@ -154,6 +154,16 @@ def test_mistake_of_one_rank_ends_the_job_and_does_not_hang_it(
         job.kill()
 
 
+def test_script_that_ends_before_attach_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
+    job = Job(tmp_path, "--nproc-per-node", "2", SCRIPT, "gone")
+    try:
+        job.end(1)
+        assert "the script of rank 1 ended without keepstep.attach while rank 0 waited" in job.err
+        assert "hint: every rank must call keepstep.attach" in job.err
+    finally:
+        job.kill()
+
+
 REFUSED_ATTACH = """
 import torch, keepstep
 model = torch.nn.Linear(1, 1)

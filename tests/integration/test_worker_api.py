@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from jobs import SCRIPTS, Job, command
 
-from keepstep.worker.batches import Loop
-from keepstep.worker.position import MISSING, Tracker
+from keepstep.worker.batches import Batches, Loop
+from keepstep.worker.position import Tracker
+from keepstep.worker.tree import MISSING
 
 SCRIPT = "worker_api.py"
 WORLD = 3
@@ -249,7 +250,7 @@ class Rank:
             self.tracker.walk_to(position)
 
     def batches(self, *items: str) -> Iterator[str]:
-        return Loop(self.tracker, list(items)).batches()
+        return Batches(Loop(self.tracker, list(items)), lambda: None)
 
     def step(self, batch: str) -> None:
         if self.tracker.begin("step", True) is MISSING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_core_support import SECOND, STALL, World, attached, job_spec
+from test_core_support import SECOND, STALL, World, attached, job_spec, says
 
 from keepstep.model import messages as m
 from keepstep.model import records as r
@@ -49,7 +49,7 @@ def test_a_killed_rank_is_replaced_and_training_goes_on_from_the_same_step() -> 
     phases = [phase.phase for phase in incident.phases]
     assert phases == ["RESERVE", "HOLD", "COPY", "COMMIT", "REWIRE", "RESUME", "RETIRE"]
     assert all(phase.start_ns >= 0 and phase.duration_ms >= 0 for phase in incident.phases)
-    timings = {"detect", "report", "newcomer_build", "warm_up", "copy", "rewire", "first_step"}
+    timings = {"abort", "report", "newcomer_build", "warm_up", "copy", "rewire", "first_step"}
     assert set(incident.timings_ms) == timings
     assert "signal 9" in incident.reason and incident.generation == world.view.generation
     assert len(world.view.spares) == 1, "the used spare is replaced"
@@ -104,6 +104,19 @@ def test_a_second_death_in_front_of_any_answer_widens_the_incident(
     assert world.last.outcome == "RESOLVED" and world.last.attempts >= 1
     decided = [record.generation for record in world.recorded(r.Decided)]  # type: ignore[union-attr]
     assert len(set(decided)) == len(decided), "one decision per attempt"
+
+
+def test_a_widened_incident_tells_each_death_once() -> None:
+    world = trained(spares=2, nodes="n0:3 n1:3 n2:3")
+    first = world.kill(1)
+    assert world.before(m.Ready)
+    second = world.kill(2)
+    world.run()
+    world.assert_training()
+    assert world.last.reason == (
+        f"rank 1 ({first.id}) ended with signal 9; then rank 2 ({second.id}) ended with signal 9; "
+        "2 ranks moved, no step lost"
+    )
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
@@ -204,6 +217,52 @@ def test_no_slot_left_holds_writes_a_checkpoint_and_goes_on_when_a_node_joins() 
     world.assert_training()
     assert {worker.tick for worker in world.owners()} == {5}
     assert len(world.told(m.Checkpoint)) == 2, "written once"
+
+
+def test_a_checkpoint_that_can_not_be_written_is_said_tried_again_and_the_job_holds() -> None:
+    world = trained(nodes="n0:2 n1:2", spares=0)
+    full = True
+
+    def refuse(worker: object, said: m.Message) -> m.Message | None:
+        if isinstance(said, m.Checkpoint) and said.lead and full:
+            return m.CheckpointFailed(
+                generation=said.generation, path=said.path, error="No space left on device"
+            )
+        return None
+
+    world.refuse = refuse
+    world.kill_node("n1")
+    world.run(500)
+    said = "rank 0 could not write its part of /jobs/j/checkpoint-5: No space left on device"
+    assert world.view.state == "held" and not world.view.checkpoint
+    assert said in world.view.reason and said in world.last.reason
+    assert [note.text for note in world.view.notes] == [said], "said once, tried several times"
+    orders = [command.lead for _, command in world.told(m.Checkpoint)]  # type: ignore[attr-defined]
+    assert orders.count(True) > 2 and orders.count(False) == 1
+    full = False
+    world.run(100)
+    assert world.view.state == "held" and world.view.checkpoint == "/jobs/j/checkpoint-5"
+    assert said not in world.view.reason
+    world.join("n9")
+    world.run()
+    world.assert_training()
+
+
+def test_a_job_that_gives_up_says_that_there_is_no_checkpoint() -> None:
+    world = trained(spares=2)
+
+    def refuse(worker: object, said: m.Message) -> m.Message | None:
+        if isinstance(said, m.Copy):
+            return m.CopyFailed(generation=said.generation, reason="digest", error="x")
+        if isinstance(said, m.Checkpoint):
+            return m.CheckpointFailed(generation=said.generation, path=said.path, error="full")
+        return None
+
+    world.refuse = refuse
+    world.kill(1)
+    world.run()
+    assert world.view.state == "failed" and "newcomers failed" in world.view.reason
+    assert "could not write its part" in world.view.reason
 
 
 def test_held_goes_on_after_untaint() -> None:
@@ -332,6 +391,80 @@ def test_newcomers_that_always_fail_end_the_job_with_a_checkpoint() -> None:
     assert world.view.state == "failed" and world.view.exit_code == 3
     assert world.view.checkpoint == "/jobs/j/checkpoint-5"
     assert world.view.checkpoint in world.view.reason
+
+
+def lose_store(world: World) -> int:
+    """The newest store ends; its generation."""
+    node, command = world.commands(m.OpenStore)[-1]
+    generation: int = command.generation  # type: ignore[attr-defined]
+    world.agent_says(node, m.StoreFailed(generation=generation, error="ended with -9"))
+    return generation
+
+
+def test_a_store_lost_before_anybody_builds_groups_is_replaced_in_the_same_attempt() -> None:
+    world = trained()
+    world.kill(1)
+    assert world.before(m.Report)
+    reports = [event for event in world.queue if not says(event, m.StoreOpened)]
+    world.queue = type(world.queue)(e for e in world.queue if e not in reports)
+    world.pump()
+    assert not world.told(m.Stage)
+    generation = lose_store(world)
+    world.queue.extend(reports)
+    world.run()
+    world.assert_training()
+    assert world.view.generation == generation and world.last.attempts == 1
+    (first, _), (second, command) = world.commands(m.OpenStore)[-2:]
+    assert command.generation == generation and first != second  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("answer", [m.Arrived, m.Staged])
+def test_a_store_lost_while_groups_are_built_starts_the_next_attempt(
+    answer: type[m.Message],
+) -> None:
+    world = trained()
+    world.kill(1)
+    assert world.before(answer)
+    world.queue = type(world.queue)(e for e in world.queue if not says(e, m.Staged))
+    generation = lose_store(world)
+    world.run()
+    world.assert_training()
+    assert world.view.generation > generation and world.last.attempts == 2
+    assert world.last.outcome == "RESOLVED"
+
+
+@pytest.mark.parametrize("answer", [m.Copied, m.Swapped, m.Resumed])
+def test_a_store_lost_after_all_groups_are_built_changes_nothing(answer: type[m.Message]) -> None:
+    world = trained()
+    world.kill(1)
+    assert world.before(answer)
+    while any(says(event, m.Staged) for event in world.queue):
+        world.handle(world.queue.popleft())
+    lose_store(world)
+    world.run()
+    world.assert_training()
+    assert world.last.attempts == 1
+
+
+def test_a_store_lost_while_training_is_noted_only() -> None:
+    world = trained()
+    lose_store(world)
+    world.run()
+    world.assert_training()
+    assert not world.incidents and "training does not need it" in world.view.notes[0].text
+
+
+def test_a_store_lost_with_its_node_is_replaced() -> None:
+    world = trained(nodes="n0:2 n1:2 n2:2", spares=1)
+    world.handle(Taint(job="j", target="n0/1", reason="x"))
+    world.run()
+    world.kill(0)
+    assert world.before(m.Held)
+    host = world.commands(m.OpenStore)[-1][0]
+    ranks = {worker.node for worker in world.owners()}
+    world.kill_node(host)
+    world.run()
+    assert world.view.state in ("running", "held"), (host, ranks)
 
 
 def test_groups_that_can_not_be_built_are_tried_three_times() -> None:

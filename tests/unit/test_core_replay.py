@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from test_core_support import SECOND, World, job_spec
 
+from keepstep.errors import UsageError
 from keepstep.model import messages as m
 from keepstep.model import records as r
-from keepstep.model.job import Drain, Migrate, Taint, Wake
+from keepstep.model.job import Drain, Migrate, Note, Taint, Wake
 
 ANSWERS = [
     m.Report,
@@ -48,6 +49,22 @@ def test_a_running_job_does_not_notice_a_restart() -> None:
     world.kill(2)
     world.run()
     world.assert_training()
+
+
+def test_warnings_and_readings_are_shown_and_survive_a_restart() -> None:
+    world = trained()
+    reading = Note(job="j", target="n1/0", signal="fan", reason="slow")
+    world.handle(reading)
+    world.handle(reading)
+    said = m.BuddyLost(generation=0, error="refused")
+    world.say(world.rank(0), said)
+    world.pump()
+    notes = [note.text for note in world.view.notes]
+    assert notes == ["signal fan: n1/0: slow", "rank 0 lost its buddy n1: refused"]
+    world.restart_core()
+    assert [note.text for note in world.view.notes] == notes
+    with pytest.raises(UsageError, match="no node 'n7'"):
+        world.handle(Note(job="j", target="n7", signal="fan", reason="slow"))
 
 
 def to_dict(view: object) -> dict[str, object]:

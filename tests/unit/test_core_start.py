@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from test_core_support import SECOND, World, attached, job_spec
 
@@ -141,6 +142,138 @@ def test_an_exception_at_the_start_beside_a_kill_is_its_effect() -> None:
     world.attach = True
     world.run()
     world.assert_training()
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (
+            {"0": [0, 1, 2, 3]},
+            "rank 0 has a process group '1' with ranks 0, 2, and rank 2 does not",
+        ),
+        (
+            {"0": [0, 1, 2, 3], "1": [2, 3]},
+            "process group '1' has ranks 0, 2 on rank 0 and ranks 2, 3 on rank 2",
+        ),
+    ],
+)
+def test_process_groups_that_differ_between_ranks_end_the_job(
+    other: dict[str, list[int]], words: str
+) -> None:
+    world = World(job_spec())
+    world.attach = False
+    world.run(5)
+    everyone = [0, 1, 2, 3]
+    groups = {0: {"0": everyone, "1": [0, 2]}, 1: {"0": everyone}, 2: other, 3: {"0": everyone}}
+    for worker in world.owners():
+        said = msgspec.structs.replace(attached(0), members=groups[worker.rank])
+        world.say(worker, said)
+    world.run(5)
+    assert world.view.state == "failed" and world.view.exit_code == 1
+    assert words in world.view.reason and "hint: create the same groups" in world.view.reason
+
+
+def test_a_group_of_some_ranks_is_no_mismatch() -> None:
+    world = World(job_spec())
+    world.attach = False
+    world.run(5)
+    for worker in world.owners():
+        mine = {
+            "0": [0, 1, 2, 3],
+            f"half-{worker.rank % 2}": [worker.rank % 2, worker.rank % 2 + 2],
+        }
+        world.say(worker, msgspec.structs.replace(attached(0), members=mine))
+    world.run(5)
+    assert world.view.state == "running"
+
+
+def test_a_newcomer_with_other_process_groups_is_refused_at_once() -> None:
+    world = World(job_spec())
+    world.attach = False
+    world.run(5)
+    for worker in world.owners():
+        said = msgspec.structs.replace(attached(0), members={"0": [0, 1, 2, 3]})
+        world.say(worker, said)
+    world.run(5)
+    world.kill(1)
+    assert world.before(m.Arrived, 1)
+    newcomer = next(w for w in world.workers.values() if w.alive and w.rank == 1)
+    world.queue.clear()
+    world.say(newcomer, msgspec.structs.replace(attached(1), members={"0": [0, 1, 2]}))
+    world.pump()
+    assert not newcomer.alive
+    assert world.commands(m.KillWorker)[-1][1].worker == newcomer.id  # type: ignore[attr-defined]
+
+
+def where(world: World, **ranks: str) -> None:
+    """`r0="attaching"`: what the progress page of rank 0 says."""
+    for worker in world.owners():
+        state = m.WorkerState(
+            worker=worker.id,
+            slot=worker.slot,
+            pid=9,
+            rank=worker.rank,
+            where=ranks.get(f"r{worker.rank}", "building"),
+        )
+        world.agent_says(worker.node, m.Progress(workers=[state]))
+
+
+def test_a_rank_that_never_attaches_is_started_again_once_and_then_named() -> None:
+    world = World(job_spec())
+    world.attach = False
+    world.run(5)
+    first = world.rank(2)
+    where(world, r0="attaching", r1="attaching", r3="attaching")
+    world.pump()
+    assert world.view.state == "starting"
+    assert world.view.reason == "waiting for rank 2 to call keepstep.attach; ranks 0, 1, 3 did"
+    world.run(62)
+    assert world.view.state == "starting" and not first.alive and world.rank(2) is not first
+    words = "rank 2 did not come to keepstep.attach within 60 s after ranks 0, 1, 3"
+    assert (world.last.cause, world.last.victims, world.last.reason) == ("start", [2], words)
+    where(world, r0="attaching", r1="attaching", r3="attaching")
+    world.run(62)
+    assert world.view.state == "failed" and world.view.exit_code == 3
+    assert f"{words}, in two starts (hint: every rank must call" in world.view.reason
+
+
+def test_a_script_that_ends_without_attach_beside_others_in_it_is_named() -> None:
+    world = World(job_spec())
+    world.attach = False
+    world.run(5)
+    where(world, r0="attaching")
+    world.say(world.rank(1), m.Done(tick=0, version=0))
+    world.pump()
+    assert world.view.state == "failed" and world.view.exit_code == 1
+    words = "the script of rank 1 ended without keepstep.attach while rank 0 waited in it"
+    assert words in world.view.reason
+
+
+def test_a_long_construction_is_no_hang_but_it_is_said_once() -> None:
+    world = World(job_spec())
+    world.attach = False
+    world.run(3_000)
+    assert world.view.state == "starting" and not world.incidents
+    assert [note.text for note in world.view.notes] == [
+        "ranks 0, 1, 2, 3 did not call keepstep.attach yet, 60 s after the start: until then hangs "
+        "are not seen and nothing is protected"
+    ]
+    for worker in world.owners():
+        world.say(worker, attached(0))
+    world.run(5)
+    assert world.view.state == "running" and not world.view.reason
+
+
+def test_a_store_lost_before_all_attached_starts_everybody_again() -> None:
+    world = World(job_spec())
+    world.attach = False
+    world.run(5)
+    world.attach = True
+    world.agent_says("n0", m.StoreFailed(generation=0, error="ended with -9"))
+    world.run(30)
+    world.assert_training()
+    assert world.view.generation == 1
+    assert world.last.reason.startswith("the store on n0 was lost: ended with -9")
 
 
 def test_a_script_without_attach_runs_to_its_end() -> None:

@@ -474,7 +474,7 @@ class World:
                 last_commit_ns=0 if newcomer else 100_000_000,
                 first_commit_ns=900_000_000,
                 median_step_ns=50_000_000,
-                detect_ns=1_000_000,
+                abort_ns=1_000_000,
             )
             if c.solo:
                 w.state = "done"

@@ -59,7 +59,8 @@ class Stores:
         self._stores: dict[int, _Store] = {}
 
     def open(self, generation: int) -> None:
-        """Answered by one event; asking again for an open store answers again."""
+        """Answered by one event; asking again for an open store answers again. A store that ends
+        without being closed is told as failed, and may be opened anew."""
         store = self._stores.get(generation)
         if store is None:
             task = asyncio.create_task(self._open(generation))
@@ -96,6 +97,11 @@ class Stores:
         store.address = Address(self._host, port)
         logger.info("store of generation %d listens on port %d", generation, port)
         self._on_event(StoreOpened(generation=generation, store=store.address))
+        await _ended(store.process)  # by itself: close() cancels this task first
+        self._discard(generation)
+        why = f"the store program ended with {store.process.returncode}"
+        logger.error("generation %d: %s", generation, why)
+        self._on_event(StoreFailed(generation=generation, error=why))
 
     def _discard(self, generation: int) -> None:
         store = self._stores.pop(generation, None)
@@ -162,6 +168,18 @@ async def _read_line(process: subprocess.Popen[bytes]) -> bytes:
         if not data or len(line) > PORT_LINE_BYTES_MAX:
             break
     return line
+
+
+async def _ended(process: subprocess.Popen[bytes]) -> None:
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    pidfd = os.pidfd_open(process.pid)
+    loop.add_reader(pidfd, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -87,6 +87,7 @@ class Launcher:
         self._view: JobView | None = None
         self._incidents: dict[str, IncidentView] = {}
         self._held_said: set[str] = set()
+        self._noted_ns = 0
         self._state_before_end = ""
         self._signal: int | None = None
         self._over = asyncio.Event()  # the job has ended, or must be given up
@@ -257,6 +258,10 @@ class Launcher:
             if incident.outcome != "OPEN" and (before is None or before.outcome == "OPEN"):
                 self._output.words(closed_text(incident))
             self._incidents[incident.id] = incident
+        for note in seen.job.notes:
+            if note.at_ns > self._noted_ns:
+                self._output.words(f"note: {note.text}")
+        self._noted_ns = max((note.at_ns for note in seen.job.notes), default=self._noted_ns)
         self._say_held(seen.job)
 
     def _say_held(self, view: JobView) -> None:

@@ -47,6 +47,8 @@ def print_jobs(views: Sequence[JobView]) -> None:
         ]
         rows += [["spare", s.pid, s.node, s.slot, "", "", s.state] for s in view.spares]
         _table(console, ("", "pid", "node", "slot", "generation", "step", "state"), rows)
+        for note in view.notes:
+            console.print(Text(f"  note {_clock(note.at_ns)} {note.text}"), soft_wrap=True)
         for node in view.nodes:
             if node.taints or node.state != "connected":
                 taints = f" tainted: {'; '.join(node.taints)}" if node.taints else ""
@@ -58,7 +60,7 @@ def print_incidents(incidents: Sequence[IncidentView]) -> None:
     rows = [
         [
             one.id,
-            time.strftime("%H:%M:%S", time.localtime(one.opened_at_ns / 1e9)),
+            _clock(one.opened_at_ns),
             f"{one.trigger} {one.cause}",
             ", ".join(map(str, one.victims)),
             "; ".join(one.moves),
@@ -77,6 +79,10 @@ def print_incidents(incidents: Sequence[IncidentView]) -> None:
 def print_spares(spares: Sequence[SpareLine]) -> None:
     rows = [[s.job, s.slot, s.pid, s.state, s.parked_at] for s in spares]
     _table(_console(), ("job", "slot", "pid", "state", "parked at"), rows)
+
+
+def _clock(at_ns: int) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at_ns / 1e9))
 
 
 def _console() -> Console:

@@ -22,7 +22,7 @@ from keepstep.core.migration import (
     blame_script,
     start_attempt,
 )
-from keepstep.core.phases import has_held, newcomers
+from keepstep.core.phases import all_staged, has_held, newcomers
 from keepstep.core.planned import fail_move
 from keepstep.core.processes import node_lost
 from keepstep.core.rewire import settle_committed_planned
@@ -100,7 +100,7 @@ def _leave_attempt(
         elif was_pending and not other.pending:
             close_incident(job, out, other, "RESOLVED", f"its ranks died and are moved by {by}")
         elif mine:
-            other.reason = f"{other.reason}; put off by {by}"
+            other.also(f"put off by {by}")
     reuse: dict[int, str] = {}
     if previous is None or previous.committed:
         return reuse
@@ -132,8 +132,21 @@ def repeat_attempt(job: Job, out: Out, attempt: Attempt, why: str) -> None:
     start_attempt(job, out, attempt.kind, attempt.incident, moving, reuse, why)
 
 
-def stage_failed(job: Job, out: Out, attempt: Attempt, why: str) -> None:
+def store_failed(job: Job, out: Out, attempt: Attempt, error: str) -> None:
+    """A store is needed until the last rank has built its groups. Nobody was told to yet: take
+    another. Somebody was: whom it met in the lost one is not known, so all meet in the next."""
+    host = attempt.store_node
     if attempt.store is None:
+        stage_failed(job, out, attempt, f"{host} could not open a store: {error}")
+    elif not all_staged(job, attempt):
+        job.bad_store, attempt.store = host, None
+        attempt.store_node, attempt.store_asked_at = "", 0
+        if attempt.staged_at:
+            stage_failed(job, out, attempt, f"{host} lost the store: {error}")
+
+
+def stage_failed(job: Job, out: Out, attempt: Attempt, why: str) -> None:
+    if attempt.store is None and attempt.store_node:
         job.bad_store = attempt.store_node
     if attempt.kind == "planned":
         fail_move(job, out, attempt, why)
@@ -183,6 +196,11 @@ def lose_node(job: Job, out: Out, name: str, why: str) -> None:
     node_lost(job, out, job.nodes[name], why)
     for worker in joining:
         newcomer_failed(job, out, worker, f"{name} {why}")
+    attempt = job.attempt
+    if attempt is None or attempt.committed or attempt.store is None:
+        return
+    if attempt.store_node == name and not broken(job):  # else the next attempt has its own
+        store_failed(job, out, attempt, why)
 
 
 def check_hang(job: Job, out: Out) -> None:

@@ -71,7 +71,7 @@ def widen_incident(
 ) -> None:
     added = sorted(set(victims) - set(incident.victims))
     incident.victims = sorted(set(incident.victims) | set(victims))
-    incident.reason = f"{incident.reason}; then {reason}"
+    incident.also(reason, "; then ")
     out.record(
         IncidentWidened(
             job=job.id,
@@ -95,8 +95,7 @@ def close_incident(
     lost = 0
     if outcome == "FELL_BACK":
         lost = max((worker.version for _, worker in job.owning()), default=0)
-    if reason:
-        incident.reason = f"{incident.reason}; {reason}" if incident.reason else reason
+    incident.also(reason)
     view = incident_view(job, incident, out.now, outcome=outcome, steps_lost=lost)
     job.incidents.remove(incident)
     job.closed.append(view)

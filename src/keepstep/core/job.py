@@ -97,6 +97,9 @@ def _give_up(job: Job, out: Out, attempt: Attempt) -> None:
         where = f"; the state of tick {attempt.tick} is in {job.checkpoint}"
         end_job(job, out, "failed", EXIT_GAVE_UP, incident.give_up + where)
         return
+    if incident.give_up and attempt.no_checkpoint:
+        end_job(job, out, "failed", EXIT_GAVE_UP, f"{incident.give_up}; {attempt.no_checkpoint}")
+        return
     if attempt.kind != "resume" or all_filled(job, attempt):
         return
     if not processes.may_get_spare(job):
@@ -317,11 +320,16 @@ def _store_answered(job: Job, out: Out, name: str, message: StoreOpened | StoreF
         else:
             start.store_opened(job, out, message)
         return
+    job.nodes[name].stores.discard(message.generation)
     if attempt is not None and attempt.generation == message.generation:
-        if attempt.store is None and not attempt.committed:
-            faults.stage_failed(
-                job, out, attempt, f"{name} could not open a store: {message.error}"
-            )
+        if attempt.store_node == name and not attempt.committed:
+            faults.store_failed(job, out, attempt, message.error)
+    elif job.mode == "starting" and message.generation == job.generation:
+        # A rank that has yet to connect would try for as long as its rendezvous may take.
+        start.restart(job, out, f"the store on {name} was lost: {message.error}")
+    elif job.mode == "running" and message.generation == job.generation:
+        # Process groups, once built, do not need it; each new generation brings its own.
+        warn(job, out, f"the store on {name} was lost: {message.error}; training does not need it")
     elif job.mode == "opening" and message.generation == job.generation_max:
         reason = f"{name} could not open a store: {message.error}"
         end_job(job, out, "failed", EXIT_GAVE_UP, reason)

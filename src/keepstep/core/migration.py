@@ -371,6 +371,8 @@ def hold_without_spare(job: Job, out: Out, attempt: Attempt) -> None:
         )
     if not attempt.no_spare or attempt.kind == "resume" or not all_held(job, attempt):
         return
+    if attempt.no_checkpoint:
+        attempt.no_spare += f"; the state is in their memory only: {attempt.no_checkpoint}"
     tick = attempt.tick
     if tick is None or job.checkpoint_tick == tick:
         return

@@ -14,7 +14,17 @@ from keepstep.core.incidents import close_incident, end_job, open_incident
 from keepstep.core.recovery import apply_taint
 from keepstep.core.state import Job, Node, Out, Worker
 from keepstep.errors import UsageError
-from keepstep.model.job import POINTS, Cancel, Drain, InjectNow, JobSpec, Migrate, Taint, Untaint
+from keepstep.model.job import (
+    POINTS,
+    Cancel,
+    Drain,
+    InjectNow,
+    JobSpec,
+    Migrate,
+    Note,
+    Taint,
+    Untaint,
+)
 from keepstep.model.messages import KillNode
 from keepstep.model.records import SignalSeen, Tainted, Untainted
 
@@ -164,21 +174,29 @@ def _taint(job: Job, out: Out, target: str, reason: str) -> None:
             newcomer_failed(job, out, worker, f"{worker.place} was tainted: {reason}")
 
 
+def _seen(job: Job, out: Out, node: Node, signal: str, detail: str) -> None:
+    out.record(
+        SignalSeen(
+            job=job.id, at_ns=out.now, node=node.name, worker="", signal=signal, detail=detail
+        )
+    )
+
+
+def note(job: Job, out: Out, request: Note) -> None:
+    check_open(job)
+    node, _ = _target(job, request.target)
+    detail = f"{request.target}: {request.reason}"
+    # Detectors repeat themselves; what is on show already needs no second line.
+    if not any(shown.text == f"signal {request.signal}: {detail}" for shown in job.notes):
+        _seen(job, out, node, request.signal, detail)
+
+
 def taint(job: Job, out: Out, request: Taint) -> None:
     check_open(job)
     node, slot = _target(job, request.target)
     if not request.reason:
         raise UsageError("a taint needs a reason", hint="--reason TEXT")
-    out.record(
-        SignalSeen(
-            job=job.id,
-            at_ns=out.now,
-            node=node.name,
-            worker="",
-            signal="taint",
-            detail=f"{request.target}: {request.reason}",
-        )
-    )
+    _seen(job, out, node, "taint", f"{request.target}: {request.reason}")
     _taint(job, out, request.target, request.reason)
     ranks = sorted(set(_ranks_in(job, node, slot)) - _moving(job))
     if ranks and job.mode == "running":

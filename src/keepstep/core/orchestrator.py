@@ -31,6 +31,7 @@ from keepstep.model.job import (
     InjectNow,
     Migrate,
     NodeDead,
+    Note,
     Submit,
     Taint,
     Untaint,
@@ -137,6 +138,8 @@ class Core:
             operator.drain(job, out, event)
         elif isinstance(event, Taint):
             operator.taint(job, out, event)
+        elif isinstance(event, Note):
+            operator.note(job, out, event)
         elif isinstance(event, Untaint):
             operator.untaint(job, out, event)
         elif isinstance(event, InjectNow):

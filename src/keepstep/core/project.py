@@ -6,6 +6,7 @@ from typing import Literal
 
 from keepstep.core.placement import buddy_node
 from keepstep.core.state import Incident, Job, Node, Worker
+from keepstep.core.triage import name_ranks
 from keepstep.model.views import (
     IncidentView,
     JobState,
@@ -78,6 +79,7 @@ def job_view(job: Job, state: JobState | None = None, exit_code: int | None = No
         injects_fired=list(job.fired),
         traceback=job.traceback,
         checkpoint=job.checkpoint,
+        notes=list(job.notes),
     )
 
 
@@ -86,6 +88,10 @@ def state_reason(job: Job) -> str:
         return job.attempt.no_spare
     if job.reason:
         return job.reason
+    if job.mode == "starting" and job.attempt is None:
+        there, missing = job.attaching()
+        waiting = f"; {name_ranks(there)} did" if there else ""
+        return f"waiting for {name_ranks(missing)} to call keepstep.attach{waiting}"
     return job.incidents[0].reason if job.incidents else ""
 
 

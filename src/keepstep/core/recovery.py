@@ -66,6 +66,7 @@ def apply(jobs: dict[str, Job], record: Record) -> None:
     if job is None:
         return
     job.replayed = True
+    job.note(record)
     if isinstance(record, Placed | WorkerEnded | NodeLost | NodeJoined | StartBegun | JobStarted):
         _apply_processes(job, record)
     elif isinstance(record, IncidentOpened | IncidentWidened | IncidentClosed):
@@ -143,7 +144,7 @@ def _apply_incident(job: Job, record: IncidentOpened | IncidentWidened | Inciden
         for incident in job.incidents:
             if incident.id == record.incident:
                 incident.victims = sorted(set(incident.victims) | set(record.victims))
-                incident.reason = f"{incident.reason}; then {record.reason}"
+                incident.also(record.reason, "; then ")
     else:
         job.closed.append(record.view)
         job.incidents = [i for i in job.incidents if i.id != record.view.id]
@@ -240,7 +241,7 @@ def _reopen(job: Job, out: Out, incident: Incident) -> None:
         for _, worker in job.owning():
             if worker.usable:
                 worker.release_due = incident.attempt_generation
-        incident.reason = f"{incident.reason}; {why}"
+        incident.also(why)
 
 
 def _start_over(job: Job, out: Out) -> None:

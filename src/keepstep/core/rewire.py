@@ -103,7 +103,7 @@ def retire(job: Job, out: Out, attempt: Attempt) -> None:
     forget_dead(job, out)
     incident = attempt.incident
     if incident.pending:
-        incident.reason = f"{incident.reason}; moved: {', '.join(incident.moves)}"
+        incident.also(f"moved: {', '.join(incident.moves)}")
         return  # the next wave
     count = len(incident.moves)
     what = f"{count} rank{'s' if count != 1 else ''} moved" if count else "all ranks reconnected"
@@ -127,7 +127,7 @@ def forget_dead(job: Job, out: Out) -> None:
 def settle_committed_planned(job: Job, out: Out, incident: Incident, by: str) -> None:
     """A planned move that was committed when a fault came: its part is done."""
     if incident.pending:
-        incident.reason = f"{incident.reason}; interrupted by {by}"
+        incident.also(f"interrupted by {by}")
         return
     close_incident(job, out, incident, "RESOLVED", f"moved; before the first step {by} followed")
 

@@ -16,16 +16,22 @@ attempt without members whose state comes from the checkpoint (migration.py).
 from __future__ import annotations
 
 from keepstep.core import placement
-from keepstep.core.incidents import close_incident, end_job, open_incident, widen_incident
+from keepstep.core.incidents import (
+    close_incident,
+    end_job,
+    open_incident,
+    warn,
+    widen_incident,
+)
 from keepstep.core.migration import EXIT_GAVE_UP, EXIT_USER, start_attempt
 from keepstep.core.processes import close_stores, start_worker
 from keepstep.core.state import SECOND, Job, Out, Worker
-from keepstep.core.timers import JOIN_SPARES_NS
-from keepstep.core.triage import headline
+from keepstep.core.triage import group_mismatch, headline, name_ranks
 from keepstep.model.messages import Failure, OpenStore, StoreOpened
 from keepstep.model.records import JobStarted, StartBegun
 
 RESTARTS_MAX = 3
+JOIN_SPARES_NS = 2 * SECOND
 
 
 def advance_start(job: Job, out: Out) -> None:
@@ -99,6 +105,7 @@ def store_opened(job: Job, out: Out, message: StoreOpened) -> None:
         job.mode = "waiting"
         return
     job.mode = "starting"
+    job.ranks_started_at, job.attach_since = out.now, None
     for incident in job.incidents:
         if incident.cause == "start":
             incident.timeline.mark("RESUME", out.now)
@@ -131,7 +138,60 @@ def _begin_resume(job: Job, out: Out, placed: dict[int, tuple[str, int]]) -> Non
     start_attempt(job, out, "resume", incident, ranks, {}, reason)
 
 
+def _watch_attach(job: Job, out: Out) -> None:
+    """Ranks in attach wait for all others, and a rank may take its time to build its model. But a
+    script that has ended will never come, and at some point a hang is the better guess."""
+    there, missing = job.attaching()
+    ended = [rank for rank in missing if job.workers[job.owners[rank]].done]
+    if there and ended:
+        end_job(
+            job,
+            out,
+            "failed",
+            EXIT_USER,
+            f"the script of {name_ranks(ended)} ended without keepstep.attach while "
+            f"{name_ranks(there)} waited in it (hint: every rank must call keepstep.attach)",
+        )
+    elif not there or not missing:
+        job.attach_since = None
+    elif job.attach_since is None:
+        job.attach_since = out.now
+
+
+def attach_is_late(job: Job, out: Out) -> None:
+    """The ranks that do not come may hang, which another start may cure; not twice."""
+    there, missing = job.attaching()
+    why = (
+        f"{name_ranks(missing)} did not come to keepstep.attach within "
+        f"{job.build_ns // SECOND} s after {name_ranks(there)}"
+    )
+    job.attach_since = None
+    job.late_starts += 1
+    if job.late_starts == 1:
+        for rank in missing:
+            out.kill(job.workers[job.owners[rank]])
+        restart(job, out, why)
+        return
+    hint = "every rank must call keepstep.attach; --stall-timeout is how long the others wait"
+    end_job(job, out, "failed", EXIT_GAVE_UP, f"{why}, in two starts (hint: {hint})")
+
+
+def start_is_slow(job: Job, out: Out) -> None:
+    """Nobody is in attach yet, so it may well be a long construction: say so, and wait."""
+    job.start_warned = True
+    _, missing = job.attaching()
+    warn(
+        job,
+        out,
+        f"{name_ranks(missing)} did not call keepstep.attach yet, {job.build_ns // SECOND} s after "
+        "the start: until then hangs are not seen and nothing is protected",
+    )
+
+
 def _watch(job: Job, out: Out) -> None:
+    _watch_attach(job, out)
+    if job.ended is not None:
+        return
     owners = [worker for _, worker in job.owning()]
     dead = [worker for worker in owners if not worker.usable and not worker.done]
     fault = job.start_fault
@@ -146,8 +206,15 @@ def _watch(job: Job, out: Out) -> None:
             end_job(job, out, "failed", EXIT_USER, f"{why}, before the first step")
         else:
             restart(job, out, why)
+    elif job.store_node and job.nodes[job.store_node].state == "dead":
+        restart(job, out, f"the store was lost with {job.store_node}")
     elif fault is None and owners and all(w.attached or w.done for w in owners):
-        started(job, out)
+        mismatch = group_mismatch({w.rank: w.groups for w in owners if w.groups})
+        if mismatch:
+            hint = "create the same groups on every rank, in the same order, before attach"
+            end_job(job, out, "failed", EXIT_USER, f"{mismatch} (hint: {hint})")
+        else:
+            started(job, out)
 
 
 def started(job: Job, out: Out) -> None:
@@ -190,7 +257,7 @@ def _fault(job: Job, out: Out, kind: str, why: str, traceback: str) -> None:
 
 
 def restart(job: Job, out: Out, why: str) -> None:
-    job.start_fault = None
+    job.start_fault = job.attach_since = None
     job.start_failures += 1
     dead = job.dead()
     if job.start_failures > RESTARTS_MAX:

@@ -13,6 +13,7 @@ commands are idempotent, and rows whose answer is already known are skipped.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -36,10 +37,11 @@ from keepstep.model.messages import (
     Tell,
     WorkerCommand,
 )
-from keepstep.model.records import Record, Trigger
-from keepstep.model.views import IncidentView, JobView
+from keepstep.model.records import Record, SignalSeen, Trigger, Warned
+from keepstep.model.views import IncidentView, JobView, NoteView
 
 SECOND = 1_000_000_000
+NOTES_MAX = 20
 
 Role = Literal["standby", "newcomer", "rank", "leaver", "unwanted"]
 Kind = Literal["planned", "unplanned", "resume"]
@@ -109,6 +111,7 @@ class Worker:
     # rank
     attached: bool = False
     redundant: bool = True
+    groups: dict[str, list[int]] | None = None  # process group -> ranks in it, as it said
     done: bool = False
     buddy: str = ""  # node
     leave_at: int = 0
@@ -162,6 +165,13 @@ class Incident:
     interrupted: bool = False  # by a restart of the orchestrator
     committed: int | None = None  # generation
 
+    def also(self, reason: str, joint: str = "; ") -> None:
+        """Goes on with the story; what was told already is not told again."""
+        told = [part.removeprefix("then ") for part in self.reason.split("; ")]
+        new = "; ".join(part for part in reason.split("; ") if part not in told)
+        if new:
+            self.reason = f"{self.reason}{joint}{new}" if self.reason else new
+
 
 @dataclass(slots=True)
 class Attempt:
@@ -186,6 +196,8 @@ class Attempt:
     committed_at: int | None = None
     phase: str = "RESERVE"
     no_spare: str = ""  # why the job is held
+    no_checkpoint: str = ""  # why the state is not on disk meanwhile
+    checkpoint_failed_at: int = 0
     solo: bool = False
 
     @property
@@ -207,6 +219,7 @@ class Job:
     incident_next: int = 1
     incidents: list[Incident] = field(default_factory=list)  # open ones
     closed: list[IncidentView] = field(default_factory=list)
+    notes: deque[NoteView] = field(default_factory=lambda: deque(maxlen=NOTES_MAX))
     attempt: Attempt | None = None
     master: Address | None = None
     reason: str = ""
@@ -229,6 +242,10 @@ class Job:
     bad_store: str = ""  # the node that failed last to open one
     store_asked_at: int = 0
     ranks_joined_at: int | None = None
+    ranks_started_at: int = 0
+    attach_since: int | None = None  # some ranks wait in attach for others
+    late_starts: int = 0  # starts given up because they waited too long
+    start_warned: bool = False
     # after a restart of the orchestrator
     replayed: bool = False
     rejoin_until: int | None = None
@@ -266,6 +283,11 @@ class Job:
         """Ranks without a living owner. One whose script has ended needs none."""
         return [rank for rank, worker in self.owning() if not worker.usable and not worker.done]
 
+    def attaching(self) -> tuple[list[int], list[int]]:
+        """Ranks that are in attach or through it, and ranks that are not."""
+        there = [rank for rank, w in self.owning() if w.attached or w.where == "attaching"]
+        return there, [rank for rank, _ in self.owning() if rank not in there]
+
     def standbys(self) -> list[Worker]:
         return [w for w in self.workers.values() if w.role == "standby" and w.usable]
 
@@ -277,6 +299,14 @@ class Job:
             if incident.trigger == "unplanned" or incident.cause == "resume":
                 return incident
         return None
+
+    def note(self, record: Record) -> None:
+        """Some records are for people only, and are shown beside the job."""
+        if isinstance(record, Warned):
+            self.notes.append(NoteView(at_ns=record.at_ns, text=record.message))
+        elif isinstance(record, SignalSeen):
+            text = f"signal {record.signal}: {record.detail}"
+            self.notes.append(NoteView(at_ns=record.at_ns, text=text))
 
     def new_generation(self) -> int:
         self.generation_max += 1
@@ -293,6 +323,7 @@ class Out:
 
     def record(self, record: Record) -> None:
         self._outcome.records.append(record)
+        self.job.note(record)
 
     def send(self, node: str, command: AgentCommand) -> bool:
         """False: not connected, the caller's fact stays open until the agent is back."""

@@ -42,8 +42,8 @@ class Timeline:
         self.longest("rewire", message.swap_ns)
 
     def resumed(self, message: Resumed, swapped_at: int, now: int) -> None:
-        if message.detect_ns:
-            self.longest("detect", message.detect_ns)
+        if message.abort_ns:
+            self.longest("abort", message.abort_ns)
         if swapped_at:
             self.longest("first_step", max(0, now - swapped_at))
         if message.last_commit_ns:  # a newcomer has none

@@ -13,6 +13,7 @@ from keepstep.core.migration import EXIT_GAVE_UP
 from keepstep.core.phases import has_copied, has_held, has_reported, members
 from keepstep.core.phases import newcomers as newcomers_of
 from keepstep.core.planned import fail_move
+from keepstep.core.start import JOIN_SPARES_NS, attach_is_late, start_is_slow
 from keepstep.core.state import SECOND, Attempt, Job, Out, Worker
 from keepstep.model.messages import KillWorker
 
@@ -21,7 +22,6 @@ KILL_AGAIN_NS = 5 * SECOND
 STORE_NS = 15 * SECOND
 PARK_NS = 300 * SECOND
 JOIN_NS = 60 * SECOND
-JOIN_SPARES_NS = 2 * SECOND
 
 Timer = tuple[int, str, str]  # when, what, about whom
 
@@ -62,6 +62,11 @@ def _start_timers(job: Job) -> list[Timer]:
         rows.append((job.store_asked_at + STORE_NS, "start-store", ""))
     if job.start_fault is not None:
         rows.append((job.start_fault[0] + SECOND, "settle", ""))
+    if job.mode == "starting" and job.attempt is None:
+        if job.attach_since is not None:
+            rows.append((job.attach_since + job.build_ns, "attach", ""))
+        elif not job.start_warned and not all(w.attached for _, w in job.owning()):
+            rows.append((job.ranks_started_at + job.build_ns, "slow-start", ""))
     return rows
 
 
@@ -74,6 +79,8 @@ def _attempt_timers(job: Job, attempt: Attempt) -> list[Timer]:
         return rows
     if attempt.incident.give_up:
         rows.append((attempt.incident.give_up_at + job.build_ns, "give-up", ""))
+    if attempt.no_checkpoint and attempt.checkpoint_failed_at:
+        rows.append((attempt.checkpoint_failed_at + job.build_ns, "checkpoint", ""))
     if attempt.store is None and attempt.store_asked_at:
         if job.nodes[attempt.store_node].state == "connected":  # else it is asked again later
             rows.append((attempt.store_asked_at + STORE_NS, "store", ""))
@@ -145,6 +152,10 @@ def _fire_one(job: Job, out: Out, what: str, subject: str) -> None:
         job.mode = "waiting"  # look again for a node that can open it
         job.store_asked_at = 0
         warn(job, out, f"{job.store_node} did not open the store in time, asking again")
+    elif what == "attach":
+        attach_is_late(job, out)
+    elif what == "slow-start":
+        start_is_slow(job, out)
     elif attempt is not None:
         if what == "store":
             stage_failed(job, out, attempt, f"{attempt.store_node} did not open the store in time")
@@ -152,6 +163,10 @@ def _fire_one(job: Job, out: Out, what: str, subject: str) -> None:
             stage_failed(job, out, attempt, "not all ranks had their new groups in time")
         elif what == "hold":
             fail_move(job, out, attempt, "not all ranks came to hold in time")
+        elif what == "checkpoint":
+            attempt.checkpoint_failed_at = 0
+            for worker in members(job, attempt):
+                worker.asked.pop("checkpoint", None)  # whoever has not written is asked again
         elif what == "give-up":
             end_job(job, out, "failed", EXIT_GAVE_UP, attempt.incident.give_up)
 

@@ -109,6 +109,26 @@ def hang_culprits(
     return (), "all ranks stand still at the same place: no culprit can be told"
 
 
+def group_mismatch(groups: Mapping[int, Mapping[str, Sequence[int]]]) -> str:
+    """`groups`: rank -> the process groups it is in, with their ranks. "" if all agree: a
+    group exists on each of its ranks, with the same ranks."""
+    for rank, mine in sorted(groups.items()):
+        for name, ranks in sorted(mine.items()):
+            others = {other: groups[other].get(name) for other in ranks if other in groups}
+            for other, theirs in sorted(others.items()):
+                if theirs is None:
+                    return (
+                        f"rank {rank} has a process group {name!r} with {name_ranks(ranks)}, "
+                        f"and rank {other} does not have it"
+                    )
+                if list(theirs) != list(ranks):
+                    return (
+                        f"process group {name!r} has {name_ranks(ranks)} on rank {rank} and "
+                        f"{name_ranks(theirs)} on rank {other}"
+                    )
+    return ""
+
+
 def headline(error: str) -> str:
     """The line of a traceback that says what it is: the last one that is no hint."""
     lines = [line for line in error.strip().splitlines() if not line.startswith("hint:")]

@@ -19,12 +19,13 @@ from keepstep.core.migration import (
 from keepstep.core.planned import fail_move
 from keepstep.core.processes import inject_fired, replace_buddy, signal_now
 from keepstep.core.state import Attempt, Job, Out, Worker
-from keepstep.core.triage import headline
+from keepstep.core.triage import group_mismatch, headline
 from keepstep.model.messages import (
     Arrived,
     Attached,
     BuddyLost,
     Checkpointed,
+    CheckpointFailed,
     Copied,
     CopyFailed,
     Done,
@@ -66,7 +67,7 @@ def _newcomer_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> N
         return
     timeline = attempt.incident.timeline
     if isinstance(said, Attached):
-        worker.attached, worker.redundant = True, said.redundant
+        _newcomer_attached(job, out, worker, said)
     elif isinstance(said, Arrived):
         worker.arrived = True
     elif isinstance(said, Ready):
@@ -84,6 +85,15 @@ def _newcomer_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> N
             timeline.copied(said)
     elif isinstance(said, CopyFailed) and said.generation == attempt.generation:
         _copy_failed(job, out, attempt, worker, said)
+
+
+def _newcomer_attached(job: Job, out: Out, worker: Worker, said: Attached) -> None:
+    worker.attached, worker.redundant, worker.groups = True, said.redundant, said.members
+    others = {rank: w.groups for rank, w in job.owning() if rank != worker.rank and w.groups}
+    # The others would wait for it in groups that it does not build, until a timeout.
+    mismatch = group_mismatch({**others, worker.rank: said.members}) if others else ""
+    if mismatch:
+        newcomer_failed(job, out, worker, mismatch)
 
 
 def _rank_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> None:
@@ -116,7 +126,8 @@ def _member_said(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Wor
             worker.report = said
             attempt.reported.append(worker.rank)
         if said.error_kind == "device":
-            job.causes[worker.rank] = ("device-error", f"rank {worker.rank}: {said.error}")
+            why = f"rank {worker.rank} raised {headline(said.error)}"
+            job.causes[worker.rank] = ("device-error", why)
             out.kill(worker)
     elif isinstance(said, Held):
         if said.generation == attempt.generation:
@@ -127,6 +138,8 @@ def _member_said(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Wor
         _staged(job, out, attempt, worker, said)
     elif isinstance(said, Checkpointed):
         _checkpointed(job, out, attempt, worker, said)
+    elif isinstance(said, CheckpointFailed) and said.generation == attempt.generation:
+        _checkpoint_failed(job, out, attempt, worker, said)
 
 
 def _staged(
@@ -144,6 +157,7 @@ def _staged(
 
 def _attached(job: Job, out: Out, worker: Worker, said: Attached) -> None:
     worker.attached, worker.redundant = True, said.redundant
+    worker.groups = said.members
     for warning in said.warnings:
         warn(job, out, f"rank {worker.rank}: {warning}")
 
@@ -231,9 +245,23 @@ def _checkpointed(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Ch
     if all(owner.checkpointed == attempt.generation for owner in owners):
         job.checkpoint = checkpoint_path(job, attempt.tick)
         job.checkpoint_tick = attempt.tick
+        attempt.no_checkpoint = ""
         out.record(
             CheckpointWritten(job=job.id, at_ns=out.now, path=job.checkpoint, tick=attempt.tick)
         )
+
+
+def _checkpoint_failed(
+    job: Job, out: Out, attempt: Attempt, worker: Worker, said: CheckpointFailed
+) -> None:
+    """The state in memory is not touched by it: hold on, and try again after a while."""
+    attempt.checkpoint_failed_at = out.now
+    why = f"rank {worker.rank} could not write its part of {said.path}: {said.error}"
+    if attempt.no_checkpoint == why:
+        return
+    attempt.no_checkpoint = why
+    warn(job, out, why)
+    attempt.incident.also(why)
 
 
 def _inject_fired(job: Job, out: Out, worker: Worker, said: InjectFired) -> None:

@@ -111,6 +111,15 @@ class Taint(Input, frozen=True):
     reason: str
 
 
+class Note(Input, frozen=True):
+    """A detector's reading from which nothing follows; `target` as in Taint."""
+
+    job: str
+    target: str
+    signal: str
+    reason: str
+
+
 class Untaint(Input, frozen=True):
     job: str
     target: str
@@ -137,6 +146,7 @@ CoreInput = (
     | Migrate
     | Drain
     | Taint
+    | Note
     | Untaint
     | InjectNow
     | Cancel

@@ -42,11 +42,12 @@ class Attached(Message, frozen=True):
     """`keepstep.attach` was called; the rank has finished its set-up."""
 
     generation: int
-    groups: list[str]  # process-group names, sorted: must be equal on all ranks
+    groups: list[str]  # names of the process groups that this rank is in, sorted
     parameters: int
     bytes_state: int
     redundant: bool  # every tensor has a replica on another rank (DDP)
     warnings: list[str] = []
+    members: dict[str, list[int]] = {}  # of each group: must be the same for all of them
 
 
 class Arrived(Message, frozen=True):
@@ -143,13 +144,21 @@ class Resumed(Message, frozen=True):
     last_commit_ns: int  # 0 for a newcomer
     first_commit_ns: int
     median_step_ns: int
-    detect_ns: int = 0  # exception or Abort -> report sent
+    abort_ns: int = 0  # exception or Abort -> report sent
 
 
 class Checkpointed(Message, frozen=True):
     generation: int
     path: str
     bytes_written: int
+
+
+class CheckpointFailed(Message, frozen=True):
+    """This rank's part of the checkpoint could not be written; the state is held all the same."""
+
+    generation: int
+    path: str
+    error: str
 
 
 class BuddyLost(Message, frozen=True):
@@ -187,6 +196,7 @@ WorkerMessage = (
     | Swapped
     | Resumed
     | Checkpointed
+    | CheckpointFailed
     | BuddyLost
     | Done
     | InjectFired
@@ -437,6 +447,8 @@ class StoreOpened(Message, frozen=True):
 
 
 class StoreFailed(Message, frozen=True):
+    """It could not be opened, or it was open and has ended."""
+
     generation: int
     error: str
 

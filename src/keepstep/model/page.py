@@ -51,4 +51,5 @@ WHERE = (
     "data",
     "held",
     "done",
+    "attaching",  # waits in attach for the other ranks
 )

@@ -40,6 +40,13 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     taints: list[str]
 
 
+class NoteView(msgspec.Struct, frozen=True, kw_only=True):
+    """A warning, or a detector's reading: nothing may have followed from it."""
+
+    at_ns: int  # wall clock
+    text: str
+
+
 class PhaseView(msgspec.Struct, frozen=True, kw_only=True):
     phase: str  # RESERVE, HOLD, COPY, COMMIT, REWIRE, RESUME, RETIRE
     start_ns: int  # since the incident was opened
@@ -58,9 +65,9 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     generation: int  # after it
     opened_at_ns: int  # wall clock
     phases: list[PhaseView]
-    timings_ms: dict[
-        str, float
-    ]  # detect, report, newcomer_build, warm_up, copy, rewire, first_step
+    # The slowest rank's: abort (a survivor, until it reports), report (until all have and it is
+    # decided), newcomer_build, warm_up, copy, rewire, first_step
+    timings_ms: dict[str, float]
     source: str  # "rank 0, rank 1 + side state from own-agent"
     decision: str  # "", RETRY or COMMIT
     pause_ms: float
@@ -91,3 +98,4 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     injects_fired: list[str]
     traceback: str = ""
     checkpoint: str = ""  # just-in-time checkpoint, when held
+    notes: list[NoteView] = []  # the newest, in order

@@ -190,6 +190,9 @@ def _add_signals(add: Routes, driver: Driver) -> None:
         target = signal_target(find(driver, asked.job), asked)
         log.info("%s: signal %s about %s: %s", asked.job, asked.kind, target, asked.reason)
         if asked.severity == "info":
+            driver.submit(
+                inputs.Note(job=asked.job, target=target, signal=asked.kind, reason=asked.reason)
+            )
             return encoded(bodies.SignalTaken(action="noted", target=target))
         reason = f"{asked.kind}: {asked.reason}"
         driver.submit(inputs.Taint(job=asked.job, target=target, reason=reason))

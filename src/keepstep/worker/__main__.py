@@ -15,6 +15,8 @@ import time
 import traceback
 from typing import Any
 
+from keepstep.errors import UsageError
+
 _STARTED_NS = time.monotonic_ns()
 PR_SET_PDEATHSIG = 1
 
@@ -117,7 +119,11 @@ def _run_script(arguments: list[str], line: Any) -> None:
     except BaseException as error:
         traceback.print_exc()
         _failed(line, "".join(traceback.format_exception(error)), error)
-    _finished(line)
+    try:
+        _finished(line)
+    except UsageError as error:
+        print(error, file=sys.stderr, flush=True)
+        _failed(line, str(error), error)
 
 
 def _failed(line: Any, text: str, error: BaseException) -> None:

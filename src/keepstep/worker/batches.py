@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from keepstep.worker import codec, rng
-from keepstep.worker.position import Level, LoopPos, Tracker
+from keepstep.worker.position import Tracker
 from keepstep.worker.rng import torch_state
+from keepstep.worker.tree import Level, LoopPos
 
 
 class _Pulled(NamedTuple):
     batch: Any
     rng: bytes | None  # right after it was fetched by a step: fetching may draw
     before: Any  # stateful loaders: state before it was fetched
+    error: Exception | None = None  # what the loader raised instead; the end, if StopIteration
 
 
 class Loop:
     """One ks.batches loop of this process: hands out batches and serves again those that an
-    aborted step had pulled itself."""
+    aborted step had pulled itself, with the end of the loader if it came to that."""
 
     def __init__(self, tracker: Tracker, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -32,43 +34,54 @@ class Loop:
         self.pulled: list[_Pulled] = []  # by the transaction in progress
         self.again: list[_Pulled] = []  # to be served again
         self.fetched = 0
+        self._iterator: Iterator[Any] | None = None
         self._owed = False  # the target's batch must be handed out (again) before anything else
         if self.target is not None:
             self.aim(self.target)
             self.pos.yields, self.pos.outside = self.target.yields, self.target.outside
             self.pos.entry, self.pos.before = self.target.entry, self.target.before
 
-    def batches(self) -> Iterator[Any]:
+    def next(self) -> Any:
+        if self.pos.closed or self.tracker.over(self.level):
+            self.close()
+            raise StopIteration
+        if self._iterator is None:
+            self._iterator = self._open()
+        self._skip_to_target(self._iterator)
+        in_txn = self.tracker.in_txn
+        if self.again:
+            item = self.again.pop(0)
+            if in_txn and item.rng is not None:
+                rng.restore(item.rng)
+        else:
+            item = self._fetch(self._iterator)
+        if in_txn:
+            self.pulled.append(item)
+        if item.error is not None:
+            if isinstance(item.error, StopIteration):
+                self.close()
+            raise item.error
+        if not in_txn:
+            self._owed = False
+            self.pos.before = item.before
+        self.tracker.yielded(self.level, self.pos)
+        return item.batch
+
+    def _fetch(self, iterator: Iterator[Any]) -> _Pulled:
+        state_of = getattr(self.loader, "state_dict", None)
+        before = state_of() if state_of is not None else None
+        batch, error = None, None
         try:
-            if self.pos.closed:
-                return
-            iterator = self._open()
-            while not self.tracker.over(self.level):
-                self._skip_to_target(iterator)
-                in_txn = self.tracker.in_txn
-                if self.again:
-                    item = self.again.pop(0)
-                    if in_txn and item.rng is not None:
-                        rng.restore(item.rng)
-                else:
-                    state_of = getattr(self.loader, "state_dict", None)
-                    before = state_of() if state_of is not None else None
-                    try:
-                        batch = next(iterator)
-                    except StopIteration:
-                        return
-                    self.fetched += 1
-                    item = _Pulled(batch, rng.capture() if in_txn else None, before)
-                    del batch
-                if in_txn:
-                    self.pulled.append(item)
-                else:
-                    self._owed = False
-                    self.pos.before = item.before
-                self.tracker.yielded(self.level, self.pos)
-                yield item.batch
-        finally:
-            self.tracker.close_loop(self.level, self.pos)
+            batch = next(iterator)
+            self.fetched += 1
+        except Exception as raised:  # an iterator that raised may be finished: do not ask again
+            error = raised
+        return _Pulled(batch, rng.capture() if self.tracker.in_txn else None, before, error)
+
+    def close(self) -> None:
+        self.tracker.close_loop(self.level, self.pos)
+        if not self.tracker.in_txn:
+            self._iterator = None  # with its DataLoader workers
 
     def aim(self, target: LoopPos) -> None:
         """A newcomer inside this loop is led on to a later batch."""
@@ -80,12 +93,16 @@ class Loop:
         """`other_rng`: pulled by a warm-up, whose random numbers are not those of the job."""
         if other_rng:
             self.pulled = [item._replace(rng=None) for item in self.pulled]
+        self.tracker.reopen()
         self.again = self.pulled + self.again
-        self.pos.yields -= len(self.pulled)
+        self.pos.yields -= sum(item.error is None for item in self.pulled)
         self.pulled = []
 
-    def commit(self) -> None:
+    def settle(self) -> None:
+        """The transaction is over, one way or the other: what it has pulled is gone."""
         self.pulled.clear()
+        if self.pos.closed:
+            self._iterator = None
 
     # ------------------------------------------------------------------ newcomer
 
@@ -124,6 +141,27 @@ class Loop:
             rng.restore(state)
         if not self._owed and self.fetched - len(self.again) >= target.yields:
             self.target = None
+
+
+class Batches(Iterator[Any]):
+    """What the script iterates over. No generator: that is finished once it has raised, and a step
+    that saw the end of its loader may have to be retried."""
+
+    def __init__(self, loop: Loop, mark: Callable[[], None]) -> None:
+        self._loop = loop
+        self._mark = mark
+
+    def __next__(self) -> Any:
+        batch = self._loop.next()
+        self._mark()
+        return batch
+
+    def close(self) -> None:
+        self._loop.close()
+
+    def __del__(self) -> None:
+        """A loop that the script has left (`break`) is over."""
+        self.close()
 
 
 class _SkipOnce:

@@ -183,6 +183,12 @@ def names() -> list[str]:
     return [group.name for group in _groups()]
 
 
+def members() -> dict[str, list[int]]:
+    """The global ranks of every group that this rank is in."""
+    ranks = c10d._world.pg_group_ranks
+    return {name: sorted(ranks[pg]) for name, pg in _groups()}
+
+
 def refuse_new_groups(message: str) -> None:
     """From now on creating a process group raises UsageError(message)."""
     global _refusal

@@ -27,170 +27,22 @@ Nothing here does I/O or knows torch. `Tree` values are plain dicts and lists (w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from keepstep.errors import UsageError
+from keepstep.worker.tree import MISSING, Level, LoopPos, Replay, Scope, Seek, Tree, Txn, level_from
 
 LOG_ENTRIES_MAX: Final = 10_000
 
-Tree = dict[str, Any]
 
+class _Before(NamedTuple):
+    """What closing a scope changes, as it was before the first one a transaction closed."""
 
-class _Missing:
-    """The result of a transaction that this process does not know."""
-
-    def __repr__(self) -> str:
-        return "<unknown>"
-
-
-MISSING: Final = _Missing()
-
-
-@dataclass
-class Txn:
-    site: str
-    step: bool
-    result: Any = MISSING
-
-    def tree(self) -> Tree:
-        known = self.result is not MISSING
-        return {"t": self.site, "s": self.step, "k": known, "r": self.result if known else None}
-
-
-@dataclass
-class LoopPos:
-    """One ks.batches loop. `outside` counts batches up to the last one handed to the script's own
-    loop (which a newcomer must get again); `yields` also counts those a step pulled itself."""
-
-    yields: int = 0
-    outside: int = 0
-    closed: bool = False
-    entry: bytes | None = None  # generator states when the iterator was made
-    before: Any = None  # stateful loaders: state before the batch `outside` was fetched
-    begun: bool = False  # in this process; not part of the position
-
-    def tree(self) -> Tree:
-        return {
-            "y": self.yields,
-            "o": self.outside,
-            "c": self.closed,
-            "e": self.entry,
-            "b": self.before,
-        }
-
-
-@dataclass
-class Scope:
-    """A finished scope; `frozen` while it holds the last committed step."""
-
-    kind: str
-    frozen: Level | None = None
-    width: int = 1  # loops side by side: zip(ks.batches(a), ks.batches(b))
-
-    def tree(self) -> Tree:
-        frozen = self.frozen.tree() if self.frozen else None
-        return {"scope": self.kind, "f": frozen, "w": self.width}
-
-
-@dataclass
-class Level:
-    kind: str  # program, epochs, loops
-    epoch: int = 0
-    loops: list[LoopPos] = field(default_factory=list)
-    log: list[Txn | Scope] = field(default_factory=list)
-    child: Level | None = None
-
-    def tree(self) -> Tree:
-        return {
-            "kind": self.kind,
-            "epoch": self.epoch,
-            "loops": [loop.tree() for loop in self.loops],
-            "log": [entry.tree() for entry in self.log],
-            "child": self.child.tree() if self.child else None,
-        }
-
-    def steps(self) -> int:
-        """Step entries that a replay of this level will meet."""
-        count = self.child.steps() if self.child else 0
-        for entry in self.log:
-            if isinstance(entry, Txn):
-                count += entry.step
-            elif entry.frozen is not None:
-                count += entry.frozen.steps()
-        return count
-
-
-def level_from(tree: Tree) -> Level:
-    def entry_from(item: Tree) -> Txn | Scope:
-        if "scope" in item:
-            frozen = level_from(item["f"]) if item["f"] else None
-            return Scope(item["scope"], frozen, item["w"])
-        return Txn(item["t"], item["s"], item["r"] if item["k"] else MISSING)
-
-    return Level(
-        kind=tree["kind"],
-        epoch=tree["epoch"],
-        loops=[
-            LoopPos(yields=x["y"], outside=x["o"], closed=x["c"], entry=x["e"], before=x["b"])
-            for x in tree["loops"]
-        ],
-        log=[entry_from(item) for item in tree["log"]],
-        child=level_from(tree["child"]) if tree["child"] else None,
-    )
-
-
-@dataclass
-class Seek:
-    """What must happen before a walk counts, when it starts in the middle of a script.
-
-    `until` "batch": the loop in `level` hands out the target's batch; "epoch": the epochs in
-    `level` go on to the target's epoch; "close": the scope `level`, finished in the target, ends
-    here too. Until then transactions return stand-ins and scopes below yield nothing."""
-
-    until: str
-    level: Level
-
-
-class Replay:
-    """Leads a newcomer along a target position, level by level."""
-
-    def __init__(self, target: Level) -> None:
-        self.target = target
-        self.path: list[tuple[Level, int]] = [(target, 0)]  # (level, next entry of its log)
-        self.seek: Seek | None = None
-
-    def expected(self) -> Txn | Scope | Level | None:
-        """The next thing the script should do here; None: the walk is over."""
-        level, index = self.path[-1]
-        if index < len(level.log):
-            return level.log[index]
-        return level.child
-
-    def advance(self) -> None:
-        level, index = self.path[-1]
-        self.path[-1] = (level, index + 1)
-
-    def remaining_steps(self) -> int:
-        count = 0
-        for level, index in self.path:
-            for entry in level.log[index:]:
-                if isinstance(entry, Txn):
-                    count += entry.step
-                elif entry.frozen is not None and (entry.frozen, 0) not in self.path:
-                    count += 0 if self._inside(entry.frozen) else entry.frozen.steps()
-            if level.child is not None and not self._inside(level.child):
-                count += level.child.steps()
-        return count
-
-    def _inside(self, level: Level) -> bool:
-        return any(level is other for other, _ in self.path)
-
-    def over(self) -> bool:
-        return len(self.path) > 0 and all(
-            index >= len(level.log) and (level.child is None or self._inside(level.child))
-            for level, index in self.path
-        )
+    stack: list[Level]
+    levels: list[tuple[Level, Level | None, list[Txn | Scope]]]  # with child and log
+    loops: list[tuple[LoopPos, bool]]  # with closed
+    frozen: tuple[Scope, Level | None] | None
+    replay: tuple[list[tuple[Level, int]], Seek | None] | None
 
 
 class Tracker:
@@ -204,11 +56,13 @@ class Tracker:
         self.results: dict[str, Any] = {}  # newest of every step and section, by site
         self._siblings_to_skip = 0
         self._frozen: Scope | None = None
+        self._before: _Before | None = None
 
     # ------------------------------------------------------------------ transactions
 
     def begin(self, site: str, step: bool) -> Any:
         """MISSING: run it. Anything else in a one-tuple: it is done already, with that result."""
+        self._before = None
         if self.replay is not None:
             return self._replay_txn(site, step)
         if step:
@@ -247,8 +101,11 @@ class Tracker:
                 frozen.frozen = self_frozen
 
     def commit(self, site: str, step: bool, result: Any) -> None:
+        self._before = None
         self.stack[-1].log.append(Txn(site, step, result))
-        self.results[site] = result
+        self.results.pop(site, None)
+        if result is not MISSING:
+            self.results[site] = result
         if step and self._frozen is not None:
             self._frozen.frozen = None
             self._frozen = None
@@ -341,10 +198,39 @@ class Tracker:
         return depth > sought or (depth == sought and seek.until == "close")
 
     def close_loop(self, level: Level, loop: LoopPos) -> None:
+        self._remember()
         loop.closed = True
         if level not in self.stack or not all(x.closed for x in level.loops):
             return
         self._close(level)
+
+    def _remember(self) -> None:
+        if not self.in_txn or self._before is not None:
+            return
+        frozen, replay = self._frozen, self.replay
+        self._before = _Before(
+            stack=list(self.stack),
+            levels=[(x, x.child, list(x.log)) for x in self.stack],
+            loops=[(loop, loop.closed) for x in self.stack for loop in x.loops],
+            frozen=(frozen, frozen.frozen) if frozen is not None else None,
+            replay=(list(replay.path), replay.seek) if replay is not None else None,
+        )
+
+    def reopen(self) -> None:
+        """A transaction that pulled a loop's last batch is retried: the loop is open again."""
+        before, self._before = self._before, None
+        if before is None:
+            return
+        self.stack = before.stack
+        for level, child, log in before.levels:
+            level.child, level.log = child, log
+        for loop, closed in before.loops:
+            loop.closed = closed
+        self._frozen, frozen = before.frozen or (None, None)
+        if self._frozen is not None:
+            self._frozen.frozen = frozen
+        if before.replay is not None and self.replay is not None:
+            self.replay.path, self.replay.seek = before.replay
 
     def close_epochs(self, level: Level) -> None:
         if level in self.stack:
@@ -409,7 +295,17 @@ class Tracker:
     ) -> tuple[list[tuple[Level, int]], Seek | None] | None:
         """Compare the open scopes with the target's, from the outside in, and see where they part.
 
-        Scopes of one iteration are numbered by how many were finished before them."""
+        Scopes of one iteration are numbered by how many were finished before them. A loop whose
+        batches are pulled by the steps themselves is driven by a loop of the script's own, which
+        no answer of ours could end: from there only a later call of `site` can be reached."""
+        here = self.stack[-1]
+        pulled = here.kind == "loops" and not any(loop.outside for loop in here.loops)
+        route = self._compare(target, site)
+        return None if pulled and route is not None and route[1] is not None else route
+
+    def _compare(
+        self, target: Level, site: str
+    ) -> tuple[list[tuple[Level, int]], Seek | None] | None:
         path: list[tuple[Level, int]] = []
         level = target
         for live, inner in zip(self.stack, [*self.stack[1:], None], strict=True):
@@ -448,6 +344,9 @@ class Tracker:
         assert replay is not None
         entry = replay.expected()
         if replay.seek is not None:
+            replay.stand_ins += 1
+            if replay.stand_ins > LOG_ENTRIES_MAX:
+                raise self._mismatch(f"{site} again and again", entry)
             return (self.results.get(site, MISSING),)
         if isinstance(entry, Txn) and entry.site == site:
             replay.advance()

@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable
 from typing import Literal, NoReturn
 
-from keepstep.errors import KeepstepError, LocalProtocolError
+from keepstep.errors import KeepstepError, LocalProtocolError, UsageError
 from keepstep.model import messages as m
 from keepstep.worker import checkpoint, faults, groups
 from keepstep.worker.seat import Seat
@@ -43,6 +43,7 @@ class Recovery:
     def __init__(self, seat: Seat) -> None:
         self.seat = seat
         self.owed: int | None = None  # COMMIT was decided in this generation: hold after applying
+        self.owed_by = ""  # the step or section it was decided for
 
     # ------------------------------------------------------------------ entry points
 
@@ -77,7 +78,7 @@ class Recovery:
                 error=text,
                 done=seat.done,
             )
-            seat.detect_ns = time.monotonic_ns() - began
+            seat.abort_ns = time.monotonic_ns() - began
             seat.channel.send(report)
             tick = self._decision(generation)
             if tick is None:
@@ -99,6 +100,15 @@ class Recovery:
                 return "RETRY"
             generation = newer
             kind, text = "", ""
+
+    def refuse_debt(self) -> None:
+        """All others have this transaction behind them, and here its update may be half done."""
+        if self.owed is not None:
+            raise UsageError(
+                f"{self.owed_by!r} raised after it was decided to commit it but the script went on",
+                hint="let an exception that comes after the optimizer's update end the script, or "
+                "handle it inside the step",
+            )
 
     def settle_debt(self) -> None:
         """After a transaction was applied because of COMMIT: hold at the boundary now reached."""
@@ -202,8 +212,10 @@ class Recovery:
         try:
             checkpoint.write(self.seat, command)
         except (OSError, KeepstepError) as error:
-            print(
-                f"keepstep: no checkpoint in {command.path}: {error}", file=sys.stderr, flush=True
+            self.seat.channel.send(
+                m.CheckpointFailed(
+                    generation=command.generation, path=command.path, error=str(error)
+                )
             )
 
     def swap(self, command: m.Swap) -> None:

@@ -123,7 +123,7 @@ class Seat:
         self.alone = world == 1  # no peers: fences pass by themselves
         self.done = False
         self.resumed = -1  # generation whose first commit must be announced
-        self.detect_ns = 0
+        self.abort_ns = 0
         self.last_commit_ns = 0
         self.step_times_ns: deque[int] = deque(maxlen=65)
         self.stager = Stager(self.channel, rank, world)
@@ -176,7 +176,7 @@ class Seat:
 
     def _save_results(self) -> dict[str, Any]:
         """The newest result of every step and section, for a newcomer that walks past them."""
-        return {site: r for site, r in self.tracker.results.items() if _travels(r)}
+        return self.tracker.results
 
     def _load_results(self, results: dict[str, Any]) -> None:
         self.tracker.results = results
@@ -242,7 +242,7 @@ class Seat:
                 "tick": self.tick + 1,
                 "version": self.version + step,
                 "rng": rng.capture(),
-                "position": _encodable(self.tracker.position(site, step)),
+                "position": self.tracker.position(site, step),
                 "buffers": self.state.get_buffers(self.mutable_buffers)
                 if self.mutable_buffers
                 else {},
@@ -325,33 +325,7 @@ class Seat:
                 last_commit_ns=self.last_commit_ns,
                 first_commit_ns=now,
                 median_step_ns=self.median_step_ns(),
-                detect_ns=self.detect_ns,
+                abort_ns=self.abort_ns,
             )
         )
-
-
-def _encodable(tree: dict[str, Any]) -> dict[str, Any]:
-    """Results are whatever user functions return; those that cannot travel become unknown."""
-    for entry in tree["log"]:
-        if "scope" in entry:
-            if entry["f"]:
-                _encodable(entry["f"])
-        elif entry["k"] and not _travels(entry["r"]):
-            entry["k"], entry["r"] = False, None
-    if tree["child"]:
-        _encodable(tree["child"])
-    return tree
-
-
-RESULT_BYTES_MAX = 64 << 10
-
-
-def _travels(result: Any) -> bool:
-    if result is None or isinstance(result, bool | int | float | str):
-        return True
-    if isinstance(result, torch.Tensor):
-        return result.nbytes <= RESULT_BYTES_MAX
-    try:
-        return len(codec.dumps_inline(result)) <= RESULT_BYTES_MAX
-    except UsageError:
-        return False
+        self.abort_ns = 0  # a planned move that follows has none

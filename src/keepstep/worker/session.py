@@ -14,16 +14,16 @@ import torch.distributed as dist
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
 from keepstep.worker import groups, rng
-from keepstep.worker.batches import Loop
+from keepstep.worker.batches import Batches, Loop
 from keepstep.worker.newcomer import Newcomer
 from keepstep.worker.objects import registered
 from keepstep.worker.plain import Batch, F, PlainSession
-from keepstep.worker.position import MISSING
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.seat import Line, Seat
 from keepstep.worker.transaction import Transactions
+from keepstep.worker.tree import MISSING
 
-FIRST_FENCE_TIMEOUT_S = 1800.0
+FIRST_FENCE_TIMEOUT_S = 7 * 86_400.0  # who keeps the others waiting is found by the orchestrator
 
 
 CONTAINER_ITEMS_MAX = 256
@@ -134,13 +134,7 @@ class Session(PlainSession):
         seat.loops = [x for x in seat.loops if not x.pos.closed]
         loop = Loop(seat.tracker, loader)
         seat.loops.append(loop)
-        return self._batches(loop)
-
-    def _batches(self, loop: Loop) -> Iterator[Any]:
-        page = self._seat.page
-        for batch in loop.batches():
-            page.mark()
-            yield batch
+        return Batches(loop, seat.page.mark)
 
     def register(self, name: str, target: Any, load: Any = None, *, per_rank: bool = False) -> None:
         """Protect more state: an object with state_dict/load_state_dict, or (save, load)."""
@@ -226,6 +220,7 @@ class Session(PlainSession):
         return call()
 
     def _finish(self) -> None:
+        self._recovery.refuse_debt()
         self._recovery.linger()
 
 
@@ -257,6 +252,7 @@ def announce(session: Session, line: Line) -> None:
     known = {t.untyped_storage().data_ptr() for t in seat.state.export().tensors.values()}
     newcomer = line.assigned is not None
     if not newcomer:
+        seat.page.where("attaching")
         if seat.world > 1:
             groups.build_first_fence(
                 os.environ["MASTER_ADDR"],
@@ -278,6 +274,7 @@ def announce(session: Session, line: Line) -> None:
         m.Attached(
             generation=seat.generation,
             groups=groups.names(),
+            members=groups.members(),
             parameters=sum(p.numel() for p in seat.parameters),
             bytes_state=sum(t.nbytes for t in exported.tensors.values()),
             redundant=True,

@@ -21,7 +21,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from keepstep.errors import KeepstepError, UsageError
-from keepstep.worker import groups, rng
+from keepstep.worker import groups, results, rng
 from keepstep.worker.objects import Undo
 from keepstep.worker.recovery import Recovery, Retry
 from keepstep.worker.seat import Seat
@@ -92,11 +92,18 @@ class Transactions:
             )
         if not self._fenced:
             self._fence(updating=True)
+        self._insist()
+
+    def _insist(self) -> None:
+        """What the fence raised was for us: an `except:` of the user's must not swallow it."""
+        if not self._passed:
+            raise self._refused or Retry
 
     # ------------------------------------------------------------------ the transaction
 
     def run(self, site: str, step: bool, function: Callable[[], Any]) -> Any:
         seat = self.seat
+        self.recovery.refuse_debt()
         while True:
             if seat.aborted():
                 self.recovery.interrupted(None, in_fence=False, roll_back=None)
@@ -110,7 +117,9 @@ class Transactions:
                 result = function()
                 if not self._fenced:
                     self._fence(updating=False)
+                self._insist()
             except Retry:
+                self._roll_back(undo)  # what the user's code did on its way out
                 self._end()
                 continue
             except KeepstepError:
@@ -132,6 +141,7 @@ class Transactions:
         seat = self.seat
         self.running, self._step = site, step
         self._fenced = self._passed = self._in_fence = False
+        self._refused: KeepstepError | None = None
         self._hold = -1
         seat.tracker.in_txn = True
         seat.page.set("stepping", 1)
@@ -176,9 +186,10 @@ class Transactions:
             seat.page.where("fence")
             self._in_fence = True
             self._all_ranks_here()
+        except KeepstepError as error:
+            self._refused = error
+            raise
         except (RuntimeError, OSError) as error:
-            if isinstance(error, KeepstepError):
-                raise
             self._fence_failed(error)
         self._passed = True
         seat.page.where("apply")
@@ -221,14 +232,13 @@ class Transactions:
         )
         if verdict == "RETRY":
             raise Retry
+        self.recovery.owed_by = self.running
 
     def _commit(self, site: str, step: bool, result: Any) -> None:
         seat = self.seat
         hold = self._hold
         self._end()
-        seat.tracker.commit(site, step, result)
-        for loop in seat.loops:
-            loop.commit()
+        seat.tracker.commit(site, step, results.keep(result))
         version = seat.version
         seat.committed(step)
         seat.page.where("outside")
@@ -242,6 +252,8 @@ class Transactions:
     def _end(self) -> None:
         self.running = ""
         self._function = None
+        for loop in self.seat.loops:
+            loop.settle()
         self._passed = False
         self.seat.tracker.in_txn = False
         self.seat.injector.end()

@@ -23,7 +23,7 @@ from torch import nn
 import keepstep
 
 parser = argparse.ArgumentParser()
-parser.add_argument("case", choices=["all", "attach", "collective", "honest"])
+parser.add_argument("case", choices=["all", "attach", "gone", "collective", "honest"])
 parser.add_argument("--gate", type=Path)
 args = parser.parse_args()
 
@@ -52,6 +52,8 @@ def attempt(name: str, call: Callable[[], Any]) -> None:
     print("MISTAKE " + json.dumps(said), flush=True)
 
 
+if args.case == "gone" and rank == 1:
+    raise SystemExit(0)
 if args.case == "attach" and rank == 1:
     keepstep.attach(nn.ReLU(), sgd)
 if args.case == "all":

@@ -1,0 +1,165 @@
+"""The tree that a position is (see position.py), and a newcomer's way along it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+Tree = dict[str, Any]
+
+
+class _Missing:
+    """The result of a transaction that this process does not know."""
+
+    def __repr__(self) -> str:
+        return "<unknown>"
+
+
+MISSING: Final = _Missing()
+
+
+@dataclass
+class Txn:
+    site: str
+    step: bool
+    result: Any = MISSING
+
+    def tree(self) -> Tree:
+        known = self.result is not MISSING
+        return {"t": self.site, "s": self.step, "k": known, "r": self.result if known else None}
+
+
+@dataclass
+class LoopPos:
+    """One ks.batches loop. `outside` counts batches up to the last one handed to the script's own
+    loop (which a newcomer must get again); `yields` also counts those a step pulled itself."""
+
+    yields: int = 0
+    outside: int = 0
+    closed: bool = False
+    entry: bytes | None = None  # generator states when the iterator was made
+    before: Any = None  # stateful loaders: state before the batch `outside` was fetched
+    begun: bool = False  # in this process; not part of the position
+
+    def tree(self) -> Tree:
+        return {
+            "y": self.yields,
+            "o": self.outside,
+            "c": self.closed,
+            "e": self.entry,
+            "b": self.before,
+        }
+
+
+@dataclass
+class Scope:
+    """A finished scope; `frozen` while it holds the last committed step."""
+
+    kind: str
+    frozen: Level | None = None
+    width: int = 1  # loops side by side: zip(ks.batches(a), ks.batches(b))
+
+    def tree(self) -> Tree:
+        frozen = self.frozen.tree() if self.frozen else None
+        return {"scope": self.kind, "f": frozen, "w": self.width}
+
+
+@dataclass
+class Level:
+    kind: str  # program, epochs, loops
+    epoch: int = 0
+    loops: list[LoopPos] = field(default_factory=list)
+    log: list[Txn | Scope] = field(default_factory=list)
+    child: Level | None = None
+
+    def tree(self) -> Tree:
+        return {
+            "kind": self.kind,
+            "epoch": self.epoch,
+            "loops": [loop.tree() for loop in self.loops],
+            "log": [entry.tree() for entry in self.log],
+            "child": self.child.tree() if self.child else None,
+        }
+
+    def steps(self) -> int:
+        """Step entries that a replay of this level will meet."""
+        count = self.child.steps() if self.child else 0
+        for entry in self.log:
+            if isinstance(entry, Txn):
+                count += entry.step
+            elif entry.frozen is not None:
+                count += entry.frozen.steps()
+        return count
+
+
+def level_from(tree: Tree) -> Level:
+    def entry_from(item: Tree) -> Txn | Scope:
+        if "scope" in item:
+            frozen = level_from(item["f"]) if item["f"] else None
+            return Scope(item["scope"], frozen, item["w"])
+        return Txn(item["t"], item["s"], item["r"] if item["k"] else MISSING)
+
+    return Level(
+        kind=tree["kind"],
+        epoch=tree["epoch"],
+        loops=[
+            LoopPos(yields=x["y"], outside=x["o"], closed=x["c"], entry=x["e"], before=x["b"])
+            for x in tree["loops"]
+        ],
+        log=[entry_from(item) for item in tree["log"]],
+        child=level_from(tree["child"]) if tree["child"] else None,
+    )
+
+
+@dataclass
+class Seek:
+    """What must happen before a walk counts, when it starts in the middle of a script.
+
+    `until` "batch": the loop in `level` hands out the target's batch; "epoch": the epochs in
+    `level` go on to the target's epoch; "close": the scope `level`, finished in the target, ends
+    here too. Until then transactions return stand-ins and scopes below yield nothing."""
+
+    until: str
+    level: Level
+
+
+class Replay:
+    """Leads a newcomer along a target position, level by level."""
+
+    def __init__(self, target: Level) -> None:
+        self.target = target
+        self.path: list[tuple[Level, int]] = [(target, 0)]  # (level, next entry of its log)
+        self.seek: Seek | None = None
+        self.stand_ins = 0  # calls answered while seeking
+
+    def expected(self) -> Txn | Scope | Level | None:
+        """The next thing the script should do here; None: the walk is over."""
+        level, index = self.path[-1]
+        if index < len(level.log):
+            return level.log[index]
+        return level.child
+
+    def advance(self) -> None:
+        level, index = self.path[-1]
+        self.path[-1] = (level, index + 1)
+
+    def remaining_steps(self) -> int:
+        count = 0
+        for level, index in self.path:
+            for entry in level.log[index:]:
+                if isinstance(entry, Txn):
+                    count += entry.step
+                elif entry.frozen is not None and (entry.frozen, 0) not in self.path:
+                    count += 0 if self._inside(entry.frozen) else entry.frozen.steps()
+            if level.child is not None and not self._inside(level.child):
+                count += level.child.steps()
+        return count
+
+    def _inside(self, level: Level) -> bool:
+        return any(level is other for other, _ in self.path)
+
+    def over(self) -> bool:
+        return len(self.path) > 0 and all(
+            index >= len(level.log) and (level.child is None or self._inside(level.child))
+            for level, index in self.path
+        )

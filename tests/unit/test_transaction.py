@@ -1,0 +1,135 @@
+"""A step's outcome belongs to all ranks: code of the user's cannot swallow it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from keepstep.errors import UsageError
+from keepstep.worker import transaction
+from keepstep.worker.position import Tracker
+from keepstep.worker.recovery import Recovery
+from keepstep.worker.transaction import Transactions
+
+
+class Broken(Recovery):
+    """The first fence is interrupted and decided as told; debts are settled without a word."""
+
+    def __init__(self, seat: Any, verdict: Literal["RETRY", "COMMIT"]) -> None:
+        super().__init__(seat)
+        self.verdict = verdict
+        self.settled = 0
+
+    def interrupted(self, error: Any, **given: Any) -> Literal["RETRY", "COMMIT"]:
+        if self.verdict == "COMMIT":
+            self.owed = 7
+        else:
+            given["roll_back"]()
+        return self.verdict
+
+    def settle_debt(self) -> None:
+        self.owed = None
+        self.settled += 1
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(transaction, "register_optimizer_step_pre_hook", lambda _: None)
+    monkeypatch.setattr(Transactions, "_watch_ddp", lambda _: None)
+
+    def make(verdict: Literal["RETRY", "COMMIT"]) -> tuple[Any, Broken, Transactions, Any]:
+        parameter = torch.nn.Parameter(torch.zeros(2))
+        sgd = torch.optim.SGD([parameter], lr=1.0)
+        seat = MagicMock(
+            tick=0, version=0, generation=0, alone=True, models={}, optimizers={"0": sgd},
+            parameters=[parameter], objects={}, loops=[], carrying=False, tracker=Tracker(),
+        )  # fmt: skip
+        seat.injector.__bool__.return_value = False
+        seat.aborted.return_value = False
+        seat.channel.hold_generation = -1
+        seat.snapshot_buffers.return_value = {}
+        seat.publish.side_effect = [OSError("the buddy is gone"), None, None]
+        recovery = Broken(seat, verdict)
+        transactions = Transactions(seat, recovery)
+        # The hook that torch would call, without leaving it behind in torch.
+        sgd.register_step_pre_hook(transactions._before_update)
+        return seat, recovery, transactions, sgd
+
+    return make
+
+
+def test_a_committed_step_that_raises_is_not_mixed_with_the_next(world: Any) -> None:
+    seat, recovery, transactions, sgd = world("COMMIT")
+
+    def step() -> None:
+        sgd.step()
+        raise ValueError("after the update")
+
+    with pytest.raises(ValueError, match="after the update"):
+        transactions.run("train:1", True, step)
+    for _ in range(2):  # however often the script goes on
+        with pytest.raises(UsageError, match="'train:1' raised after it was decided to commit it"):
+            transactions.run("train:1", True, sgd.step)
+    with pytest.raises(UsageError, match="decided to commit"):
+        recovery.refuse_debt()
+    assert not seat.committed.called
+
+
+def test_a_committed_step_settles_its_debt(world: Any) -> None:
+    seat, recovery, transactions, sgd = world("COMMIT")
+    transactions.run("train:1", True, sgd.step)
+    assert recovery.settled == 1 and seat.committed.call_count == 1
+    transactions.run("train:1", True, sgd.step)
+    assert recovery.settled == 1 and seat.committed.call_count == 2
+
+
+def test_a_retry_that_the_step_swallows_is_retried_all_the_same(world: Any) -> None:
+    seat, _, transactions, sgd = world("RETRY")
+    drawn: list[float] = []
+
+    def step() -> None:
+        drawn.append(torch.rand(()).item())
+        try:
+            sgd.step()
+        except BaseException:
+            torch.rand(5)  # a draw that an undisturbed run does not make
+
+    transactions.run("train:1", True, step)
+    assert drawn[0] == drawn[1] and len(drawn) == 2
+    assert seat.committed.call_count == 1 and seat.publish.call_count == 2
+
+
+def test_an_update_after_a_swallowed_retry_is_not_made(world: Any) -> None:
+    _, _, transactions, sgd = world("RETRY")
+    parameter = sgd.param_groups[0]["params"][0]
+    updates: list[float] = []
+
+    def step() -> None:
+        parameter.grad = torch.ones(2)
+        for _ in range(2):
+            try:
+                sgd.step()
+            except BaseException:
+                pass
+        updates.append(parameter[0].item())
+
+    transactions.run("train:1", True, step)
+    assert updates == [0.0, -2.0]
+
+
+def test_a_refusal_of_the_fence_that_the_step_swallows_is_raised(world: Any) -> None:
+    seat, _, transactions, sgd = world("RETRY")
+    seat.publish.side_effect = UsageError("too large", hint="register less")
+
+    def step() -> None:
+        try:
+            sgd.step()
+        except Exception:
+            pass
+
+    with pytest.raises(UsageError, match="too large"):
+        transactions.run("train:1", True, step)
+    assert not seat.committed.called
