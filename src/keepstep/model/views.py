@@ -91,3 +91,4 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     injects_fired: list[str]
     traceback: str = ""
     checkpoint: str = ""  # just-in-time checkpoint, when held
+    control: str = ""  # why nothing is decided at the moment; this is the last state known

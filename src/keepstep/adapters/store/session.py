@@ -24,17 +24,20 @@ EVIDENCE = "it is evidence, so it was not touched; use another database"
 
 
 class Session:
-    """One connection, made when it is needed. It does not survive an error."""
+    """One connection, made when it is needed. It does not survive an error.
+
+    Threads take turns: a renewal may still wait for its answer when the process says goodbye."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._name = shown(url)
         self._db: Connection | None = None
+        self._turn = threading.Lock()
         self.timed_out = False
 
     def run(self, work: Callable[[Connection], T], limit_s: float = LIMIT_S) -> T:
-        self.timed_out = False
-        with mapped_errors(self._name):
+        with self._turn, mapped_errors(self._name):
+            self.timed_out = False
             if self._db is None or self._db.closed:
                 self._db = connect(self._url)
             try:

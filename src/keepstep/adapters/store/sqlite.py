@@ -270,7 +270,11 @@ def _lock(path: Path) -> int:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise _not_writable(path, error) from error
-    return lock_file(path.with_name(path.name + LOCK_SUFFIX), f"ledger {path}")
+    return lock_file(lock_path(path), f"ledger {path}")
+
+
+def lock_path(path: Path) -> Path:
+    return path.with_name(path.name + LOCK_SUFFIX)
 
 
 def lock_file(path: Path, what: str) -> int:
