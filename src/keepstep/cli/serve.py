@@ -50,7 +50,10 @@ def orchestrator(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     if not LEASE_S_MIN <= lease_s <= LEASE_S_MAX:
-        raise UsageError(f"--lease is {lease_s:g}: it must be {LEASE_S_MIN:g} to {LEASE_S_MAX:g}")
+        raise UsageError(
+            f"--lease is {lease_s:g}: it must be {LEASE_S_MIN:g} to {LEASE_S_MAX:g}",
+            hint="a short one takes over early and may do so needlessly; 10 is a good choice",
+        )
     where = {"id": id_, "host": host, "port": port, "stream_port": stream_port}
     sys.exit(asyncio.run(_orchestrate({**where, "store": store, "lease_s": lease_s})))
 
