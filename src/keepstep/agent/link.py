@@ -62,7 +62,7 @@ class Link:
         self._away_since_ns = time.monotonic_ns()
         self._heard_ns = self._away_since_ns
         self._silence_ns_max = 0
-        self._absent_because = ""
+        self._absent_because: set[str] = set()
 
     @property
     def connected(self) -> bool:
@@ -120,8 +120,8 @@ class Link:
                 backoff_s = min(2 * backoff_s, BACKOFF_S_MAX)
 
     def _note_absence(self, why: str) -> None:
-        if why != self._absent_because:  # not once per attempt
-            self._absent_because = why
+        if why not in self._absent_because:  # not once per attempt
+            self._absent_because.add(why)
             logger.info("no orchestrator: %s", why)
 
     async def close(self) -> None:
@@ -143,7 +143,7 @@ class Link:
         return None
 
     async def _converse(self, stream: Stream[AgentCommand]) -> None:
-        self._absent_because = ""
+        self._absent_because.clear()
         logger.info("accepted by the orchestrator at %s", stream.peer)
         self._stream = stream
         while self._queued:

@@ -202,9 +202,9 @@ def _verified(named: str) -> VerifyResult:
     try:
         if "://" not in named:
             return sqlite.verify(Path(named))
-        from keepstep.adapters.store import postgres
+        from keepstep.adapters.store import postgres, session
 
-        shown = postgres.shown(named)
+        shown = session.shown(named)
         return postgres.verify(named)
     except ImportError as error:
         raise UsageError(f"{error}", hint="pip install 'keepstep[postgres]'") from error

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,10 @@ LEASE_S_MIN, LEASE_S_MAX = 1.0, 300.0
 
 
 @click.command()
-@click.option("--id", "id_", required=True, metavar="NAME", help="Same name again: a restart.")
+@click.option(
+    "--id", "id_", metavar="NAME",
+    help="Same name again: a restart [default, with --store only: this host's name].",
+)  # fmt: skip
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", type=int, default=0, help="REST [default: as before, else any].")
 @click.option("--stream-port", type=int, default=0, help="Agents [default: as before, else any].")
@@ -43,7 +47,7 @@ LEASE_S_MIN, LEASE_S_MAX = 1.0, 300.0
     help="With --store: after this time without a word another one takes over.",
 )  # fmt: skip
 def orchestrator(
-    id_: str, host: str, port: int, stream_port: int, store: str, lease_s: float
+    id_: str | None, host: str, port: int, stream_port: int, store: str, lease_s: float
 ) -> None:
     """Run an orchestrator for `keepstep run --orchestrator NAME`."""
     logging.basicConfig(
@@ -54,6 +58,9 @@ def orchestrator(
             f"--lease is {lease_s:g}: it must be {LEASE_S_MIN:g} to {LEASE_S_MAX:g}",
             hint="a short one takes over early and may do so needlessly; 10 is a good choice",
         )
+    if id_ is None and not store:
+        raise UsageError("--id is missing", hint="it names the ledger, for example --id main")
+    id_ = id_ or socket.gethostname()
     where = {"id": id_, "host": host, "port": port, "stream_port": stream_port}
     sys.exit(asyncio.run(_orchestrate({**where, "store": store, "lease_s": lease_s})))
 

@@ -83,8 +83,7 @@ def connect(url: str) -> Connection:
     wanted.setdefault("connect_timeout", CONNECT_S)
     wanted.setdefault("application_name", "keepstep")
     wanted.setdefault("target_session_attrs", "read-write")  # of several hosts, the primary
-    # No prepared statements: a pooler between us and the server may not know them.
-    db = psycopg.connect(**wanted, autocommit=True, prepare_threshold=None)
+    db = psycopg.connect(**wanted, autocommit=True)
     try:
         with limited(db, LIMIT_S):
             db.execute(f"SET lock_timeout = {int(LIMIT_S * 1000)}")
