@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 # What a bare Debian lacks is installed once; without root this fails and names the package.
 APT := DEBIAN_FRONTEND=noninteractive sh -c 'apt-get update -qq && apt-get install -y -qq "$$0"'
 
-.PHONY: setup demo test test-all lint unit chaos bench clean
+.PHONY: setup setup-postgres demo test test-all lint unit chaos bench clean
 
 setup: $(VENV)/.ready
 
@@ -24,6 +24,11 @@ $(VENV)/.ready: pyproject.toml src/keepstep/native/torch_ext/*.cpp
 	$(BIN)/python -m keepstep.native
 	touch $@
 
+# Only tests need a server; each run starts a private one and removes it.
+setup-postgres:
+	@command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 \
+	  || $(APT) postgresql || echo 'no PostgreSQL server: its tests are skipped'
+
 demo: setup
 	$(BIN)/keepstep demo
 
@@ -35,14 +40,14 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-unit: setup
+unit: setup setup-postgres
 	$(BIN)/pytest -q tests/unit tests/integration
 
 # A sample of the fault matrix, chosen by the commit id (see tests/chaos/README.md).
-chaos: setup
+chaos: setup setup-postgres
 	$(BIN)/pytest -q tests/chaos
 
-test-all: setup lint unit
+test-all: setup setup-postgres lint unit
 	$(BIN)/pytest -q tests/chaos --chaos-all --chaos-report benchmarks/results/chaos-full.json
 
 bench: setup

@@ -6,6 +6,8 @@
     |   |-- LocalProtocolError  we were about to break the protocol (a bug here)
     |   `-- RemoteProtocolError the peer broke it (malformed, oversized or unauthenticated frame)
     |-- TransientError          may work later; `retry_after_s` says when
+    |   |-- StoreUnavailable    the ledger cannot be reached; the last write may or may not be there
+    |   `-- NotActive           another orchestrator decides; `active` says where, if it is known
     `-- PermanentError          will not work, whatever is tried
 
 A message says what happened and to which ids; `hint` says what to do about it.
@@ -44,6 +46,16 @@ class TransientError(KeepstepError):
     def __init__(self, message: str, *, hint: str = "", retry_after_s: float = 1.0) -> None:
         super().__init__(message, hint=hint)
         self.retry_after_s = retry_after_s
+
+
+class StoreUnavailable(TransientError):
+    pass
+
+
+class NotActive(TransientError):
+    def __init__(self, message: str, *, hint: str = "", active: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.active = active
 
 
 class PermanentError(KeepstepError):

@@ -99,7 +99,8 @@ class Job:
         if self._client is None:
             for path in (self.home / "orchestrators").glob("*.json"):
                 entry = json.loads(path.read_text())
-                if entry["jobs"]:
+                # A killed orchestrator leaves its file behind; another may have its jobs now.
+                if entry["jobs"] and psutil.pid_exists(entry["pid"]):
                     self.job = entry["jobs"][-1]
                     self._client = httpx.Client(
                         base_url=entry["url"],

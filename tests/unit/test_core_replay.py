@@ -110,7 +110,9 @@ def test_a_rank_that_died_meanwhile_is_replaced() -> None:
     worker = world.workers["n1.w2"]
     worker.alive = False
     world.rejoin()
+    assert not world.commands(m.Forget), "its side state is needed"
     world.run()
+    assert ("n1", m.Forget(workers=["n1.w2"])) in world.commands(m.Forget)
     world.assert_training()
     assert world.last.victims == [2]
 

@@ -252,6 +252,9 @@ class World:
                 for w in self.workers.values()
                 if w.alive and w.node == name
             ],
+            retained=[
+                (w.id, w.rank) for w in self.workers.values() if not w.alive and w.node == name
+            ],
         )
         self.handle(AgentJoined(job="j", node=name, hello=hello))
 

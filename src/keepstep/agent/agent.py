@@ -70,7 +70,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class AgentConfig:
-    orchestrator: Address
+    orchestrators: Sequence[Address]  # of which one is active
     token: str
     job: str
     node: str
@@ -95,7 +95,7 @@ class Agent:
         self._rates: dict[str, Rate] = {}
         self._shown: list[WorkerState] = []
         self._link = Link(
-            config.orchestrator,
+            config.orchestrators,
             hello=self._hello,
             on_connected=self._connected,
             on_command=self._command,

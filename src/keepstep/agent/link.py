@@ -1,7 +1,12 @@
 """The agent's stream to the orchestrator, for as long as the agent lives.
 
     connect -> Hello -> Accepted -> queued messages, then everything as it happens
+                     |-> Refused(retry): it is not the active orchestrator; the next address
                      `-> Refused: the only way out of `run`
+
+There may be several orchestrators, of which one is active; addresses are tried in turn. One that
+is active by a lease promises to be heard regularly. Its silence means that it may have lost the
+lease without knowing, so the link is given up, and counted as away *since the last word*.
 
 A broken stream is not a fault: training does not depend on it. What the orchestrator must not
 miss is queued and follows the next Hello, whose inventory covers what was lost on the way.
@@ -14,7 +19,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -25,6 +30,7 @@ from keepstep.model.messages import (
     Address,
     AgentCommand,
     AgentMessage,
+    Alive,
     Hello,
     Refused,
 )
@@ -40,13 +46,13 @@ logger = logging.getLogger(__name__)
 class Link:
     def __init__(
         self,
-        address: Address,
+        addresses: Sequence[Address],
         *,
         hello: Callable[[], Hello],
         on_connected: Callable[[], None],
         on_command: Callable[[AgentCommand], None],
     ) -> None:
-        self._address = address
+        self._addresses = addresses
         self._hello = hello
         self._on_connected = on_connected
         self._on_command = on_command
@@ -54,7 +60,9 @@ class Link:
         self._stream: Stream[AgentCommand] | None = None
         self._queued: deque[AgentMessage] = deque()
         self._away_since_ns = time.monotonic_ns()
-        self._absent_because = ""
+        self._heard_ns = self._away_since_ns
+        self._silence_ns_max = 0
+        self._absent_because: set[str] = set()
 
     @property
     def connected(self) -> bool:
@@ -83,20 +91,23 @@ class Link:
         return True
 
     async def run(self) -> Refused:
-        backoff_s = BACKOFF_S_MIN
+        backoff_s, turn = BACKOFF_S_MIN, 0
         while True:
+            address = self._addresses[turn % len(self._addresses)]
             try:
-                stream = await connect(self._address, self._decoder)
+                stream = await connect(address, self._decoder)
                 try:
                     refused = await self._introduce(stream)
-                    if refused is not None:
+                    if refused is not None and not refused.retry:
                         return refused
+                    if refused is not None:
+                        raise StreamClosed(refused.error)
                     backoff_s = BACKOFF_S_MIN
                     await self._converse(stream)
                 finally:
                     if self._stream is not None:
                         self._stream = None
-                        self._away_since_ns = time.monotonic_ns()
+                        self._away_since_ns = self._last_word_ns()
                     stream.close()
             except (TimeoutError, StreamClosed, ProtocolError) as error:
                 self._note_absence(str(error) or "it did not answer Hello")
@@ -104,11 +115,13 @@ class Link:
                 logger.exception("the link failed; connecting again")
             # All agents lose a restarting orchestrator together; they need not return in step.
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
-            backoff_s = min(2 * backoff_s, BACKOFF_S_MAX)
+            turn += 1
+            if turn % len(self._addresses) == 0:
+                backoff_s = min(2 * backoff_s, BACKOFF_S_MAX)
 
     def _note_absence(self, why: str) -> None:
-        if why != self._absent_because:  # not once per attempt
-            self._absent_because = why
+        if why not in self._absent_because:  # not once per attempt
+            self._absent_because.add(why)
             logger.info("no orchestrator: %s", why)
 
     async def close(self) -> None:
@@ -125,10 +138,12 @@ class Link:
             return answer
         if not isinstance(answer, Accepted):
             raise RemoteProtocolError(f"{type(answer).__name__} instead of an answer to Hello")
+        self._heard_ns = time.monotonic_ns()
+        self._silence_ns_max = answer.silence_ns_max
         return None
 
     async def _converse(self, stream: Stream[AgentCommand]) -> None:
-        self._absent_because = ""
+        self._absent_because.clear()
         logger.info("accepted by the orchestrator at %s", stream.peer)
         self._stream = stream
         while self._queued:
@@ -136,9 +151,26 @@ class Link:
             self._queued.popleft()
         self._on_connected()
         while True:
-            command = await stream.receive()
+            command = await self._hear(stream)
+            if isinstance(command, Alive):
+                continue
             try:
                 self._on_command(command)
             except Exception:
                 # One command that fails here must not take the node's ranks with it.
                 logger.exception("command failed: %s", type(command).__name__)
+
+    def _last_word_ns(self) -> int:
+        # Without a lease long silences are normal: then only the broken stream counts.
+        return self._heard_ns if self._silence_ns_max else time.monotonic_ns()
+
+    async def _hear(self, stream: Stream[AgentCommand]) -> AgentCommand:
+        limit_s = self._silence_ns_max / 1e9 if self._silence_ns_max else None
+        try:
+            async with asyncio.timeout(limit_s):
+                command = await stream.receive()
+        except TimeoutError:
+            stream.abort()
+            raise StreamClosed(f"{stream.peer} was silent for {limit_s:g} s") from None
+        self._heard_ns = time.monotonic_ns()
+        return command

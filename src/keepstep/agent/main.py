@@ -54,7 +54,7 @@ def _configure(
     store_command: Callable[[], Sequence[str]],
 ) -> AgentConfig:
     parser = argparse.ArgumentParser(prog="keepstep.agent", description="Keepstep's node agent.")
-    parser.add_argument("--orchestrator", required=True, metavar="HOST:PORT")
+    parser.add_argument("--orchestrator", required=True, metavar="HOST:PORT[,...]")
     parser.add_argument("--job", required=True)
     parser.add_argument("--node", required=True)
     parser.add_argument("--slots", required=True, type=int)
@@ -69,7 +69,7 @@ def _configure(
     if given.slots < 1 or given.stall_timeout_ns < 1:
         raise UsageError("--slots and --stall-timeout-ns must be positive")
     return AgentConfig(
-        orchestrator=_address(given.orchestrator),
+        orchestrators=[_address(one) for one in given.orchestrator.split(",")],
         token=token,
         job=given.job,
         node=check_name(given.node),

@@ -1,73 +1,133 @@
-"""REST from the command line: errors of the other side become KeepstepErrors of this one."""
+"""REST from the command line: errors of the other side become KeepstepErrors of this one.
+
+Several orchestrators may share a store. A standby answers with the address of the active one, so
+every client has a list of addresses, which grows by what it is told, and asks the one that answered
+last first.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import httpx
 import msgspec
 
-from keepstep.errors import PermanentError, TransientError, UsageError
+from keepstep.errors import NotActive, PermanentError, TransientError, UsageError
 from keepstep.orchestrator.registry import Entry
-from keepstep.orchestrator.requests import ErrorBody
+from keepstep.orchestrator.requests import ErrorBody, StandbyBody
 
 T = TypeVar("T")
 
 CONNECT_S = 5.0
 ANSWER_S = 30.0
-RETRYABLE = (httpx.TransportError,)
+NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
+UNAVAILABLE = 503
+
+
+class Hosts:
+    """Addresses of orchestrators, the likeliest first."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._urls = list(urls)
+        self._failure: TransientError | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        """Each once, those that are learnt on the way included."""
+        asked: set[str] = set()
+        while left := [url for url in self._urls if url not in asked]:
+            asked.add(left[0])
+            yield left[0]
+
+    def answered(self, url: str) -> None:
+        self._failure = None
+        self._urls.remove(url)
+        self._urls.insert(0, url)
+
+    def failed(self, url: str, error: TransientError) -> None:
+        self._failure = error
+        self._urls.remove(url)
+        self._urls.append(url)
+        if isinstance(error, NotActive) and error.active and error.active not in self._urls:
+            self._urls.insert(0, error.active)
+
+    def failure(self) -> TransientError:
+        assert self._failure is not None
+        return self._failure
 
 
 class Client:
     """Blocking, for the operator commands."""
 
-    def __init__(self, url: str, token: str) -> None:
-        self.url = url
-        self._http = httpx.Client(**settings(url, token))
+    def __init__(self, urls: str | Sequence[str], token: str) -> None:
+        self._hosts = Hosts([urls] if isinstance(urls, str) else urls)
+        self._http = httpx.Client(**settings(token))
 
     @classmethod
     def of(cls, entry: Entry) -> Client:
         return cls(entry.url, entry.token)
 
     def get(self, path: str, kind: type[T], **query: Any) -> T:
-        try:
-            return decoded(self._http.get(path, params=query), kind)
-        except RETRYABLE as error:
-            raise unreachable(self.url, error) from error
+        return self._ask("GET", path, kind, params=query)
 
     def post(self, path: str, body: Any, kind: type[T]) -> T:
-        try:
-            return decoded(self._http.post(path, content=msgspec.json.encode(body)), kind)
-        except RETRYABLE as error:
-            raise unreachable(self.url, error) from error
+        return self._ask("POST", path, kind, content=msgspec.json.encode(body))
+
+    def _ask(self, method: str, path: str, kind: type[T], **given: Any) -> T:
+        for url in self._hosts:
+            try:
+                answer = decoded(self._http.request(method, url + path, **given), kind)
+            except httpx.TransportError as error:
+                self._hosts.failed(url, unreachable(url, error))
+                if not may_ask_again(method, error):
+                    break
+            except NotActive as error:
+                self._hosts.failed(url, error)
+            else:
+                self._hosts.answered(url)
+                return answer
+        raise self._hosts.failure()
 
 
 class AsyncClient:
     """The same for the launcher, which shares its event loop with an embedded orchestrator."""
 
-    def __init__(self, url: str, token: str) -> None:
-        self.url = url
-        self._http = httpx.AsyncClient(**settings(url, token))
+    def __init__(self, urls: Sequence[str], token: str) -> None:
+        self._hosts = Hosts(urls)
+        self._http = httpx.AsyncClient(**settings(token))
 
     async def get(self, path: str, kind: type[T], **query: Any) -> T:
-        try:
-            return decoded(await self._http.get(path, params=query), kind)
-        except RETRYABLE as error:
-            raise unreachable(self.url, error) from error
+        return await self._ask("GET", path, kind, params=query)
 
     async def post(self, path: str, body: Any, kind: type[T]) -> T:
-        try:
-            return decoded(await self._http.post(path, content=msgspec.json.encode(body)), kind)
-        except RETRYABLE as error:
-            raise unreachable(self.url, error) from error
+        return await self._ask("POST", path, kind, content=msgspec.json.encode(body))
+
+    async def _ask(self, method: str, path: str, kind: type[T], **given: Any) -> T:
+        for url in self._hosts:
+            try:
+                answer = decoded(await self._http.request(method, url + path, **given), kind)
+            except httpx.TransportError as error:
+                self._hosts.failed(url, unreachable(url, error))
+                if not may_ask_again(method, error):
+                    break
+            except NotActive as error:
+                self._hosts.failed(url, error)
+            else:
+                self._hosts.answered(url)
+                return answer
+        raise self._hosts.failure()
 
     async def close(self) -> None:
         await self._http.aclose()
 
 
-def settings(url: str, token: str) -> dict[str, Any]:
+def may_ask_again(method: str, error: httpx.TransportError) -> bool:
+    """What changes something is not sent twice, unless it was certainly not sent at all."""
+    return method == "GET" or isinstance(error, NOT_SENT)
+
+
+def settings(token: str) -> dict[str, Any]:
     return {
-        "base_url": url,
         "headers": {"authorization": f"Bearer {token}", "content-type": "application/json"},
         "timeout": httpx.Timeout(ANSWER_S, connect=CONNECT_S),
         # A proxy from the environment must never see the token, nor loopback requests.
@@ -90,6 +150,13 @@ def decoded(response: httpx.Response, kind: type[T]) -> T:
         said = ErrorBody(error=f"{response.url} answered {response.status_code}")
     if response.status_code < 500:
         raise UsageError(said.error, hint=said.hint)
+    try:
+        standby = msgspec.json.decode(response.content, type=StandbyBody)
+        raise NotActive(standby.error, hint=standby.hint, active=standby.active)
+    except msgspec.DecodeError:
+        pass
+    if response.status_code == UNAVAILABLE:
+        raise TransientError(said.error, hint=said.hint)
     raise PermanentError(said.error, hint=said.hint)
 
 

@@ -6,13 +6,22 @@ from pathlib import Path
 
 import msgspec
 
+from keepstep.cli import show
 from keepstep.cli.client import Client
-from keepstep.errors import TransientError, UsageError
+from keepstep.errors import NotActive, TransientError, UsageError
 from keepstep.model.messages import Address
 from keepstep.model.views import JobView
 from keepstep.orchestrator import registry
 from keepstep.orchestrator.main import ENDED
 from keepstep.orchestrator.requests import Info
+
+
+class Reach(msgspec.Struct, frozen=True, kw_only=True):
+    """How to talk to an orchestrator, or to several of which one is active."""
+
+    urls: list[str]
+    streams: list[Address]
+    token: str
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,14 +31,19 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
 def all_jobs(home: Path) -> list[Found]:
     """Jobs of every live orchestrator, ended ones that it still knows included."""
-    found = []
+    found: dict[str, Found] = {}
     for entry in registry.live(home):
         try:
             views = Client.of(entry).get("/v1/jobs", list[JobView])
+        except NotActive as error:
+            show.words(error.message)
+            continue
         except TransientError:
             continue  # it ended between the look at its pid and the request
-        found += [Found(entry=entry, view=view) for view in views]
-    return found
+        # Through a standby the active one has answered, which may be asked itself as well.
+        for view in views:
+            found.setdefault(view.job, Found(entry=entry, view=view))
+    return list(found.values())
 
 
 def live_jobs(home: Path) -> list[Found]:
@@ -53,26 +67,43 @@ def one_job(home: Path, job: str | None) -> Found:
     return found[0]
 
 
-def external(home: Path, named: str, token: str) -> tuple[str, str, Address]:
-    """url, token and stream address of `--orchestrator`, given by id or by URL."""
+def external(home: Path, named: str, token: str) -> Reach:
+    """The orchestrators of `--orchestrator`, given by ids or URLs with commas between them.
+
+    Those that share a store know each other, so one that answers is enough."""
     entries = registry.live(home)
-    for entry in entries:
-        if named.rstrip("/") in (entry.id, entry.url):
-            return entry.url, entry.token, entry.stream
-    if "://" not in named:
-        known = ", ".join(entry.id for entry in entries) or "none"
-        raise UsageError(f"no live orchestrator {named}", hint=f"live here: {known}")
+    urls: list[str] = []
+    for word in (part.strip().rstrip("/") for part in named.split(",")):
+        entry = next((e for e in entries if word in (e.id, e.url)), None)
+        if entry is None and "://" not in word:
+            known = ", ".join(entry.id for entry in entries) or "none"
+            raise UsageError(f"no live orchestrator {word}", hint=f"live here: {known}")
+        urls.append(entry.url if entry is not None else word)
+        token = entry.token if entry is not None else token
     if not token:
         raise UsageError(
             f"no token for {named}", hint="set KEEPSTEP_TOKEN to the orchestrator's token"
         )
-    info = Client(named.rstrip("/"), token).get("/v1/orchestrator", Info)
-    return named.rstrip("/"), token, info.stream
+    streams: list[Address] = []
+    failure: TransientError | None = None
+    for url in list(urls):
+        try:
+            info = Client(url, token).get("/v1/orchestrator", Info)
+        except TransientError as error:
+            failure = error
+            continue
+        urls += [peer.url for peer in info.peers if peer.url not in urls]
+        peers = [info.stream, *(peer.stream for peer in info.peers)]
+        streams += [stream for stream in dict.fromkeys(peers) if stream not in streams]
+    if not streams:
+        assert failure is not None
+        raise failure
+    return Reach(urls=urls, streams=streams, token=token)
 
 
-def job_of(url: str, token: str, job: str | None) -> JobView:
-    """The same for one orchestrator that was named."""
-    views = Client(url, token).get("/v1/jobs", list[JobView])
+def job_of(reach: Reach, job: str | None) -> JobView:
+    """The same for orchestrators that were named."""
+    views = Client(reach.urls, reach.token).get("/v1/jobs", list[JobView])
     live = [view for view in views if view.state not in ENDED and job in (None, view.job)]
     if len(live) != 1:
         names = ", ".join(view.job for view in views if view.state not in ENDED) or "none"

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from keepstep.cli.client import AsyncClient
+from keepstep.cli.find import Reach
 from keepstep.cli.output import (
     LogTail,
     Output,
@@ -40,7 +41,6 @@ from keepstep.cli.processes import (
 )
 from keepstep.errors import KeepstepError, TransientError, UsageError
 from keepstep.model.job import JobSpec
-from keepstep.model.messages import Address
 from keepstep.model.views import IncidentView, JobView
 from keepstep.orchestrator.main import ENDED, Orchestrator
 from keepstep.orchestrator.requests import CancelRequest, Ok, Watch
@@ -70,15 +70,13 @@ class Launcher:
         spec: JobSpec,
         *,
         client: AsyncClient,
-        stream: Address,
-        token: str,
+        reach: Reach,
         output: Output,
         embedded: Orchestrator | None,
     ) -> None:
         self._spec = spec
         self._client = client
-        self._stream = stream
-        self._token = token
+        self._reach = reach
         self._output = output
         self._embedded = embedded
         self._directory = Path(spec.directory)
@@ -147,8 +145,8 @@ class Launcher:
             if self._signal is not None:
                 return
             agent = start_agent(
-                stream=self._stream,
-                token=self._token,
+                streams=self._reach.streams,
+                token=self._reach.token,
                 job=self._spec.job,
                 node=node.name,
                 slots=node.slots,

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import click
 
 from keepstep.adapters.store import sqlite
+from keepstep.adapters.store.chain import VerifyResult
 from keepstep.cli import find, history, show
 from keepstep.cli.client import Client
 from keepstep.cli.home import home
@@ -195,13 +196,21 @@ def ledger() -> None:
     """Look after ledgers."""
 
 
-def _verified(path: Path) -> sqlite.VerifyResult:
+def _verified(named: str) -> VerifyResult:
     """A file that is no ledger at all is as broken as a tampered one."""
+    shown = named
     try:
-        return sqlite.verify(path)
+        if "://" not in named:
+            return sqlite.verify(Path(named))
+        from keepstep.adapters.store import postgres, session
+
+        shown = session.shown(named)
+        return postgres.verify(named)
+    except ImportError as error:
+        raise UsageError(f"{error}", hint="pip install 'keepstep[postgres]'") from error
     except PermanentError as error:
-        return sqlite.VerifyResult(
-            path=str(path),
+        return VerifyResult(
+            path=shown,
             ok=False,
             records=0,
             broken_seq=None,
@@ -211,12 +220,12 @@ def _verified(path: Path) -> sqlite.VerifyResult:
 
 
 @ledger.command("verify")
-@click.argument("path", required=False, type=click.Path(path_type=Path))
+@click.argument("ledger", required=False)
 @json_option
-def ledger_verify(path: Path | None, as_json: bool) -> None:
-    """Check the hash chain of the ledger at PATH, or of all ledgers in KEEPSTEP_HOME."""
-    paths = [path] if path is not None else history.ledgers(home())
-    results = [_verified(one) for one in paths]
+def ledger_verify(ledger: str | None, as_json: bool) -> None:
+    """Check the hash chain of LEDGER (a file, or a store's URL), or of all in KEEPSTEP_HOME."""
+    named = [ledger] if ledger is not None else [str(path) for path in history.ledgers(home())]
+    results = [_verified(one) for one in named]
     if as_json:
         show.print_json(results)
     else:

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from keepstep.errors import PermanentError
@@ -64,7 +64,7 @@ class AgentProcess:
 
 def start_agent(
     *,
-    stream: Address,
+    streams: Sequence[Address],
     token: str,
     job: str,
     node: str,
@@ -76,7 +76,8 @@ def start_agent(
     # -P: a module of the user's directory named like one of the standard library must not
     # replace it in the agent. (Workers import from the script's directory, as always.)
     command = [sys.executable, "-P", "-m", "keepstep.agent"]
-    command += ["--orchestrator", f"{stream.host}:{stream.port}", "--job", job, "--node", node]
+    where = ",".join(f"{stream.host}:{stream.port}" for stream in streams)
+    command += ["--orchestrator", where, "--job", job, "--node", node]
     command += ["--slots", str(slots), "--directory", str(directory)]
     command += ["--stall-timeout-ns", str(stall_timeout_ns)]
     log = directory / "logs" / f"agent-{node}.log"

@@ -15,7 +15,7 @@ import click
 
 from keepstep import native
 from keepstep.cli.client import AsyncClient
-from keepstep.cli.find import external
+from keepstep.cli.find import Reach, external
 from keepstep.cli.home import home
 from keepstep.cli.launcher import Launcher
 from keepstep.cli.layout import check_counts, compose_job_id, lay_out, parse_inject
@@ -51,7 +51,10 @@ STALL_S_DEFAULT = 300.0
     "--stall-timeout", "--stall_timeout", "stall_s", type=float, default=STALL_S_DEFAULT,
     show_default=True, metavar="S", help="A step that stands still that long is a hang.",
 )  # fmt: skip
-@click.option("--orchestrator", metavar="URL|ID", help="Use this orchestrator, do not embed one.")
+@click.option(
+    "--orchestrator", metavar="URL|ID[,...]",
+    help="Use this orchestrator (one of these), do not embed one.",
+)  # fmt: skip
 @click.option("--resume", metavar="DIR", help="Start from a just-in-time checkpoint.")
 @click.option(
     "--log-dir", "--log_dir", metavar="DIR",
@@ -122,14 +125,12 @@ async def launch(spec: JobSpec, where: Path, orchestrator: str | None, output: O
     if orchestrator is None:
         log_to(where / "jobs" / spec.job / "orchestrator.log")
         embedded = await Orchestrator.start(where, id=spec.job, embedded=True)
-        url, token, stream = embedded.url, embedded.token, embedded.stream
+        reach = Reach(urls=[embedded.url], streams=[embedded.stream], token=embedded.token)
     else:
-        url, token, stream = external(where, orchestrator, os.environ.get("KEEPSTEP_TOKEN", ""))
-    client = AsyncClient(url, token)
+        reach = external(where, orchestrator, os.environ.get("KEEPSTEP_TOKEN", ""))
+    client = AsyncClient(reach.urls, reach.token)
     try:
-        launcher = Launcher(
-            spec, client=client, stream=stream, token=token, output=output, embedded=embedded
-        )
+        launcher = Launcher(spec, client=client, reach=reach, output=output, embedded=embedded)
         return await launcher.run()
     finally:
         await client.close()

@@ -6,8 +6,10 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -19,37 +21,61 @@ from keepstep.cli.launcher import LaunchNote
 from keepstep.cli.processes import become_subreaper, reap_orphans, start_agent, sweep
 from keepstep.cli.run import STALL_S_DEFAULT
 from keepstep.errors import KeepstepError, UsageError
-from keepstep.model.messages import Address
 from keepstep.model.views import JobView
-from keepstep.orchestrator.main import Orchestrator
+from keepstep.orchestrator.main import LEASE_S, Orchestrator
 from keepstep.orchestrator.requests import Ok
 
 AGENT_END_S = 4.0
+LEASE_S_MIN, LEASE_S_MAX = 1.0, 300.0
 
 
 @click.command()
-@click.option("--id", "id_", required=True, metavar="NAME", help="Same name again: a restart.")
+@click.option(
+    "--id", "id_", metavar="NAME",
+    help="Same name again: a restart [default, with --store only: this host's name].",
+)  # fmt: skip
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", type=int, default=0, help="REST [default: as before, else any].")
 @click.option("--stream-port", type=int, default=0, help="Agents [default: as before, else any].")
-def orchestrator(id_: str, host: str, port: int, stream_port: int) -> None:
+@click.option(
+    "--store", default="", envvar="KEEPSTEP_STORE", metavar="URL",
+    help="postgresql://USER@HOST/DATABASE, shared with other orchestrators of which one is "
+    "active [default: KEEPSTEP_STORE, else a file of its own].",
+)  # fmt: skip
+@click.option(
+    "--lease", "lease_s", type=float, default=LEASE_S, show_default=True, metavar="S",
+    help="With --store: after this time without a word another one takes over.",
+)  # fmt: skip
+def orchestrator(
+    id_: str | None, host: str, port: int, stream_port: int, store: str, lease_s: float
+) -> None:
     """Run an orchestrator for `keepstep run --orchestrator NAME`."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    sys.exit(asyncio.run(_orchestrate(id_, host, port, stream_port)))
+    if not LEASE_S_MIN <= lease_s <= LEASE_S_MAX:
+        raise UsageError(
+            f"--lease is {lease_s:g}: it must be {LEASE_S_MIN:g} to {LEASE_S_MAX:g}",
+            hint="a short one takes over early and may do so needlessly; 10 is a good choice",
+        )
+    if id_ is None and not store:
+        raise UsageError("--id is missing", hint="it names the ledger, for example --id main")
+    id_ = id_ or socket.gethostname()
+    where = {"id": id_, "host": host, "port": port, "stream_port": stream_port}
+    sys.exit(asyncio.run(_orchestrate({**where, "store": store, "lease_s": lease_s})))
 
 
-async def _orchestrate(id_: str, host: str, port: int, stream_port: int) -> int:
+async def _orchestrate(options: dict[str, Any]) -> int:
     loop = asyncio.get_running_loop()
     end = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end.set)
-    running = await Orchestrator.start(
-        home(), id=id_, host=host, port=port, stream_port=stream_port
-    )
+    running = await Orchestrator.start(home(), **options)
     running.driver.failed.add_done_callback(lambda _: end.set())
-    show.words(f"orchestrator {id_} at {running.url}, agents at port {running.stream.port}")
+    show.words(
+        f"orchestrator {running.id} at {running.url}, agents at port {running.stream.port}, "
+        f"{running.terms.role}"
+    )
     try:
         await end.wait()
     finally:
@@ -58,7 +84,10 @@ async def _orchestrate(id_: str, host: str, port: int, stream_port: int) -> int:
 
 
 @click.command()
-@click.option("--orchestrator-id", "--url", "orchestrator_", metavar="ID|URL")
+@click.option(
+    "--orchestrator", "--orchestrator-id", "--url", "orchestrator_", metavar="URL|ID[,...]",
+    help="Where to join [default: the one that runs here].",
+)  # fmt: skip
 @click.option("--job", metavar="ID", help="Which job, when several are live.")
 @click.option("--node", metavar="NAME", help="Name of the new node [default: the next nK].")
 @click.option("--slots", type=int, default=1, show_default=True, help="Places for spares.")
@@ -69,22 +98,20 @@ def agent(orchestrator_: str | None, job: str | None, node: str | None, slots: i
     where = home()
     if orchestrator_ is None:
         found = find.one_job(where, job)
-        view, url, token = found.view, found.entry.url, found.entry.token
-        stream = found.entry.stream
+        view = found.view
+        reach = find.external(where, found.entry.url, found.entry.token)
     else:
-        url, token, stream = find.external(
-            where, orchestrator_, os.environ.get("KEEPSTEP_TOKEN", "")
-        )
-        view = find.job_of(url, token, job)
+        reach = find.external(where, orchestrator_, os.environ.get("KEEPSTEP_TOKEN", ""))
+        view = find.job_of(reach, job)
     taken = {one.node for one in view.nodes}
     if node is None:
         node = next(f"n{i}" for i in range(len(taken) + 1) if f"n{i}" not in taken)
     elif node in taken:
         raise UsageError(f"job {view.job} has a node {node} already", hint="omit --node")
-    sys.exit(asyncio.run(_join(view, url, token, stream, node, slots)))
+    sys.exit(asyncio.run(_join(view, reach, node, slots)))
 
 
-async def _join(view: JobView, url: str, token: str, stream: Address, node: str, slots: int) -> int:
+async def _join(view: JobView, reach: find.Reach, node: str, slots: int) -> int:
     """Not an exec: an agent ends its whole session, which must not be the user's shell's."""
     loop = asyncio.get_running_loop()
     directory = Path(view.directory)
@@ -94,8 +121,8 @@ async def _join(view: JobView, url: str, token: str, stream: Address, node: str,
     become_subreaper()
     stall_ns = note.stall_timeout_ns if note is not None else int(STALL_S_DEFAULT * 1e9)
     process = start_agent(
-        stream=stream,
-        token=token,
+        streams=reach.streams,
+        token=reach.token,
         job=view.job,
         node=node,
         slots=slots,
@@ -126,7 +153,7 @@ async def _join(view: JobView, url: str, token: str, stream: Address, node: str,
     code = process.process.wait()
     sweep([process.session])
     reap_orphans(())
-    client = AsyncClient(url, token)
+    client = AsyncClient(reach.urls, reach.token)
     try:
         await client.post(f"/v1/jobs/{view.job}/nodes/{node}/dead", None, Ok)
     except KeepstepError:

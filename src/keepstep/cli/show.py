@@ -35,6 +35,7 @@ def print_jobs(views: Sequence[JobView]) -> None:
             head += f"  exit code {view.exit_code}"
         console.print(Text(head, style="bold"), soft_wrap=True)
         for line in (
+            view.control,
             view.reason,
             view.protection,
             view.checkpoint and f"checkpoint {view.checkpoint}",

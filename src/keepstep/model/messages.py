@@ -477,10 +477,19 @@ AgentMessage = (
 class Accepted(Message, frozen=True):
     """Answer to Hello. A refused Hello is answered by Refused and a closed stream."""
 
+    # Not 0: the orchestrator holds a lease and says Alive more often than that. Whoever hears
+    # nothing for so long must look for the one that took over.
+    silence_ns_max: int = 0
+
+
+class Alive(Message, frozen=True):
+    """The orchestrator has renewed its lease."""
+
 
 class Refused(Message, frozen=True):
     error: str
     hint: str = ""
+    retry: bool = False  # not the active orchestrator (now): try the next address
 
 
 class StartWorker(Message, frozen=True):
@@ -552,6 +561,7 @@ class Stop(Message, frozen=True):
 
 AgentCommand = (
     Accepted
+    | Alive
     | Refused
     | StartWorker
     | KillWorker

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from keepstep.errors import KeepstepError, UsageError
+from keepstep.errors import KeepstepError, NotActive, TransientError, UsageError
 from keepstep.model import job as inputs
 from keepstep.model.views import IncidentView, JobView
 from keepstep.orchestrator import registry
@@ -52,6 +53,7 @@ STRUCTS = (
     bodies.SpareLine,
     bodies.Info,
     bodies.ErrorBody,
+    bodies.StandbyBody,
 )
 
 
@@ -72,15 +74,17 @@ STATUS: tuple[tuple[type[KeepstepError], int], ...] = (
     (TooLarge, 413),
     (Unauthorized, 401),
     (UsageError, 400),
-    (KeepstepError, 503),
+    (TransientError, 503),
+    (KeepstepError, 500),
 )
 
 
 def build(driver: Driver, token: str, info: Callable[[], bodies.Info]) -> FastAPI:
     app = FastAPI(title="Keepstep", openapi_url=None, docs_url=None, redoc_url=None)
     guard = [Depends(bearer(token))]
-    add = Routes(app, guard)
-    _add_reading(add, driver, info)
+    _add_info(Routes(app, guard), info)
+    add = Routes(app, [*guard, Depends(active(driver))])
+    _add_reading(add, driver)
     _add_operating(add, driver)
     _add_signals(add, driver)
 
@@ -98,14 +102,16 @@ def build(driver: Driver, token: str, info: Callable[[], bodies.Info]) -> FastAP
     return app
 
 
-def _add_reading(add: Routes, driver: Driver, info: Callable[[], bodies.Info]) -> None:
+def _add_info(add: Routes, info: Callable[[], bodies.Info]) -> None:
     @add("GET", "/v1/orchestrator", answer=bodies.Info)
     async def orchestrator() -> Response:
         return encoded(info())
 
+
+def _add_reading(add: Routes, driver: Driver) -> None:
     @add("GET", "/v1/jobs", answer=list[JobView])
     async def jobs() -> Response:
-        return encoded(driver.core.jobs())
+        return encoded(views(driver))
 
     @add("GET", "/v1/jobs/{job}", answer=JobView)
     async def job_view(job: str) -> Response:
@@ -129,7 +135,7 @@ def _add_reading(add: Routes, driver: Driver, info: Callable[[], bodies.Info]) -
 
     @add("GET", "/v1/spares", answer=list[bodies.SpareLine])
     async def spares() -> Response:
-        return encoded(spare_lines(driver.core.jobs()))
+        return encoded(spare_lines(views(driver)))
 
 
 def _add_operating(add: Routes, driver: Driver) -> None:
@@ -213,10 +219,10 @@ def signal_target(view: JobView, asked: bodies.SignalRequest) -> str:
     return asked.node or asked.slot
 
 
-def spare_lines(views: list[JobView]) -> list[bodies.SpareLine]:
+def spare_lines(jobs: list[JobView]) -> list[bodies.SpareLine]:
     return [
         bodies.SpareLine(job=view.job, **msgspec.structs.asdict(spare))
-        for view in views
+        for view in jobs
         for spare in view.spares
     ]
 
@@ -239,6 +245,7 @@ class Routes:
             400: {"description": "bad input", "content": content(bodies.ErrorBody)},
             401: {"description": "token missing or wrong", "content": content(bodies.ErrorBody)},
             404: {"description": "no such job", "content": content(bodies.ErrorBody)},
+            503: {"description": "not now, or not here", "content": content(bodies.StandbyBody)},
         }
         extra = {"requestBody": {"required": True, "content": content(body)}} if body else None
 
@@ -288,6 +295,16 @@ def bearer(token: str) -> Callable[[Request], Awaitable[None]]:
     return check
 
 
+def active(driver: Driver) -> Callable[[], Awaitable[None]]:
+    """A standby knows nothing about jobs; it says who does."""
+
+    async def check() -> None:
+        if isinstance(driver.away, NotActive):
+            raise driver.away.with_traceback(None)
+
+    return check
+
+
 async def read(request: Request, kind: type[T]) -> T:
     """The body as `kind`, never more than the limit of it in memory."""
     data = bytearray()
@@ -301,12 +318,20 @@ async def read(request: Request, kind: type[T]) -> T:
         raise UsageError(f"bad request: {error}", hint="see /v1/openapi.json") from error
 
 
+def views(driver: Driver) -> list[JobView]:
+    known = driver.core.jobs()
+    if driver.away is None:
+        return known
+    said = f"{driver.away.message}; training goes on, migrations wait; this is the last state known"
+    return [msgspec.structs.replace(view, control=said) for view in known]
+
+
 def find(driver: Driver, job: str) -> JobView:
-    views = driver.core.jobs()
-    for view in views:
+    there = views(driver)
+    for view in there:
         if view.job == job:
             return view
-    known = ", ".join(view.job for view in views) or "none"
+    known = ", ".join(view.job for view in there) or "none"
     raise NotFound(f"no such job: {job}", hint=f"jobs here: {known}")
 
 
@@ -322,7 +347,15 @@ def encoded(value: Any, status: int = 200) -> Response:
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, KeepstepError)
     status = next(code for kind, code in STATUS if isinstance(error, kind))
-    return encoded(bodies.ErrorBody(error=error.message, hint=error.hint), status)
+    body = bodies.ErrorBody(error=error.message, hint=error.hint)
+    if isinstance(error, NotActive):
+        body = bodies.StandbyBody(
+            error=error.message, hint=error.hint, standby=True, active=error.active
+        )
+    answer = encoded(body, status)
+    if isinstance(error, TransientError):
+        answer.headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    return answer
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

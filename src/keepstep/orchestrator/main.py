@@ -7,6 +7,9 @@ loopback unless told otherwise: REST for operators and the stream server for age
 Restart under the same id: the ledger is replayed and ports and token are taken from the file the
 killed predecessor left behind, so the agents' reconnect attempts simply succeed. A clean end
 removes that file, unless jobs are still alive: then the stop is a restart in two halves.
+
+With a shared store several orchestrators, each under an id of its own, have one ledger and one
+token (kept in the store); `terms` says which of them decides.
 """
 
 from __future__ import annotations
@@ -23,20 +26,23 @@ from pathlib import Path
 
 import uvicorn
 
-from keepstep.adapters.store.sqlite import SqliteLedger, verify
+from keepstep.adapters.store.sqlite import SqliteLedger, lock_file, lock_path
 from keepstep.core.orchestrator import Core
 from keepstep.errors import PermanentError, UsageError
 from keepstep.model.messages import PROTOCOL, Address
 from keepstep.model.views import JobView
 from keepstep.orchestrator import api, registry
-from keepstep.orchestrator.requests import Info
+from keepstep.orchestrator.requests import Info, Peer
 from keepstep.orchestrator.server import AgentServer
+from keepstep.orchestrator.terms import Terms, enroll
+from keepstep.ports.ledger import LedgerStore, Member
 from keepstep.runtime.driver import Driver
 
 log = logging.getLogger("keepstep.orchestrator")
 
 ENDED = frozenset({"done", "failed", "fell_back", "cancelled"})
 STOP_S_MAX = 3
+LEASE_S = 10.0
 
 
 class _Web(uvicorn.Server):
@@ -47,13 +53,34 @@ class _Web(uvicorn.Server):
         yield
 
 
-def check_chain(path: Path) -> None:
-    """Decisions are replayed from the ledger: one that was altered is not obeyed."""
-    result = verify(path)
-    if not result.ok:
+def open_store(home: Path, id: str, store: str, lease_s: float) -> LedgerStore:
+    """A file of its own for each id, or the shared one at `store`."""
+    if not store:
+        return SqliteLedger(registry.ledger_path(home, id))
+    if not store.startswith(("postgresql://", "postgres://")):
+        raise UsageError(
+            "--store must begin with postgresql://",
+            hint="without --store the ledger is a file in KEEPSTEP_HOME/ledgers",
+        )
+    try:
+        from keepstep.adapters.store.postgres import PostgresLedger
+    except ImportError as error:
+        raise UsageError(
+            f"--store needs psycopg: {error}", hint="pip install 'keepstep[postgres]'"
+        ) from error
+    return PostgresLedger(store, lease_s=lease_s)
+
+
+def check_history(store: LedgerStore, before: registry.Entry | None, jobs: list[JobView]) -> None:
+    """A ledger that is whole may still be the wrong one, or an empty file in the place of it."""
+    known = {view.job for view in jobs}
+    unknown = [job for job in before.jobs if job not in known] if before is not None else []
+    if before is not None and unknown:
         raise PermanentError(
-            f"the ledger {path} is broken at record {result.broken_seq}: {result.problem}",
-            hint="it is evidence, so it was not touched; move it away, or use another --id",
+            f"the ledger {store.name} knows nothing of job {', '.join(unknown)}, which "
+            f"orchestrator {before.id} was running",
+            hint="is it the right one? if those jobs are to be forgotten, remove "
+            f"KEEPSTEP_HOME/orchestrators/{before.id}.json",
         )
 
 
@@ -63,20 +90,23 @@ class Orchestrator:
         *,
         id: str,
         home: Path,
-        ledger: SqliteLedger,
+        store: LedgerStore,
         token: str,
-        address: Address,
+        me: Member,
         embedded: bool,
     ) -> None:
         self.id = id
         self.home = home
         self.token = token
-        self.stream = address
-        self.url = ""
+        self.stream = me.stream
+        self.url = me.url
         self.embedded = embedded
-        self._ledger = ledger
+        self._store = store
+        self._id_lock = -1
         self._agents = AgentServer(token)
-        self.driver = Driver(Core(), ledger, self._agents)
+        self.driver = Driver(Core(), store, self._agents)
+        self.terms = Terms(store, self.driver, self._agents, me)
+        self._office: asyncio.Task[None] | None = None
         self._web: _Web | None = None
         self._web_task: asyncio.Task[None] | None = None
         self._registrar: asyncio.Task[None] | None = None
@@ -91,16 +121,20 @@ class Orchestrator:
         port: int = 0,
         stream_port: int = 0,
         embedded: bool = False,
+        store: str = "",
+        lease_s: float = LEASE_S,
     ) -> Orchestrator:
-        """Replay the ledger of `id`, listen, and write HOME/orchestrators/<id>.json."""
+        """Listen, replay the ledger (or stand by), and write HOME/orchestrators/<id>.json."""
         registry.check_id(id)
         registry.prepare_home(home)
         registry.forget_dead(home)
-        # The ledger's lock also guards the file with the token: first the lock, then the look.
-        ledger = SqliteLedger(registry.ledger_path(home, id))
+        # The lock of the id guards the file with the token: first the lock, then the look.
+        # A ledger of its own has that lock already.
+        id_lock = lock_file(lock_path(registry.ledger_path(home, id)), f"id {id}") if store else -1
         opened: list[socket.socket] = []
+        ledger: LedgerStore | None = None
         try:
-            check_chain(registry.ledger_path(home, id))
+            ledger = open_store(home, id, store, lease_s)
             before = registry.read(home, id)
             if before is not None:
                 port = port or int(before.url.rpartition(":")[2])
@@ -109,23 +143,32 @@ class Orchestrator:
             opened.append(rest)
             stream = listen(host, stream_port)
             opened.append(stream)
-            self = cls(
+            me = Member(
                 id=id,
-                home=home,
-                ledger=ledger,
-                token=before.token if before is not None else secrets.token_urlsafe(32),
-                address=Address(host, stream.getsockname()[1]),
-                embedded=embedded,
+                instance=secrets.token_hex(8),
+                url=f"http://{bracketed(host)}:{rest.getsockname()[1]}",
+                stream=Address(host, stream.getsockname()[1]),
             )
-            self.url = f"http://{bracketed(host)}:{rest.getsockname()[1]}"
-            replayed = self.driver.replay()
+            shared = await enroll(ledger, me)
+            kept = before.token if before is not None else secrets.token_urlsafe(32)
+            self = cls(
+                id=id, home=home, store=ledger, token=shared or kept, me=me, embedded=embedded
+            )
+            await self.terms.begin()
+            if self.terms.role == "active":
+                check_history(ledger, before, self.jobs())
             await self._serve(rest, stream)
         except BaseException:
             for one in opened:
                 one.close()
-            ledger.close()
+            if ledger is not None:
+                ledger.release()
+                ledger.close()
+            if id_lock >= 0:
+                os.close(id_lock)
             raise
-        log.info("orchestrator %s at %s, %d records replayed", id, self.url, replayed)
+        self._id_lock = id_lock
+        log.info("orchestrator %s at %s is %s", id, self.url, self.terms.role)
         return self
 
     def jobs(self) -> list[JobView]:
@@ -137,17 +180,21 @@ class Orchestrator:
     async def stop(self) -> None:
         """Close everything. Agents of jobs that still live go on and try to reconnect."""
         live = self.live_jobs()
-        if self._registrar is not None:
-            self._registrar.cancel()
-            await asyncio.gather(self._registrar, return_exceptions=True)
+        for task in (self._registrar, self._office):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         self.driver.close()
         await self._agents.stop()
         if self._web is not None and self._web_task is not None:
             self._web.should_exit = True
             await asyncio.gather(self._web_task, return_exceptions=True)
-        self._ledger.close()
+        self._store.release()
+        self._store.close()
         if self.embedded or not live:
             registry.remove(self.home, self.id)
+        if self._id_lock >= 0:
+            os.close(self._id_lock)
 
     async def _serve(self, rest: socket.socket, stream: socket.socket) -> None:
         await self._agents.start(stream, self.driver)
@@ -169,6 +216,7 @@ class Orchestrator:
             await asyncio.sleep(0.005)
         self._write_entry()
         self._registrar = asyncio.create_task(self._keep_entry())
+        self._office = asyncio.create_task(self.terms.run())
 
     async def _keep_entry(self) -> None:
         """The file lists live jobs; refresh it when that list changes."""
@@ -195,7 +243,17 @@ class Orchestrator:
         registry.write(self.home, entry)
 
     def _info(self) -> Info:
-        return Info(id=self.id, pid=os.getpid(), stream=self.stream, protocol=PROTOCOL)
+        away = self.driver.away
+        return Info(
+            id=self.id,
+            pid=os.getpid(),
+            stream=self.stream,
+            protocol=PROTOCOL,
+            role=self.terms.role,
+            reason=away.message if away is not None else "",
+            active=self.terms.active_url,
+            peers=[Peer(id=m.id, url=m.url, stream=m.stream) for m in self.terms.members],
+        )
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -80,13 +80,30 @@ class SpareLine(msgspec.Struct, frozen=True, kw_only=True):
     parked_at: str = ""
 
 
+class Peer(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    url: str
+    stream: Address
+
+
 class Info(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     pid: int
     stream: Address
     protocol: int
+    role: Literal["active", "standby", "suspended"] = "active"
+    reason: str = ""  # why it is not active
+    active: str = ""  # address of the active one, as far as it is known
+    peers: list[Peer] = []  # all that share the store, this one included
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
     error: str
     hint: str = ""
+
+
+class StandbyBody(ErrorBody, frozen=True, kw_only=True):
+    """Another orchestrator decides."""
+
+    standby: bool
+    active: str  # its address, "" if it is not known

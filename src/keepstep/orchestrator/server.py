@@ -20,13 +20,14 @@ import msgspec
 
 from keepstep.adapters.transport.stream import READ_BUFFER_BYTES, Stream, StreamClosed
 from keepstep.core.orchestrator import Send
-from keepstep.errors import KeepstepError, RemoteProtocolError
+from keepstep.errors import KeepstepError, RemoteProtocolError, TransientError
 from keepstep.model.job import AgentGone, AgentJoined, AgentSaid
 from keepstep.model.messages import (
     PROTOCOL,
     Accepted,
     AgentCommand,
     AgentMessage,
+    Alive,
     Hello,
     Refused,
 )
@@ -51,6 +52,7 @@ class AgentServer:
         self._server: asyncio.Server | None = None
         self._peers: dict[NodeKey, tuple[Hello, AgentStream]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self.silence_ns_max = 0  # told to agents with Accepted
 
     async def start(self, listener: socket.socket, driver: Driver) -> None:
         self._driver = driver
@@ -65,6 +67,18 @@ class AgentServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._peers.clear()
+
+    def drop(self) -> None:
+        """We do not decide any more (for now): agents must look for whoever does.
+
+        Nobody hears of it as AgentGone: the core that knew them is given up."""
+        peers, self._peers = list(self._peers.values()), {}
+        for _, stream in peers:
+            stream.abort()
+
+    def beat(self) -> None:
+        for job, node in list(self._peers):
+            self._send(job, node, Alive())
 
     def deliver(self, sends: Iterable[Send]) -> None:
         for send in sends:
@@ -113,7 +127,8 @@ class AgentServer:
             refused = self._join(stream, hello)
             if refused is None:
                 return hello
-        log.warning("refused an agent from %s: %s", stream.peer, refused.error)
+        level = logging.DEBUG if refused.retry else logging.WARNING
+        log.log(level, "refused an agent from %s: %s", stream.peer, refused.error)
         stream.send(refused)
         return None
 
@@ -127,6 +142,8 @@ class AgentServer:
                 error="wrong token",
                 hint="take the token from KEEPSTEP_HOME/orchestrators/<id>.json",
             )
+        if self._driver.away is not None:
+            return Refused(error=self._driver.away.message, retry=True)
         if hello.protocol != PROTOCOL:
             return Refused(
                 error=f"protocol {hello.protocol} is not {PROTOCOL}",
@@ -153,9 +170,11 @@ class AgentServer:
         said = msgspec.structs.replace(hello, token="")  # tokens belong in no record
         try:
             outcome = self._driver.submit(AgentJoined(job=key[0], node=key[1], hello=said))
+        except TransientError as error:
+            return Refused(error=error.message, retry=True)
         except KeepstepError as error:
             return Refused(error=error.message, hint=error.hint)
-        stream.send(Accepted())
+        stream.send(Accepted(silence_ns_max=self.silence_ns_max))
         self._peers[key] = (hello, stream)
         self.deliver(send for send in outcome.sends if (send.job, send.node) == key)
         return None

@@ -9,9 +9,15 @@ Time is the wall clock, because deadlines and records must mean the same after a
 same ledger; it is read once and then carried on by the monotonic clock, and starts no earlier than
 the ledger ends, so that a clock set back neither reorders records nor stretches deadlines.
 
-A ledger that cannot be written, or a core that trips over its own assertion, ends the driver
-(`failed`): acting on a decision that is not on disk could give a rank two owners. Training goes on
-without us; the next start replays what is durable.
+Acting on a decision that is not on disk could give a rank two owners. So whatever keeps a decision
+from becoming durable ends this core, whose state is ahead of the ledger:
+
+* for good (`failed`), if the ledger is damaged or the core trips over its own assertion;
+* until `resume`, if the store is out of reach or another orchestrator has taken over (`away` says
+  which). Whether the last append is there or not is then settled by reading: a fresh core replays
+  what is durable, and the agents, who were cut off meanwhile, tell what happened since.
+
+Training goes on without us in both cases.
 """
 
 from __future__ import annotations
@@ -19,11 +25,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from keepstep.core.orchestrator import Core, Outcome, Send
-from keepstep.errors import KeepstepError, PermanentError
+from keepstep.errors import KeepstepError, PermanentError, TransientError
 from keepstep.model.job import CoreInput, Wake
 from keepstep.model.records import Record
 from keepstep.ports.ledger import Ledger
@@ -52,6 +58,7 @@ class Driver:
     ) -> None:
         self.core = core
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self.away: TransientError | None = None  # why nothing is decided at the moment
         self._ledger = ledger
         self._delivery = delivery
         self._monotonic_ns = monotonic_ns
@@ -64,21 +71,40 @@ class Driver:
 
     @property
     def running(self) -> bool:
-        return not (self._closed or self.failed.done())
+        return not (self._closed or self.failed.done() or self.away is not None)
 
-    def replay(self) -> int:
+    def replay(self, records: Sequence[Record] | None = None) -> int:
         """Bring the core to where the ledger ends. Returns the number of records."""
-        records = list(self._ledger.read())
+        if records is None:
+            records = list(self._ledger.read())
+        self._changes.clear()
+        self._seq = 0
         for record in records:
             self._note(record)
         newest_ns = max((record.at_ns for record in records), default=0)
         self._epoch_ns += max(0, newest_ns - self._now())
-        self.core.replay(records)
+        self._feed(records)
         self._arm()
         return len(records)
 
+    def pause(self, why: TransientError) -> None:
+        """Decide nothing until `resume`; what the core shows is the last state known."""
+        self.away = why
+        self._disarm()
+        self._tell_watchers()
+
+    def resume(self, core: Core, records: Sequence[Record]) -> int:
+        """Begin (again) to decide, with a fresh core and all that is durable."""
+        self.core = core
+        count = self.replay(records)
+        self.away = None
+        self._tell_watchers()
+        return count
+
     def submit(self, given: CoreInput) -> Outcome:
         """Handle one input. A KeepstepError is the core's refusal and changes nothing."""
+        if self.away is not None:
+            raise self.away.with_traceback(None)
         if not self.running:
             raise PermanentError(
                 "the orchestrator has stopped deciding", hint="start it again with the same --id"
@@ -88,18 +114,21 @@ class Driver:
         except KeepstepError:
             raise
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
             raise
         try:
             self._ledger.append(outcome.records)
+        except TransientError as error:
+            log.error("nothing is decided until the ledger can be written: %s", error)
+            self.pause(error)
+            raise
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
             raise
         for record in outcome.records:
             self._note(record)
         if outcome.records:
-            self._changed.set()
-            self._changed = asyncio.Event()
+            self._tell_watchers()
         self._delivery.deliver(outcome.sends)
         self._arm()
         return outcome
@@ -120,7 +149,7 @@ class Driver:
         return self.change(job)
 
     async def wait_any_change(self) -> None:
-        """Until the next durable record; for ever once the driver is closed."""
+        """Until the next durable record, pause or resume; for ever once the driver is closed."""
         await self._changed.wait()
         if self._closed:
             await asyncio.get_running_loop().create_future()
@@ -128,9 +157,37 @@ class Driver:
     def close(self) -> None:
         self._closed = True
         self._changed.set()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._disarm()
+
+    def fail(self, error: BaseException) -> None:
+        """Stop deciding for good."""
+        log.critical("the orchestrator stops deciding: %s", error)
+        if not self.failed.done():
+            self.failed.set_result(error)
+        self.close()
+
+    def _feed(self, records: Sequence[Record]) -> None:
+        number = 0
+
+        def counted() -> Iterator[Record]:
+            nonlocal number
+            for record in records:
+                number += 1
+                yield record
+
+        try:
+            self.core.replay(counted())
+        except (LookupError, TypeError, ValueError) as error:
+            # Whole and well chained, but not the history of these jobs.
+            raise PermanentError(
+                f"record {number} of the ledger does not fit to those before it: {error!r}",
+                hint="it was written by another program or version; use another --id or store",
+            ) from error
+
+    def _tell_watchers(self) -> None:
+        self._changed.set()
+        if not self._closed:
+            self._changed = asyncio.Event()
 
     def _note(self, record: Record) -> None:
         self._seq += 1
@@ -139,10 +196,13 @@ class Driver:
     def _now(self) -> int:
         return self._epoch_ns + self._monotonic_ns()
 
-    def _arm(self) -> None:
+    def _disarm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _arm(self) -> None:
+        self._disarm()
         deadline_ns = self.core.deadline()
         if deadline_ns is None or self._closed:
             return
@@ -159,9 +219,3 @@ class Driver:
             log.error("the core refused to wake: %s", error)
         except Exception:
             log.debug("the driver failed while waking", exc_info=True)  # `failed` carries it
-
-    def _fail(self, error: BaseException) -> None:
-        log.critical("the orchestrator stops deciding: %s", error)
-        if not self.failed.done():
-            self.failed.set_result(error)
-        self.close()

@@ -1,21 +1,15 @@
-"""The ledger on SQLite: one row per record, each chained to the one before by a hash.
-
-    hash(n) = sha256(hash(n-1) + body(n)),   hash(0) = 32 zero bytes
-
-The body is the record as JSON, and the columns beside it (at_ns, job, kind) only repeat what the
-body says so that people can query the file; `verify` checks both the chain and the repetition.
-What a chain cannot show is a cut tail: the last rows may be missing without a trace, so whoever
-needs to notice that keeps the last hash elsewhere (`verify` returns it).
+"""The ledger on SQLite, for one machine: a file per orchestrator.
 
 WAL with synchronous=FULL: a committed transaction is on disk, and readers (status after the end,
 verify of a live ledger) never block the one writer. A second writer is kept out by a lock on a
-file beside the database, which the kernel drops when its holder dies.
+file beside the database, which the kernel drops when its holder dies: that is the lease, and it
+needs no clock. The token in `head` grows with every writer's first append; it is there for the
+case that somebody removes the lock file under a living writer.
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import sqlite3
 from collections.abc import Collection, Iterator, Sequence
@@ -23,13 +17,23 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from keepstep.errors import PermanentError, UsageError
+from keepstep.adapters.store.chain import (
+    COLUMNS,
+    Head,
+    Row,
+    VerifyResult,
+    chain,
+    check_rows,
+    decode,
+    link,
+    verify_rows,
+)
+from keepstep.errors import KeepstepError, PermanentError, StoreUnavailable, UsageError
 from keepstep.model.records import Record
+from keepstep.ports.ledger import Member
 
-ZERO_HASH = bytes(32)
-COLUMNS = "seq, at_ns, job, kind, body, prev_hash, hash"
+__all__ = ["SqliteLedger", "VerifyResult", "chain", "mapped_errors", "read_records", "verify"]
+
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS records (
     seq INTEGER PRIMARY KEY,
@@ -39,63 +43,90 @@ CREATE TABLE IF NOT EXISTS records (
     body BLOB NOT NULL,
     prev_hash BLOB NOT NULL,
     hash BLOB NOT NULL
-)
+);
+CREATE TABLE IF NOT EXISTS head (
+    one INTEGER PRIMARY KEY CHECK (one = 1),
+    token INTEGER NOT NULL,
+    seq INTEGER NOT NULL,
+    hash BLOB NOT NULL
+);
+INSERT OR IGNORE INTO head
+    SELECT 1, 0, coalesce(max(seq), 0), coalesce(
+        (SELECT hash FROM records ORDER BY seq DESC LIMIT 1), zeroblob(32)) FROM records;
 """
 LOCK_SUFFIX = ".lock"
-
-
-class VerifyResult(msgspec.Struct, frozen=True, kw_only=True):
-    path: str
-    ok: bool
-    records: int  # rows whose link was found right, up to the first broken one
-    broken_seq: int | None
-    problem: str
-    last_hash: str
+BUSY_S = 1.0
+DAMAGED = ("not a database", "malformed", "no such table", "no such column")
+# Nothing is wrong with the ledger: there is no room or no access at the moment.
+PASSING = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
 
 
 class SqliteLedger:
     """The one writer of a ledger file. Not thread-safe: it lives on the event loop's thread."""
 
+    lease_s = None
+
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._me: Member | None = None
+        self._token: int | None = None  # taken with the first append
         self._lock_fd = _lock(path)
-        self._encoder = msgspec.json.Encoder()
         try:
             self._db = _connect_writer(path)
             with mapped_errors(path):
-                self._seq, self._last_hash = self._tail()
+                self._head = self._read_head()[1]
         except BaseException:
             os.close(self._lock_fd)
             raise
 
     @property
+    def name(self) -> str:
+        return str(self.path)
+
+    @property
     def seq(self) -> int:
         """Number of the newest record, over all runs of this ledger."""
-        return self._seq
+        return self._head.seq
+
+    @property
+    def token(self) -> int | None:
+        return self._token
+
+    # ----------------------------------------------------------------------- lease
+
+    def enroll(self, me: Member) -> str:
+        self._me = me
+        return ""
+
+    def acquire(self) -> Member:
+        assert self._me is not None, "enroll first"
+        return self._me  # whoever has this object has the lock
+
+    def renew(self) -> list[Member]:
+        """Nothing expires; what is tried is whether the file can be written again."""
+        with mapped_errors(self.path), self._transaction():
+            self._fence(None)
+        return [] if self._me is None else [self._me]
+
+    def release(self) -> None:
+        pass  # `close` drops the lock
+
+    # ----------------------------------------------------------------------- records
 
     def append(self, records: Sequence[Record]) -> None:
         if not records:
             return
-        seq, last_hash = self._seq, self._last_hash
-        rows = []
-        for record in records:
-            body = self._encoder.encode(record)
-            link = chain(last_hash, body)
-            seq += 1
-            rows.append((seq, record.at_ns, record.job, kind_of(record), body, last_hash, link))
-            last_hash = link
+        rows = link(records, self._head)
+        head = Head(rows[-1].seq, rows[-1].hash)
+        with mapped_errors(self.path), self._transaction():
+            self._fence(head)
+            self._db.executemany(f"INSERT INTO records ({COLUMNS}) VALUES (?,?,?,?,?,?,?)", rows)
+        self._head = head
+
+    def load(self) -> list[Record]:
         with mapped_errors(self.path):
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                self._db.executemany(
-                    f"INSERT INTO records ({COLUMNS}) VALUES (?,?,?,?,?,?,?)", rows
-                )
-                self._db.execute("COMMIT")
-            except BaseException:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                raise
-        self._seq, self._last_hash = seq, last_hash
+            self._head = self._read_head()[1]
+            return check_rows(self.name, _rows(self._db), self._head)
 
     def read(self) -> Iterator[Record]:
         return _decode_rows(self._db, self.path)
@@ -107,9 +138,38 @@ class SqliteLedger:
         os.close(self._lock_fd)
         self._lock_fd = -1
 
-    def _tail(self) -> tuple[int, bytes]:
-        row = self._db.execute("SELECT seq, hash FROM records ORDER BY seq DESC LIMIT 1").fetchone()
-        return (0, ZERO_HASH) if row is None else (int(row[0]), bytes(row[1]))
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        token = self._token
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            self._token = token
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+
+    def _fence(self, head: Head | None) -> None:
+        """Inside a transaction: still the one writer? Then the head moves on to `head`."""
+        token, found = self._read_head()
+        moved = head is not None and found != self._head
+        if moved or self._token not in (None, token):
+            raise PermanentError(
+                f"ledger {self.path} is being written by another orchestrator",
+                hint="was its .lock file removed? stop one of the two that use this id",
+            )
+        if self._token is None:
+            self._token = token + 1
+        row = (self._token, *(head or found))
+        self._db.execute("UPDATE head SET token = ?, seq = ?, hash = ?", row)
+
+    def _read_head(self) -> tuple[int, Head]:
+        row = self._db.execute("SELECT token, seq, hash FROM head").fetchone()
+        if row is None:
+            raise sqlite3.DatabaseError("malformed: its head is missing")
+        return int(row[0]), Head(int(row[1]), bytes(row[2]))
 
 
 def read_records(path: Path, kinds: Collection[str] = ()) -> Iterator[Record]:
@@ -120,33 +180,12 @@ def read_records(path: Path, kinds: Collection[str] = ()) -> Iterator[Record]:
 
 def verify(path: Path) -> VerifyResult:
     """Walk the whole chain; stop at the first row that does not fit."""
-    previous, count = ZERO_HASH, 0
-    broken_seq: int | None = None
-    problem = ""
     with closing(_connect_reader(path)) as db, mapped_errors(path):
-        for row in db.execute(f"SELECT {COLUMNS} FROM records ORDER BY seq"):
-            problem = _row_problem(row, expected_seq=count + 1, previous=previous)
-            if problem:
-                broken_seq = int(row[0])
-                break
-            previous = bytes(row[6])
-            count += 1
-    return VerifyResult(
-        path=str(path),
-        ok=not problem,
-        records=count,
-        broken_seq=broken_seq,
-        problem=problem,
-        last_hash=previous.hex(),
-    )
-
-
-def chain(previous: bytes, body: bytes) -> bytes:
-    return hashlib.sha256(previous + body).digest()
-
-
-def kind_of(record: Record) -> str:
-    return str(type(record).__struct_config__.tag)
+        db.execute("BEGIN")  # head and rows of one moment
+        heads = db.execute("SELECT 1 FROM sqlite_master WHERE name = 'head'").fetchall()
+        row = db.execute("SELECT seq, hash FROM head").fetchone() if heads else None
+        head = Head(int(row[0]), bytes(row[1])) if row is not None else None
+        return verify_rows(str(path), _rows(db), head)
 
 
 @contextmanager
@@ -156,52 +195,34 @@ def mapped_errors(path: Path) -> Iterator[None]:
         yield
     except sqlite3.DatabaseError as error:
         text = str(error)
-        if "not a database" in text or "malformed" in text or "no such table" in text:
+        if any(word in text for word in DAMAGED):
             raise PermanentError(
                 f"ledger {path} is damaged or not a ledger: {text}",
                 hint=f"see what is left with `keepstep ledger verify {path}`; move the file away "
                 "to start with an empty one",
             ) from error
-        raise PermanentError(
+        kind: type[KeepstepError] = PermanentError
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in PASSING:
+            kind = StoreUnavailable
+        raise kind(
             f"ledger {path} cannot be used: {text}",
             hint="check free space and permissions of the state directory (KEEPSTEP_HOME)",
         ) from error
 
 
-def _row_problem(row: Sequence[Any], *, expected_seq: int, previous: bytes) -> str:
-    seq, at_ns, job, kind, body, prev_hash, link = row
-    if seq != expected_seq:
-        return f"record {expected_seq} is missing: the next one is {seq}"
-    if bytes(prev_hash) != previous:
-        return f"record {seq} does not follow record {seq - 1}: its previous hash differs"
-    body = body.encode() if isinstance(body, str) else bytes(body)
-    if chain(previous, body) != bytes(link):
-        return f"the body of record {seq} was changed: its hash differs"
-    try:
-        said = msgspec.json.decode(body)
-        repeated = (said["at_ns"], said["job"], said["type"])
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return f"record {seq} is no record"
-    if repeated != (at_ns, job, kind):
-        return f"the columns of record {seq} do not repeat its body"
-    return ""
+def _rows(db: sqlite3.Connection) -> Iterator[Row]:
+    cursor: Iterator[Any] = db.execute(f"SELECT {COLUMNS} FROM records ORDER BY seq")
+    return cursor
 
 
 def _decode_rows(
     db: sqlite3.Connection, path: Path, kinds: Collection[str] = ()
 ) -> Iterator[Record]:
-    decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
     where = f"WHERE kind IN ({','.join('?' * len(kinds))})" if kinds else ""
     with mapped_errors(path):
         query = f"SELECT seq, body FROM records {where} ORDER BY seq"
         for seq, body in db.execute(query, tuple(kinds)):
-            try:
-                yield decoder.decode(body)
-            except msgspec.DecodeError as error:
-                raise PermanentError(
-                    f"record {seq} of ledger {path} cannot be read: {error}",
-                    hint=f"check it with `keepstep ledger verify {path}`",
-                ) from error
+            yield decode(str(path), seq, body)
 
 
 def _connect_writer(path: Path) -> sqlite3.Connection:
@@ -211,15 +232,28 @@ def _connect_writer(path: Path) -> sqlite3.Connection:
     except OSError as error:
         raise _not_writable(path, error) from error
     with mapped_errors(path):
-        db = sqlite3.connect(path, isolation_level=None)
+        # `load` runs beside the event loop; the driver makes sure that nothing else does then.
+        db = sqlite3.connect(path, BUSY_S, isolation_level=None, check_same_thread=False)
         try:
+            _refuse_foreign(db, path)
             db.execute("PRAGMA journal_mode=WAL")
             db.execute("PRAGMA synchronous=FULL")
-            db.execute(SCHEMA)
+            db.executescript(SCHEMA)
         except BaseException:
             db.close()
             raise
     return db
+
+
+def _refuse_foreign(db: sqlite3.Connection, path: Path) -> None:
+    """A database of another program must not get our tables."""
+    tables = [row[0] for row in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    columns = ", ".join(row[1] for row in db.execute("PRAGMA table_info(records)"))
+    if tables and columns != COLUMNS:
+        raise PermanentError(
+            f"{path} is a database, but not a ledger: it has the tables {', '.join(tables)}",
+            hint="it was not touched; move it away, or use another --id",
+        )
 
 
 def _connect_reader(path: Path) -> sqlite3.Connection:
@@ -234,8 +268,19 @@ def _connect_reader(path: Path) -> sqlite3.Connection:
 def _lock(path: Path) -> int:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        name = path.with_name(path.name + LOCK_SUFFIX)
-        fd = os.open(name, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise _not_writable(path, error) from error
+    return lock_file(lock_path(path), f"ledger {path}")
+
+
+def lock_path(path: Path) -> Path:
+    return path.with_name(path.name + LOCK_SUFFIX)
+
+
+def lock_file(path: Path, what: str) -> int:
+    """An open file whose lock lasts as long as this process. UsageError: another has it."""
+    try:
+        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise _not_writable(path, error) from error
     try:
@@ -243,7 +288,7 @@ def _lock(path: Path) -> int:
     except OSError as error:
         os.close(fd)
         raise UsageError(
-            f"ledger {path} is in use by another orchestrator",
+            f"{what} is in use by another orchestrator",
             hint="choose another --id, or stop the one that runs under this id",
         ) from error
     return fd

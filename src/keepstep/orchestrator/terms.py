@@ -1,0 +1,203 @@
+"""Active, standby or suspended: the terms of office of an orchestrator.
+
+    standby -- the lease is free --> active -- it was taken --> standby
+                                      |  ^
+                store out of reach    v  |  it answers, and the lease is still ours
+                                   suspended
+
+Every term begins the same way as a restart: a fresh core replays the ledger, and the agents come
+and tell what happened since. So there is one way to recover, and it is also the one that settles
+whether a write whose answer was lost is there.
+
+The store fences writes, whatever we believe. What it can not fence is that agents listen to us. So
+when we could not renew for a lease's time, counted by our own steady clock from *before* the last
+renewal was asked for, we cut the agents off before anybody else can be active, and refuse them
+until we know more. An agent that hears no Alive for that time leaves by itself: this process may be
+stopped and unable to cut anything off.
+
+A store without a lease time (SQLite) is ours as long as we live; it can only be out of reach.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from keepstep.core.orchestrator import Core
+from keepstep.errors import KeepstepError, NotActive, StoreUnavailable, TransientError, UsageError
+from keepstep.orchestrator.server import AgentServer
+from keepstep.ports.ledger import LedgerStore, Member
+from keepstep.runtime.driver import Driver
+
+log = logging.getLogger("keepstep.terms")
+
+RETRY_S = 0.5
+RENEWALS = 4  # per lease
+LOOKS = 8  # of a standby, per lease
+TWIN_LEASES = 1.5  # a killed predecessor of our id is forgotten by then, a living twin is not
+
+Role = Literal["active", "standby", "suspended"]
+
+
+async def enroll(store: LedgerStore, me: Member) -> str:
+    """Join those who share the store; see Lease.enroll.
+
+    A predecessor under the same id that was killed looks alive for a while: it is waited for."""
+    lease_s = store.lease_s or 0.0
+    end = time.monotonic() + TWIN_LEASES * lease_s
+    while True:
+        try:
+            return await asyncio.to_thread(store.enroll, me)
+        except UsageError as error:
+            if time.monotonic() >= end:
+                raise
+            log.info("%s; waiting in case it was killed", error.message)
+        await asyncio.sleep(lease_s / LOOKS)
+
+
+class Terms:
+    def __init__(
+        self,
+        store: LedgerStore,
+        driver: Driver,
+        agents: AgentServer,
+        me: Member,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.members = [me]
+        self.active_url = ""
+        self._store = store
+        self._driver = driver
+        self._agents = agents
+        self._me = me
+        self._monotonic = monotonic
+        self._ours = False
+        self._until = 0.0
+        if store.lease_s is not None:
+            agents.silence_ns_max = int(store.lease_s * 1e9)
+
+    @property
+    def role(self) -> Role:
+        if not self._ours:
+            return "standby"
+        return "active" if self._driver.away is None else "suspended"
+
+    async def begin(self) -> None:
+        """The first try. Raises what makes the ledger unusable; it is not touched then."""
+        if await self._try_acquire():
+            await self._take_office()
+
+    async def run(self) -> None:
+        """For as long as the process lives, or until the ledger can not be trusted."""
+        while True:
+            try:
+                if self._ours:
+                    await self._hold_office()
+                else:
+                    await self._stand_by()
+            except KeepstepError as error:
+                self._driver.fail(error)
+                return
+
+    # ----------------------------------------------------------------------- standby
+
+    async def _stand_by(self) -> None:
+        assert self._store.lease_s is not None
+        await asyncio.sleep(self._store.lease_s / LOOKS)
+        try:
+            if await self._try_acquire():
+                await self._take_office()
+        except StoreUnavailable as error:
+            self._pause(error if self._ours else self._not_active(error.message))
+
+    async def _try_acquire(self) -> bool:
+        began = self._monotonic()
+        holder = await asyncio.to_thread(self._store.acquire)
+        self._ours = holder.instance == self._me.instance
+        self.active_url = holder.url
+        if self._ours:
+            self._until = began + (self._store.lease_s or 0.0)
+        else:
+            self._pause(self._not_active(f"orchestrator {holder.id} is active at {holder.url}"))
+        return self._ours
+
+    def _not_active(self, why: str) -> NotActive:
+        return NotActive(
+            f"orchestrator {self._me.id} is standby: {why}",
+            hint="ask the active one; this one takes over when that is gone",
+            active=self.active_url,
+        )
+
+    async def _take_office(self) -> None:
+        records = await asyncio.to_thread(self._store.load)
+        count = self._driver.resume(Core(), records)
+        log.info("orchestrator %s is active, %d records replayed", self._me.id, count)
+
+    # ----------------------------------------------------------------------- active
+
+    async def _hold_office(self) -> None:
+        """Until the lease is lost."""
+        while True:
+            await self._until_due()
+            try:
+                if isinstance(self._driver.away, NotActive):
+                    raise self._driver.away  # an append has noticed first
+                await self._renew()
+                if self._driver.away is not None:
+                    await self._take_office()
+            except NotActive as lost:
+                self._step_down(lost)
+                return
+            except StoreUnavailable as error:
+                if self._driver.away is not None or self._is_over():
+                    self._pause(error)
+
+    async def _until_due(self) -> None:
+        """Until the next renewal, or until something is to be put right."""
+        if self._driver.away is None:
+            lease_s = self._store.lease_s
+            limit_s = None if lease_s is None else lease_s / RENEWALS
+            if lease_s is not None and self._monotonic() > self._until - lease_s * 0.5:
+                limit_s = RETRY_S  # the last renewal did not work
+            try:
+                async with asyncio.timeout(limit_s):
+                    while self._driver.away is None:
+                        await self._driver.wait_any_change()
+            except TimeoutError:
+                return
+            self._agents.drop()  # an append failed just now
+        else:
+            await asyncio.sleep(RETRY_S)
+
+    async def _renew(self) -> None:
+        began = self._monotonic()
+        asking = asyncio.ensure_future(asyncio.to_thread(self._store.renew))
+        if self._store.lease_s is not None:
+            await asyncio.wait({asking}, timeout=max(0.0, self._until - began))
+            if not asking.done() and self._driver.away is None:
+                self._pause(StoreUnavailable(f"the store {self._store.name} does not answer"))
+        self.members = await asking
+        self._until = began + (self._store.lease_s or 0.0)
+        self._agents.beat()
+
+    def _is_over(self) -> bool:
+        return self._store.lease_s is not None and self._monotonic() >= self._until
+
+    # ----------------------------------------------------------------------- neither
+
+    def _pause(self, why: TransientError) -> None:
+        before = self._driver.away
+        if before is None or before.message != why.message:
+            log.warning("%s", why.message)
+        self._driver.pause(why)
+        self._agents.drop()
+
+    def _step_down(self, lost: NotActive) -> None:
+        self._ours = False
+        self.active_url = lost.active
+        self._pause(self._not_active(f"it lost its lease ({lost.message})"))
+        self._driver.core = Core()  # what it knew grows old from now on
