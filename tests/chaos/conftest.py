@@ -21,11 +21,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import Job, differences, run_plain
+from harness import Job, Verdict, report, run_plain
 
 SAMPLE_COST_S = 260  # of cells, by their own estimates on two cores
-
-_report: list[dict[str, Any]] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -111,44 +109,6 @@ def start() -> Iterator[Callable[..., Job]]:
         job.kill()
 
 
-class Verdict:
-    """Holds a finished job against the reference and writes the report."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def identical(
-        self, job: Job, expected: list[dict[str, Any]], *, faults: int, incidents: int | None = None
-    ) -> list[dict[str, Any]]:
-        """All resolved, nothing lost, every injected fault fired, every bit equal."""
-        seen = job.incidents()
-        entry = {
-            "cell": self.name,
-            "faults": faults,
-            "incidents": [
-                {
-                    k: i[k]
-                    for k in ("trigger", "cause", "victims", "decision", "outcome", "attempts")
-                }
-                | {"pause_ms": round(i["pause_ms"], 1), "lost": i["steps_lost"]}
-                for i in seen
-            ],
-            "different": differences(job.results(), expected),
-        }
-        _report.append(entry)
-        assert entry["different"] == [], entry
-        assert all(i["outcome"] in ("RESOLVED", "ABORTED") for i in seen), seen
-        assert sum(i["steps_lost"] for i in seen) == 0
-        if incidents is not None:
-            assert len(seen) == incidents, [(i["cause"], i["victims"], i["reason"]) for i in seen]
-        verified = job.cli("ledger", "verify")
-        assert verified.returncode == 0, verified.stderr
-        return seen
-
-    def note(self, faults: int, what: str) -> None:
-        _report.append({"cell": self.name, "faults": faults, "result": what, "different": []})
-
-
 @pytest.fixture
 def verdict(request: pytest.FixtureRequest) -> Verdict:
     return Verdict(request.node.name)
@@ -156,7 +116,7 @@ def verdict(request: pytest.FixtureRequest) -> Verdict:
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     path = session.config.getoption("--chaos-report")
-    if not path or not _report:
+    if not path or not report:
         return
     import torch
 
@@ -166,11 +126,11 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         "machine": f"{platform.machine()}, {platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "cells": len(_report),
-        "faults": sum(e["faults"] for e in _report),
-        "bit_identical": sum(1 for e in _report if not e["different"]),
+        "cells": len(report),
+        "faults": sum(e["faults"] for e in report),
+        "bit_identical": sum(1 for e in report if not e["different"]),
         "exit_status": int(exitstatus),
-        "report": _report,
+        "report": report,
     }
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(summary, indent=1) + "\n")

@@ -244,3 +244,44 @@ def differences(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> list[str]:
             parts = [k for k in x["state"] if x["state"][k] != y["state"][k]]
             found.append(f"rank {rank}: {', '.join(parts)}")
     return found
+
+
+report: list[dict[str, Any]] = []  # written by conftest.py at the end
+
+
+class Verdict:
+    """Holds a finished job against the reference and writes the report."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def identical(
+        self, job: Job, expected: list[dict[str, Any]], *, faults: int, incidents: int | None = None
+    ) -> list[dict[str, Any]]:
+        """All resolved, nothing lost, every injected fault fired, every bit equal."""
+        seen = job.incidents()
+        entry = {
+            "cell": self.name,
+            "faults": faults,
+            "incidents": [
+                {
+                    k: i[k]
+                    for k in ("trigger", "cause", "victims", "decision", "outcome", "attempts")
+                }
+                | {"pause_ms": round(i["pause_ms"], 1), "lost": i["steps_lost"]}
+                for i in seen
+            ],
+            "different": differences(job.results(), expected),
+        }
+        report.append(entry)
+        assert entry["different"] == [], entry
+        assert all(i["outcome"] in ("RESOLVED", "ABORTED") for i in seen), seen
+        assert sum(i["steps_lost"] for i in seen) == 0
+        if incidents is not None:
+            assert len(seen) == incidents, [(i["cause"], i["victims"], i["reason"]) for i in seen]
+        verified = job.cli("ledger", "verify")
+        assert verified.returncode == 0, verified.stderr
+        return seen
+
+    def note(self, faults: int, what: str) -> None:
+        report.append({"cell": self.name, "faults": faults, "result": what, "different": []})

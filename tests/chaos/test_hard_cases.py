@@ -12,8 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import Verdict
-from harness import Job, wait_for
+from harness import Job, Verdict, wait_for
 from test_kills import fired, inject
 
 Start = Callable[..., Job]

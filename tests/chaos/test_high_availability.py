@@ -12,9 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
-from harness import Job, environment, wait_for
+from harness import Job, Verdict, environment, wait_for
 
-from conftest import Verdict
 from keepstep.orchestrator import registry
 
 Start = Callable[..., Job]

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import Verdict
-from harness import Job
+from harness import Job, Verdict
 
 Start = Callable[..., Job]
 Reference = Callable[..., list[dict[str, Any]]]

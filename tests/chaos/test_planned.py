@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import Verdict
-from harness import Job, wait_for
+from harness import Job, Verdict, wait_for
 
 Start = Callable[..., Job]
 Reference = Callable[..., list[dict[str, Any]]]

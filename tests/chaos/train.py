@@ -118,7 +118,9 @@ ddp = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.01, broadcast_buf
 adam = torch.optim.AdamW(net.body.parameters(), lr=3e-3, weight_decay=0.01)
 sgd = torch.optim.SGD(net.head.parameters(), lr=1e-2, momentum=0.9)
 schedulers = [
-    torch.optim.lr_scheduler.OneCycleLR(adam, 3e-3, total_steps=400),
+    torch.optim.lr_scheduler.OneCycleLR(
+        adam, 3e-3, total_steps=max(400, args.epochs * args.steps_per_epoch)
+    ),
     torch.optim.lr_scheduler.LambdaLR(sgd, lambda s: 1 / (1 + 0.01 * s)),
 ]
 scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=5)
@@ -209,6 +211,9 @@ for epoch in ks.epochs(args.epochs):
         if args.slow and Path(args.slow).exists():
             time.sleep(0.2)
         train_step(*batch)
+        if args.slow:  # for whoever watches without an orchestrator
+            with (Path(args.out) / f"rank-{rank}.steps").open("a") as steps:
+                steps.write(".")
         if ks.committed_step % args.evaluate_every == 0:
             evaluations.append(evaluate())
     last = evaluate()
