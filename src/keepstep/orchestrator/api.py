@@ -22,7 +22,9 @@ from starlette.exceptions import HTTPException
 
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.model import job as inputs
+from keepstep.model.records import IncidentOpened
 from keepstep.model.views import IncidentView, JobView
+from keepstep.model.wire import MALFORMED
 from keepstep.orchestrator import registry
 from keepstep.orchestrator import requests as bodies
 from keepstep.runtime.driver import Driver
@@ -47,6 +49,7 @@ STRUCTS = (
     bodies.CancelRequest,
     bodies.SignalRequest,
     bodies.Ok,
+    bodies.Asked,
     bodies.SignalTaken,
     bodies.Watch,
     bodies.SpareLine,
@@ -140,17 +143,18 @@ def _add_operating(add: Routes, driver: Driver) -> None:
         driver.submit(inputs.Submit(spec=spec))
         return encoded(find(driver, spec.job), status=201)
 
-    @add("POST", "/v1/jobs/{job}/migrate", body=bodies.MigrateRequest, answer=bodies.Ok)
+    @add("POST", "/v1/jobs/{job}/migrate", body=bodies.MigrateRequest, answer=bodies.Asked)
     async def migrate(request: Request, job: str) -> Response:
         find(driver, job)
         asked = await read(request, bodies.MigrateRequest)
-        return done(driver, inputs.Migrate(job=job, ranks=asked.ranks, reason=asked.reason))
+        given = inputs.Migrate(job=job, ranks=asked.ranks, reason=asked.reason)
+        return opened(driver, given)
 
-    @add("POST", "/v1/jobs/{job}/drain", body=bodies.DrainRequest, answer=bodies.Ok)
+    @add("POST", "/v1/jobs/{job}/drain", body=bodies.DrainRequest, answer=bodies.Asked)
     async def drain(request: Request, job: str) -> Response:
         find(driver, job)
         asked = await read(request, bodies.DrainRequest)
-        return done(driver, inputs.Drain(job=job, node=asked.node, reason=asked.reason))
+        return opened(driver, inputs.Drain(job=job, node=asked.node, reason=asked.reason))
 
     @add("POST", "/v1/jobs/{job}/taint", body=bodies.TaintRequest, answer=bodies.Ok)
     async def taint(request: Request, job: str) -> Response:
@@ -294,7 +298,7 @@ async def read(request: Request, kind: type[T]) -> T:
             raise TooLarge(f"the request is over {BODY_BYTES_MAX} bytes")
     try:
         return msgspec.json.decode(data, type=kind)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise UsageError(f"bad request: {error}", hint="see /v1/openapi.json") from error
 
 
@@ -310,6 +314,13 @@ def find(driver: Driver, job: str) -> JobView:
 def done(driver: Driver, given: inputs.CoreInput) -> Response:
     driver.submit(given)
     return encoded(bodies.Ok())
+
+
+def opened(driver: Driver, given: inputs.Migrate | inputs.Drain) -> Response:
+    """The first incident opened is the one asked for; others may follow from it."""
+    records = driver.submit(given).records
+    incident = next(one.incident for one in records if isinstance(one, IncidentOpened))
+    return encoded(bodies.Asked(incident=incident))
 
 
 def encoded(value: Any, status: int = 200) -> Response:

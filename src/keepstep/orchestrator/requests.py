@@ -57,6 +57,13 @@ class Ok(msgspec.Struct, frozen=True, kw_only=True):
     ok: bool = True
 
 
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """A move was asked for; `incident` tells how it goes, and its outcome."""
+
+    ok: bool = True
+    incident: str
+
+
 class SignalTaken(msgspec.Struct, frozen=True, kw_only=True):
     action: Literal["noted", "tainted"]
     target: str
