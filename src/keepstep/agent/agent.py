@@ -50,6 +50,7 @@ from keepstep.model.messages import (
     Stop,
     StopDone,
     Tell,
+    TlsFiles,
     WorkerExited,
     WorkerMessage,
     WorkerSaid,
@@ -71,13 +72,15 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class AgentConfig:
     orchestrator: Address
-    token: str
+    token: str  # for the orchestrator
+    job_token: str  # for blobs and state
     job: str
     node: str
     slots: int
     directory: Path
     stall_timeout_ns: int
     bind: str = "127.0.0.1"
+    tls: TlsFiles | None = None  # None: everything is on loopback
     worker_command: Sequence[str] = (sys.executable, "-m", "keepstep.worker")
     store_command: Callable[[], Sequence[str]] = native_store_command
 
@@ -88,7 +91,7 @@ class Agent:
         self._loop = asyncio.get_running_loop()
         self._done: asyncio.Future[int] = self._loop.create_future()
         self._stopping: asyncio.Task[None] | None = None
-        self._blobs = BlobServer(config.token, self._pages)
+        self._blobs = BlobServer(config.job_token, self._pages, config.tls)
         self._blobs_address = Address(config.bind, 0)
         self._workers: Workers
         self._detector = StallDetector(config.stall_timeout_ns)
@@ -99,6 +102,7 @@ class Agent:
             hello=self._hello,
             on_connected=self._connected,
             on_command=self._command,
+            tls=config.tls,
         )
         self._stores = Stores(
             config.bind,
@@ -114,7 +118,8 @@ class Agent:
         setting = Setting(
             job=config.job,
             node=config.node,
-            token=config.token,
+            token=config.job_token,
+            tls=config.tls,
             bind=config.bind,
             blobs=self._blobs_address,
             stall_timeout_ns=config.stall_timeout_ns,

@@ -19,6 +19,7 @@ from collections.abc import Callable
 import msgspec
 
 from keepstep.adapters.transport.stream import Stream, StreamClosed, connect
+from keepstep.adapters.transport.tls import ORCHESTRATOR_NAME, client_context
 from keepstep.errors import ProtocolError, RemoteProtocolError
 from keepstep.model.messages import (
     Accepted,
@@ -27,6 +28,7 @@ from keepstep.model.messages import (
     AgentMessage,
     Hello,
     Refused,
+    TlsFiles,
 )
 
 QUEUED_MAX = 10_000
@@ -45,8 +47,10 @@ class Link:
         hello: Callable[[], Hello],
         on_connected: Callable[[], None],
         on_command: Callable[[AgentCommand], None],
+        tls: TlsFiles | None = None,
     ) -> None:
         self._address = address
+        self._tls = (client_context(tls), ORCHESTRATOR_NAME) if tls is not None else None
         self._hello = hello
         self._on_connected = on_connected
         self._on_command = on_command
@@ -86,7 +90,7 @@ class Link:
         backoff_s = BACKOFF_S_MIN
         while True:
             try:
-                stream = await connect(self._address, self._decoder)
+                stream = await connect(self._address, self._decoder, tls=self._tls)
                 try:
                     refused = await self._introduce(stream)
                     if refused is not None:

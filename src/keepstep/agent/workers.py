@@ -35,6 +35,7 @@ from keepstep.model.messages import (
     Assign,
     Buddy,
     StartWorker,
+    TlsFiles,
     Welcome,
     WorkerCommand,
     WorkerExited,
@@ -58,6 +59,7 @@ class Setting:
     job: str
     node: str
     token: str
+    tls: TlsFiles | None
     bind: str
     blobs: Address
     stall_timeout_ns: int
@@ -231,6 +233,7 @@ class Workers:
             blobs=setting.blobs,
             stall_timeout_ns=setting.stall_timeout_ns,
             interface=setting.bind,
+            tls=setting.tls,
         )
         self.tell(worker, welcome)
         if start.rank >= 0:

@@ -22,6 +22,8 @@ from typing import Any
 import msgspec
 
 from keepstep.cli.client import AsyncClient
+from keepstep.cli.find import Reached
+from keepstep.cli.join import LOOPBACK, Membership, by_certificate
 from keepstep.cli.output import (
     LogTail,
     Output,
@@ -40,7 +42,6 @@ from keepstep.cli.processes import (
 )
 from keepstep.errors import KeepstepError, TransientError, UsageError
 from keepstep.model.job import JobSpec
-from keepstep.model.messages import Address
 from keepstep.model.views import IncidentView, JobView
 from keepstep.orchestrator.main import ENDED, Orchestrator
 from keepstep.orchestrator.requests import CancelRequest, Ok, Watch
@@ -70,15 +71,18 @@ class Launcher:
         spec: JobSpec,
         *,
         client: AsyncClient,
-        stream: Address,
-        token: str,
+        there: Reached,
+        home: Path,
         output: Output,
         embedded: Orchestrator | None,
+        agents: bool = True,
     ) -> None:
+        """`agents`: the nodes are ours to start; else each is another machine's."""
         self._spec = spec
         self._client = client
-        self._stream = stream
-        self._token = token
+        self._there = there
+        self._home = home
+        self._starts_agents = agents
         self._output = output
         self._embedded = embedded
         self._directory = Path(spec.directory)
@@ -103,7 +107,10 @@ class Launcher:
             self._prepare_directory()
             await self._client.post("/v1/jobs", self._spec, JobView)
             self._output.words(f"job {self._spec.job}, logs in {self._directory / 'logs'}")
-            self._start_agents()
+            if self._starts_agents:
+                await self._start_agents()
+            else:
+                self._say_how_to_join()
             self._spawn(self._watch())
             self._spawn(self._follow_logs())
             if self._output.live:
@@ -140,14 +147,35 @@ class Launcher:
                 hint="choose another one with --log-dir",
             ) from error
 
-    def _start_agents(self) -> None:
+    def _say_how_to_join(self) -> None:
+        self._output.words(
+            f"waiting for {len(self._spec.nodes)} nodes; on each machine: keepstep agent "
+            f"--orchestrator {self._there.url} --token-file FILE --job {self._spec.job}",
+            always=True,
+        )
+
+    async def _start_agents(self) -> None:
         loop = asyncio.get_running_loop()
-        for node in self._spec.nodes:
+        there, spec = self._there, self._spec
+        for node in spec.nodes:
             if self._signal is not None:
                 return
+            member: Membership | None = None
+            if there.ca:
+                member = await asyncio.to_thread(
+                    by_certificate,
+                    self._home,
+                    url=there.url,
+                    ca=there.ca,
+                    operator=there.token,
+                    job=spec.job,
+                    node=node.name,
+                )
             agent = start_agent(
-                stream=self._stream,
-                token=self._token,
+                stream=there.stream,
+                token=there.token,
+                bind=member.bind if member is not None else LOOPBACK,
+                identity=member.identity if member is not None else None,
                 job=self._spec.job,
                 node=node.name,
                 slots=node.slots,
@@ -232,7 +260,7 @@ class Launcher:
                 if not silent and not self._is_over():
                     self._output.words(f"{error.message}; training goes on, trying again")
                 silent = True
-                if len(self._ended) == len(self._agents):
+                if self._starts_agents and len(self._ended) == len(self._agents):
                     self._output.words("no agent is left and no orchestrator answers", always=True)
                     self._over.set()
                     return

@@ -78,6 +78,7 @@ def job_view(job: Job, state: JobState | None = None, exit_code: int | None = No
         injects_fired=list(job.fired),
         traceback=job.traceback,
         checkpoint=job.checkpoint,
+        stall_timeout_ns=job.stall_ns,
     )
 
 

@@ -91,3 +91,4 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     injects_fired: list[str]
     traceback: str = ""
     checkpoint: str = ""  # just-in-time checkpoint, when held
+    stall_timeout_ns: int = 0
