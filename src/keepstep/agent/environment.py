@@ -20,8 +20,6 @@ def worker_environment(
     start: StartWorker,
     *,
     job: str,
-    control_fd: int,
-    page_fd: int,
     bind: str,
 ) -> dict[str, str]:
     """What the job asks for beats what is inherited; what the protocol needs beats both."""
@@ -37,8 +35,6 @@ def worker_environment(
     elif is_loopback(start.master.host):
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     env |= {
-        "KEEPSTEP_CONTROL_FD": str(control_fd),
-        "KEEPSTEP_PAGE_FD": str(page_fd),
         "KEEPSTEP_GENERATION": str(start.generation),
         "WORLD_SIZE": str(start.world),
         "LOCAL_RANK": str(start.slot),

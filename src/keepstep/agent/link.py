@@ -47,6 +47,7 @@ class Link:
         hello: Callable[[], Hello],
         on_connected: Callable[[], None],
         on_command: Callable[[AgentCommand], None],
+        on_away: Callable[[], None] = lambda: None,
         tls: TlsFiles | None = None,
     ) -> None:
         self._address = address
@@ -54,6 +55,7 @@ class Link:
         self._hello = hello
         self._on_connected = on_connected
         self._on_command = on_command
+        self._on_away = on_away
         self._decoder: msgspec.msgpack.Decoder[AgentCommand] = msgspec.msgpack.Decoder(AgentCommand)
         self._stream: Stream[AgentCommand] | None = None
         self._queued: deque[AgentMessage] = deque()
@@ -101,6 +103,7 @@ class Link:
                     if self._stream is not None:
                         self._stream = None
                         self._away_since_ns = time.monotonic_ns()
+                        self._on_away()
                     stream.close()
             except (TimeoutError, StreamClosed, ProtocolError) as error:
                 self._note_absence(str(error) or "it did not answer Hello")

@@ -44,7 +44,12 @@ def main(
 
 
 async def _run(config: AgentConfig) -> int:
-    code = await Agent(config).run()
+    try:
+        code = await Agent(config).run()
+    except KeepstepError as error:
+        logging.getLogger(__name__).error("%s", error)
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     logging.getLogger(__name__).info("ends with %d", code)
     return code
 
@@ -64,6 +69,7 @@ def _configure(
     parser.add_argument("--stall-timeout-ns", required=True, type=int)
     parser.add_argument("--bind", default="127.0.0.1", help="address of this node for its peers")
     parser.add_argument("--identity", type=Path, help="folder with the node's certificate")
+    parser.add_argument("--keeper", type=Path, help="folder of the keeper of this node's workers")
     given = parser.parse_args(arguments)
     # Taken out, so that no worker (and no script of a user) inherits it.
     token = environment.pop(TOKEN, "")
@@ -90,6 +96,7 @@ def _configure(
         directory=given.directory,
         stall_timeout_ns=given.stall_timeout_ns,
         bind=bind,
+        keeper=given.keeper,
         worker_command=worker_command,
         store_command=store_command,
     )

@@ -74,6 +74,7 @@ def start_agent(
     environ: Mapping[str, str],
     bind: str = "127.0.0.1",
     identity: Path | None = None,
+    keeper: Path | None = None,
 ) -> AgentProcess:
     # -P: a module of the user's directory named like one of the standard library must not
     # replace it in the agent. (Workers import from the script's directory, as always.)
@@ -83,6 +84,8 @@ def start_agent(
     command += ["--stall-timeout-ns", str(stall_timeout_ns), "--bind", bind]
     if identity is not None:
         command += ["--identity", str(identity)]
+    if keeper is not None:
+        command += ["--keeper", str(keeper)]
     log = directory / "logs" / f"agent-{node}.log"
     try:
         log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

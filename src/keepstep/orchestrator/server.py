@@ -154,7 +154,9 @@ class AgentServer:
         if all(view.job != hello.job for view in self._driver.core.jobs()):
             return Refused(error=f"no such job: {hello.job}", hint="submit the job first")
         connected = self._peers.get((hello.job, hello.node))
-        if connected is not None and connected[0].pid != hello.pid:
+        # Another agent, but of the same workers: the first one is gone, we have not noticed yet.
+        same = connected is not None and connected[0].session == hello.session
+        if connected is not None and connected[0].pid != hello.pid and not same:
             return Refused(
                 error=f"node {hello.node} is connected already (agent pid {connected[0].pid})",
                 hint="give the new node another name",

@@ -51,8 +51,10 @@ class BuddyLine:
         tick: int,
         data: bytes,
         interrupted: Callable[[], bool],
+        init: bytes | None = None,
     ) -> None:
-        """Returns when the buddy has it; raises OSError when it cannot be had."""
+        """Returns when the buddy has it; raises OSError when it cannot be had. `init` is the
+        rank's init record: a buddy that is new, or was started anew, gets it first."""
         if address != self._address:
             self.close()
         if self._connection is None:
@@ -63,6 +65,8 @@ class BuddyLine:
                 self._connection, self._address = connection, address
             if interrupted():  # it may have come before there was anything to interrupt
                 raise ConnectionAbortedError("publishing was aborted")
+            if init is not None and tick >= 0:
+                self.put(address, rank, -1, init, interrupted)
         try:
             request = m.BlobPut(token=self._token, rank=rank, tick=tick, data=data)
             reply = _ask(self._connection, request)
