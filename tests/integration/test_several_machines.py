@@ -109,26 +109,27 @@ def test_a_job_on_two_machines_outlives_a_rank_and_shows_nothing(lab: Lab, tmp_p
     lab.until(lambda: any(i["outcome"] == "RESOLVED" for i in cluster.incidents()), "recovery")
     moved = cluster.head.run("migrate", "--rank", "2", "--json", "--job", "job")
     assert moved.returncode == 0, moved.stderr + lab.logs()
+    notes = [note for m in cluster.others for note in m.home.glob("nodes/*/node.json")]
+    known = [json.loads(note.read_text()) for note in notes]
+    assert {note.stat().st_mode & 0o777 for n in notes for note in n.parent.iterdir()} == {0o600}
     slow.unlink()
     cluster.end(run)
     lab.until(lambda: not any(m.pids() for m in cluster.others), "the agents to end", 20)
+    assert not any(note.exists() for note in notes)  # keys of what is no more
     seen = cluster.incidents()
     assert [i["outcome"] for i in seen] == ["RESOLVED", "RESOLVED"]
     assert sum(i["steps_lost"] for i in seen) == 0
     identical(cluster.out, 4, tmp_path, STEPS)
-    nothing_in_the_clear(cluster)
+    nothing_in_the_clear(cluster, [one[name] for one in known for name in ("token", "job_token")])
 
 
-def nothing_in_the_clear(cluster: Cluster) -> None:
+def nothing_in_the_clear(cluster: Cluster, node_secrets: list[str]) -> None:
     sniffed = cluster.lab.sniffer.seen()
     # The sniffer works: gloo's rendezvous is torch's own and plain.
     assert b"keepstep/listen" in sniffed
     secrets = [cluster.entry["token"], cluster.operator, cluster.join.read_text()]
     secrets += [secret.rpartition(".")[2] for secret in secrets]
-    for machine in cluster.others:
-        for note in machine.home.glob("nodes/*/node.json"):
-            known = json.loads(note.read_text())
-            secrets += [known["token"], known["job_token"]]
+    secrets += node_secrets
     assert len(secrets) == 10
     words = ["StartWorker", "WorkerSaid", "Progress", "BlobPut", "BlobGet", "Opened", "Fetched"]
     words += ["authorization", "GET /v1", "POST /v1", "committed_step", str(SCRIPT)]
@@ -172,3 +173,18 @@ def test_what_is_not_allowed_is_refused(lab: Lab, tmp_path: Path) -> None:
     ports = [str(port), str(cluster.entry["stream"]["port"])]
     words = outside.command("-c", probe, cluster.head.address, *ports)
     subprocess.run(words, check=True, timeout=30)
+
+
+@pytest.mark.timeout(150)
+def test_a_launcher_joins_its_own_nodes(lab: Lab, tmp_path: Path) -> None:
+    """`keepstep run` without --nnodes under an orchestrator of another machine."""
+    cluster = Cluster(lab, jobs_at=tmp_path / "out")
+    script = tmp_path / "script.py"
+    script.write_text("import os\nprint('here is rank', os.environ['RANK'])\n")
+    machine = cluster.others[0]
+    words = ("run", "--orchestrator", cluster.url, "--local-nodes", "2", str(script))
+    done = machine.run(*words, KEEPSTEP_TOKEN=cluster.operator)
+    assert done.returncode == 0, done.stderr + lab.logs()
+    assert sorted(line[-6:] for line in done.stdout.splitlines()) == ["rank 0", "rank 1"]
+    assert machine.pids() == [] and list(machine.home.glob("nodes/*")) == []
+    assert b"here is rank" not in lab.sniffer.seen()

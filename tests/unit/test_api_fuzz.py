@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 from test_core_support import World, job_spec
 from test_stream_fuzz import of, texts
 
+from keepstep.adapters.identity.authority import Authority
 from keepstep.adapters.store.sqlite import SqliteLedger
 from keepstep.model.job import InjectSpec, JobSpec
 from keepstep.model.messages import PROTOCOL, Address
 from keepstep.orchestrator import api
 from keepstep.orchestrator import requests as bodies
+from keepstep.orchestrator.join import Desk
 from keepstep.runtime.driver import Driver
 
 fuzz = settings(
@@ -41,6 +43,7 @@ ROUTES: dict[str, Any] = {
     f"/v1/jobs/{JOB}/inject": InjectSpec,
     f"/v1/jobs/{JOB}/nodes/n1/dead": bodies.Ok,
     "/v1/signals": bodies.SignalRequest,
+    "/v1/join": bodies.JoinRequest,
 }
 numbers = st.integers(-3, 9) | st.integers() | st.floats()
 documents = st.recursive(
@@ -61,14 +64,20 @@ class Api:
     def __init__(self, directory: Path) -> None:
         self.loop = asyncio.new_event_loop()
         self._ledger = SqliteLedger(directory / "ledger.db")
-        self.loop.run_until_complete(self._open())
+        self.loop.run_until_complete(self._open(directory))
 
-    async def _open(self) -> None:
+    async def _open(self, directory: Path) -> None:
         world = World(SPEC)  # its ranks train, so that requests have something to act on
         world.start()
         self.driver = Driver(world.core, self._ledger, Nobody())
         info = bodies.Info(id="x", pid=1, stream=Address("127.0.0.1", 1), protocol=PROTOCOL)
-        app = api.build(self.driver, "t", lambda: info)
+        desk = Desk(
+            Authority.open(directory / "authority"),
+            own_token="t",
+            stream=Address("", 1),
+            jobs=lambda: list(world.core.jobs()),
+        )
+        app = api.build(self.driver, "t", lambda: info, desk)
         self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(app=app, raise_app_exceptions=True),
             base_url="http://test",

@@ -6,6 +6,7 @@ node of the same job.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -52,6 +53,10 @@ def load(path: Path) -> Identity | None:
         raise UsageError(
             f"{path / NOTE} is damaged: {error}", hint=f"remove {path} and join again"
         ) from error
+
+
+def remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def ca_of(path: Path) -> str:

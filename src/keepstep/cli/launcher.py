@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from keepstep.agent import identity
 from keepstep.cli.client import AsyncClient
 from keepstep.cli.find import Reached
 from keepstep.cli.join import LOOPBACK, Membership, by_certificate
@@ -87,6 +88,7 @@ class Launcher:
         self._embedded = embedded
         self._directory = Path(spec.directory)
         self._agents: list[AgentProcess] = []
+        self._identities: list[Path] = []
         self._ended: set[str] = set()  # nodes whose agent was reaped and swept
         self._view: JobView | None = None
         self._incidents: dict[str, IncidentView] = {}
@@ -184,6 +186,8 @@ class Launcher:
                 environ=os.environ,
             )
             self._agents.append(agent)
+            if member is not None and member.identity is not None:
+                self._identities.append(member.identity)
             agent.watch(loop, lambda ended: self._spawn(self._agent_ended(ended)))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -247,6 +251,8 @@ class Launcher:
             if agent.process.stdin is not None:
                 agent.process.stdin.close()
         reap_orphans(())
+        for folder in self._identities:
+            identity.remove(folder)
 
     # ----------------------------------------------------------------------- watching
 

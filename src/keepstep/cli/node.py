@@ -200,6 +200,8 @@ class Node:
         sweep(self._sessions)
         reap_orphans(())
         await _report_dead(member)
+        if (folder := member.identity or self._keeper) is not None:
+            identity.remove(folder)  # good for this node of this job, which is no more
         return self._last_words(code)
 
     async def _one_agent(self) -> int:
