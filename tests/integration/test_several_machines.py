@@ -98,13 +98,15 @@ def identical(out: Path, world: int, tmp_path: Path, steps: list[str]) -> None:
 def test_a_job_on_two_machines_outlives_a_rank_and_shows_nothing(lab: Lab, tmp_path: Path) -> None:
     cluster = Cluster(lab, jobs_at=tmp_path / "out")
     slow = tmp_path / "slow"
-    for machine, node in zip(cluster.others, ("n0", "n1"), strict=True):
-        cluster.agent(machine, node)  # before there is a job: they wait
+    first, second = cluster.others
+    cluster.agent(first, "n0")  # before there is a job: they wait
+    agent = cluster.agent(second, "n1", "--adopt")
     run = cluster.job("--nnodes", "2", "--nproc-per-node", "2", "--spares", "1", slow=slow)
     view = cluster.until_step(3)
     lab.until(lambda: [s for s in cluster.status()["spares"] if s["state"] == "parked"], "a spare")
     homes = {seat["rank"]: seat["node"] for seat in view["ranks"]}
     assert homes == {0: "n0", 1: "n0", 2: "n1", 3: "n1"}
+    restart_agent(cluster, agent, "n1")
     os.kill(view["ranks"][1]["pid"], signal.SIGKILL)
     lab.until(lambda: any(i["outcome"] == "RESOLVED" for i in cluster.incidents()), "recovery")
     moved = cluster.head.run("migrate", "--rank", "2", "--json", "--job", "job")
@@ -121,6 +123,20 @@ def test_a_job_on_two_machines_outlives_a_rank_and_shows_nothing(lab: Lab, tmp_p
     assert sum(i["steps_lost"] for i in seen) == 0
     identical(cluster.out, 4, tmp_path, STEPS)
     nothing_in_the_clear(cluster, [one[name] for one in known for name in ("token", "job_token")])
+
+
+def restart_agent(cluster: Cluster, agent: subprocess.Popen[str], node: str) -> None:
+    """Killed, and started again without a token: its ranks live, and it has its certificate."""
+
+    def pids() -> dict[str, int]:
+        return {n["node"]: n["pid"] for n in cluster.status()["nodes"] if n["state"] == "connected"}
+
+    before = pids()
+    agent.kill()
+    agent.wait()
+    words = ("agent", "--orchestrator", cluster.url, "--node", node, "--adopt")
+    cluster.others[1].start("agent-again", *words)
+    cluster.lab.until(lambda: pids().get(node, before[node]) != before[node], "the new agent")
 
 
 def nothing_in_the_clear(cluster: Cluster, node_secrets: list[str]) -> None:

@@ -85,6 +85,8 @@ def test_a_node_reaches_the_orchestrator_and_is_known_by_its_certificate(
     files = node(authority, tmp_path / "n", "job/..%", "n1")
     seen = meet(server, tls.client_context(files), tls.ORCHESTRATOR_NAME)
     assert tls.node_of(seen) == ("job/..%", "n1")
+    # Other clients than ours know it by its address.
+    assert meet(server, tls.client_context(files), "127.0.0.1")
 
 
 def test_nobody_else_gets_through(authority: Authority, tmp_path: Path) -> None:
