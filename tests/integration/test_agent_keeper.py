@@ -216,6 +216,19 @@ def test_workers_die_with_their_keeper_and_the_agent_ends(tmp_path: Path) -> Non
     run(scenario)
 
 
+def test_a_keeper_started_by_hand_ends_nobody_else(tmp_path: Path) -> None:
+    """It kills its whole session, so it must have one of its own."""
+    command = f"sleep 60 & {sys.executable} -m keepstep.agent.keeper {tmp_path} 300000000; echo $?"
+    shell = subprocess.Popen(
+        ["sh", "-c", command], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert shell.stdout is not None
+    assert shell.stdout.readline().strip() == str(keeper.EXIT_LEASE)
+    assert [pid for pid in session_of(shell.pid) if pid != shell.pid]  # the bystander
+    os.killpg(shell.pid, signal.SIGKILL)
+    shell.communicate()
+
+
 def test_a_second_agent_is_turned_away(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with kept(tmp_path) as n:

@@ -41,7 +41,7 @@ import msgspec
 
 from keepstep.adapters.identity.files import write_private
 from keepstep.agent.processes import Order, spawn
-from keepstep.agent.session import kill_group, process_started, sweep_session
+from keepstep.agent.session import kill_group, leads_session, process_started, sweep_session
 from keepstep.errors import KeepstepError
 from keepstep.model.messages import Message
 
@@ -345,6 +345,8 @@ def _say(text: str) -> None:
 
 
 def main() -> int:
+    if not leads_session():
+        os.setsid()  # what it ends is its session: never that of whoever started it by hand
     # Orphans of killed ranks (loader workers) are ours to reap, not of whoever started us.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
