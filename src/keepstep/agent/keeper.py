@@ -157,8 +157,12 @@ class Keeper:
         self._listener.setblocking(False)
         path = folder / SOCKET
         path.unlink(missing_ok=True)
+        usual = os.umask(
+            0o177
+        )  # the socket is as private as the folder; workers keep the usual one
         with _short(path) as name:
             self._listener.bind(name)
+        os.umask(usual)
         self._listener.listen(4)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         woken, wake = socket.socketpair()
