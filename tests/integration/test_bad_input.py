@@ -289,7 +289,7 @@ def wrong_commands(
     with monkeypatch.context() as elsewhere:
         elsewhere.setenv("KEEPSTEP_HOME", str(tmp_path / "elsewhere"))
         elsewhere.setenv("KEEPSTEP_TOKEN", "wrong")
-        for words in (f"run --orchestrator {url} {SCRIPT} all", f"agent --url {url}"):
+        for words in (f"run --orchestrator {url} {SCRIPT} all", f"agent --orchestrator {url}"):
             assert invoke(words.split()) == 2, words
             check_words(capsys.readouterr().err, "token")
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from keepstep.agent.environment import is_loopback
+from keepstep.adapters.transport.tls import is_loopback
 from keepstep.agent.page import Sample
 from keepstep.agent.progress import Rate
 from keepstep.agent.workers import TAIL_BYTES, check_name, log_tail

@@ -153,7 +153,7 @@ def test_state_directory_follows_the_environment() -> None:
         ("run no-such-script.py", "does not exist"),
         ("run .", "is a directory"),
         ("run -m no_such_module_anywhere", "no module"),
-        ("run --nnodes 2 SCRIPT", "one machine"),
+        ("run --nnodes 2 SCRIPT", "other machines"),
         ("run --nproc-per-node 0 SCRIPT", "--nproc-per-node is 0"),
         ("run --nproc_per_node x SCRIPT", "not a valid integer"),
         ("run --spares -1 SCRIPT", "--spares is -1"),

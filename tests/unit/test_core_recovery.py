@@ -740,3 +740,24 @@ def test_old_and_foreign_messages_change_nothing() -> None:
         outcome = world.handle(AgentSaid(job="j", node=node, message=message))
         assert not outcome.records and not outcome.sends, message
     assert (world.view, world.incidents, world.core.deadline()) == before
+
+
+def test_an_agent_that_was_started_anew_is_offered_as_a_buddy_again() -> None:
+    world = trained(nodes="n0:2 n1:2", spares=0)
+    world.lose_agent("n1")
+    for rank in (0, 1):
+        world.say(world.rank(rank), m.BuddyLost(generation=0, error="refused"))
+    world.pump()
+    assert [b.address for _, b in world.told(m.Buddy)] == [None, None]  # alone for now
+    world.nodes["n1"].agents += 1
+    world.join("n1")
+    told = dict(world.told(m.Buddy)[2:])
+    assert told == {
+        world.rank(rank).id: m.Buddy(address=world.nodes["n1"].blobs) for rank in (0, 1)
+    }
+    # One that only lost its stream has not moved, and nobody is told anything.
+    world.lose_agent("n0")
+    world.join("n0")
+    assert len(world.told(m.Buddy)) == 4
+    assert world.incidents == []
+    world.assert_training()

@@ -61,10 +61,11 @@ class FakeNode:
     alive: bool = True
     joined: bool = False
     stores: set[int] = field(default_factory=set)
+    agents: int = 0  # started before this one
 
     @property
     def blobs(self) -> m.Address:
-        return m.Address("10.0.0.1", 7000 + self.index)
+        return m.Address("10.0.0.1", 7000 + self.index + 100 * self.agents)
 
 
 def job_spec(

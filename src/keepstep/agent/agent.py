@@ -9,6 +9,9 @@ Self-fencing: out of reach of the orchestrator *and* without progress for `stall
 node may have been given up and its ranks rebuilt elsewhere; ending them here makes sure that no
 rank has two owners. Either condition alone is harmless: a restarting orchestrator does not stop
 training, and a stall that the orchestrator can see is its own to judge.
+
+With a keeper (keeper.py) the workers outlive the agent: one that is killed, or whose launcher is
+gone, leaves them to its successor, which finds them there and says Hello with all of them.
 """
 
 from __future__ import annotations
@@ -25,10 +28,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.agent.blobs import BlobServer
+from keepstep.agent.keeper_client import KeptProcesses
 from keepstep.agent.link import Link
 from keepstep.agent.page import PageReader
+from keepstep.agent.processes import OwnProcesses, Processes
 from keepstep.agent.progress import Rate
-from keepstep.agent.session import kill_group, leads_session, main_thread_stat, sweep_session
+from keepstep.agent.session import main_thread_stat
 from keepstep.agent.stall import StallDetector, may_stand_still
 from keepstep.agent.stores import Stores, native_store_command
 from keepstep.agent.workers import START_FAILED, Setting, Worker, Workers
@@ -50,6 +55,7 @@ from keepstep.model.messages import (
     Stop,
     StopDone,
     Tell,
+    TlsFiles,
     WorkerExited,
     WorkerMessage,
     WorkerSaid,
@@ -64,6 +70,7 @@ EXIT_DONE = 0
 EXIT_REFUSED = 2
 EXIT_FENCED = 3
 EXIT_LAUNCHER_GONE = 1
+EXIT_KEEPER_LOST = 4
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +78,16 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class AgentConfig:
     orchestrators: Sequence[Address]  # of which one is active
-    token: str
+    token: str  # for the orchestrator
+    job_token: str  # for blobs and state
     job: str
     node: str
     slots: int
     directory: Path
     stall_timeout_ns: int
     bind: str = "127.0.0.1"
+    tls: TlsFiles | None = None  # None: everything is on loopback
+    keeper: Path | None = None  # folder of the keeper whose children the workers are
     worker_command: Sequence[str] = (sys.executable, "-m", "keepstep.worker")
     store_command: Callable[[], Sequence[str]] = native_store_command
 
@@ -88,9 +98,11 @@ class Agent:
         self._loop = asyncio.get_running_loop()
         self._done: asyncio.Future[int] = self._loop.create_future()
         self._stopping: asyncio.Task[None] | None = None
-        self._blobs = BlobServer(config.token, self._pages)
+        self._blobs = BlobServer(config.job_token, self._pages, config.tls)
         self._blobs_address = Address(config.bind, 0)
         self._workers: Workers
+        self._processes: Processes = OwnProcesses(self._loop)
+        self._leaves_workers = False  # to the next agent
         self._detector = StallDetector(config.stall_timeout_ns)
         self._rates: dict[str, Rate] = {}
         self._shown: list[WorkerState] = []
@@ -99,6 +111,8 @@ class Agent:
             hello=self._hello,
             on_connected=self._connected,
             on_command=self._command,
+            on_away=lambda: self._processes.linked(False),
+            tls=config.tls,
         )
         self._stores = Stores(
             config.bind,
@@ -110,18 +124,26 @@ class Agent:
     async def run(self) -> int:
         """Until the agent has to end; its exit code. Nothing of the node is left then."""
         config = self._config
+        if config.keeper is not None:
+            self._processes = KeptProcesses(self._loop, config.keeper, self._keeper_lost)
         self._blobs_address = await self._blobs.start(config.bind)
         setting = Setting(
             job=config.job,
             node=config.node,
-            token=config.token,
+            token=config.job_token,
+            tls=config.tls,
             bind=config.bind,
             blobs=self._blobs_address,
             stall_timeout_ns=config.stall_timeout_ns,
             logs=config.directory / "logs",
             command=config.worker_command,
         )
-        self._workers = Workers(setting, on_said=self._said, on_exited=self._exited)
+        self._workers = Workers(
+            setting, on_said=self._said, on_exited=self._exited, processes=self._processes
+        )
+        if isinstance(self._processes, KeptProcesses):
+            for known, process in self._processes.adopted:
+                self._workers.adopt(known, process)
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._stop, STOP_GRACE_NS)
         self._watch_launcher()
@@ -132,7 +154,11 @@ class Agent:
             for task in tasks:
                 task.cancel()
             self._blobs.close()
-            self._end_everything()
+            if self._leaves_workers and isinstance(self._processes, KeptProcesses):
+                self._stores.close_all()
+                self._processes.leave()
+            else:
+                self._end_everything()
 
     # ----------------------------------------------------------------- to the orchestrator
 
@@ -153,7 +179,7 @@ class Agent:
             job=config.job,
             node=config.node,
             pid=os.getpid(),
-            session=os.getsid(0),
+            session=self._processes.session,
             blobs=self._blobs_address,
             slots=config.slots,
             workers=self._states(time.monotonic_ns()),
@@ -161,6 +187,7 @@ class Agent:
         )
 
     def _connected(self) -> None:
+        self._processes.linked(True)
         self._shown = []
         for report in self._detector.reports():
             self._link.offer(report)
@@ -351,11 +378,11 @@ class Agent:
     def _end_everything(self) -> None:
         """SIGKILL whatever of this node is left, now."""
         self._stores.close_all()
-        for worker in self._workers.live():
-            kill_group(worker.pid, signal.SIGKILL)
-        # Only a session of its own is the agent's to end; started by hand it may share a shell's.
-        if leads_session() and not sweep_session(os.getsid(0)):
-            logger.error("some processes of this session could not be ended")
+        self._processes.end()
+
+    def _keeper_lost(self) -> None:
+        logger.critical("the keeper has ended, and the workers with it")
+        self._finish(EXIT_KEEPER_LOST)
 
     def _kill_node(self) -> None:
         logger.info("killing this node, as told")
@@ -380,5 +407,7 @@ class Agent:
         except OSError:
             pass
         self._loop.remove_reader(0)
-        logger.critical("the launcher is gone: ending this node")
+        self._leaves_workers = self._config.keeper is not None
+        left = "leaving the workers to the next agent" if self._leaves_workers else "ending"
+        logger.critical("the launcher is gone: %s", left)
         self._finish(EXIT_LAUNCHER_GONE)

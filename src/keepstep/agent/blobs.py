@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from keepstep.adapters.transport.stream import Stream, listening_address, serve
+from keepstep.adapters.transport.tls import server_context
 from keepstep.agent.page import INIT_TICK, NEWEST, PageReader
 from keepstep.errors import RemoteProtocolError
 from keepstep.model.messages import (
@@ -27,6 +28,7 @@ from keepstep.model.messages import (
     BlobRefused,
     BlobReply,
     BlobRequest,
+    TlsFiles,
 )
 
 TICKS_KEPT = 2
@@ -65,15 +67,23 @@ class BlobStore:
 class BlobServer:
     """`pages(rank)` gives the pages of this node's workers of that rank, youngest first."""
 
-    def __init__(self, token: str, pages: Callable[[int], Sequence[PageReader]]) -> None:
+    def __init__(
+        self,
+        token: str,
+        pages: Callable[[int], Sequence[PageReader]],
+        tls: TlsFiles | None = None,
+    ) -> None:
         self._token = token.encode()
+        self._tls = server_context(tls, clients=True) if tls is not None else None
         self._pages = pages
         self._copies = BlobStore()
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str) -> Address:
         decoder: msgspec.msgpack.Decoder[BlobRequest] = msgspec.msgpack.Decoder(BlobRequest)
-        self._server = await serve(self._serve, decoder, host, connections_max=CONNECTIONS_MAX)
+        self._server = await serve(
+            self._serve, decoder, host, connections_max=CONNECTIONS_MAX, tls=self._tls
+        )
         return listening_address(self._server)
 
     def close(self) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
 
+import psutil  # type: ignore[import-untyped]
+
+from keepstep.adapters.transport.tls import is_loopback
 from keepstep.model.messages import StartWorker
 
 TOKEN = "KEEPSTEP_TOKEN"
@@ -18,8 +20,6 @@ def worker_environment(
     start: StartWorker,
     *,
     job: str,
-    control_fd: int,
-    page_fd: int,
     bind: str,
 ) -> dict[str, str]:
     """What the job asks for beats what is inherited; what the protocol needs beats both."""
@@ -28,11 +28,13 @@ def worker_environment(
         env.pop(name, None)
     env.setdefault("OMP_NUM_THREADS", "1")
     env.setdefault("PYTHONHASHSEED", "0")
-    if is_loopback(bind) and is_loopback(start.master.host):
+    # Left alone, gloo resolves the machine's name, which may be an address nobody else can reach.
+    if not is_loopback(bind):
+        if interface := interface_of(bind):
+            env.setdefault("GLOO_SOCKET_IFNAME", interface)
+    elif is_loopback(start.master.host):
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     env |= {
-        "KEEPSTEP_CONTROL_FD": str(control_fd),
-        "KEEPSTEP_PAGE_FD": str(page_fd),
         "KEEPSTEP_GENERATION": str(start.generation),
         "WORLD_SIZE": str(start.world),
         "LOCAL_RANK": str(start.slot),
@@ -50,8 +52,9 @@ def worker_environment(
     return env
 
 
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+def interface_of(address: str) -> str | None:
+    """The network interface that has this address."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in addresses):
+            return str(name)
+    return None

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from keepstep.adapters.transport.stream import Stream, StreamClosed, connect
+from keepstep.adapters.transport.tls import ORCHESTRATOR_NAME, client_context
 from keepstep.errors import ProtocolError, RemoteProtocolError
 from keepstep.model.messages import (
     Accepted,
@@ -33,6 +34,7 @@ from keepstep.model.messages import (
     Alive,
     Hello,
     Refused,
+    TlsFiles,
 )
 
 QUEUED_MAX = 10_000
@@ -51,11 +53,15 @@ class Link:
         hello: Callable[[], Hello],
         on_connected: Callable[[], None],
         on_command: Callable[[AgentCommand], None],
+        on_away: Callable[[], None] = lambda: None,
+        tls: TlsFiles | None = None,
     ) -> None:
         self._addresses = addresses
+        self._tls = (client_context(tls), ORCHESTRATOR_NAME) if tls is not None else None
         self._hello = hello
         self._on_connected = on_connected
         self._on_command = on_command
+        self._on_away = on_away
         self._decoder: msgspec.msgpack.Decoder[AgentCommand] = msgspec.msgpack.Decoder(AgentCommand)
         self._stream: Stream[AgentCommand] | None = None
         self._queued: deque[AgentMessage] = deque()
@@ -95,7 +101,7 @@ class Link:
         while True:
             address = self._addresses[turn % len(self._addresses)]
             try:
-                stream = await connect(address, self._decoder)
+                stream = await connect(address, self._decoder, tls=self._tls)
                 try:
                     refused = await self._introduce(stream)
                     if refused is not None and not refused.retry:
@@ -108,6 +114,7 @@ class Link:
                     if self._stream is not None:
                         self._stream = None
                         self._away_since_ns = self._last_word_ns()
+                        self._on_away()
                     stream.close()
             except (TimeoutError, StreamClosed, ProtocolError) as error:
                 self._note_absence(str(error) or "it did not answer Hello")

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 
+from keepstep.adapters.transport.tls import is_loopback
+from keepstep.agent import identity
 from keepstep.agent.agent import Agent, AgentConfig
 from keepstep.agent.environment import TOKEN
 from keepstep.agent.session import leads_session
@@ -42,7 +44,12 @@ def main(
 
 
 async def _run(config: AgentConfig) -> int:
-    code = await Agent(config).run()
+    try:
+        code = await Agent(config).run()
+    except KeepstepError as error:
+        logging.getLogger(__name__).error("%s", error)
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     logging.getLogger(__name__).info("ends with %d", code)
     return code
 
@@ -61,22 +68,36 @@ def _configure(
     parser.add_argument("--directory", required=True, type=Path)
     parser.add_argument("--stall-timeout-ns", required=True, type=int)
     parser.add_argument("--bind", default="127.0.0.1", help="address of this node for its peers")
+    parser.add_argument("--identity", type=Path, help="folder with the node's certificate")
+    parser.add_argument("--keeper", type=Path, help="folder of the keeper of this node's workers")
     given = parser.parse_args(arguments)
     # Taken out, so that no worker (and no script of a user) inherits it.
     token = environment.pop(TOKEN, "")
-    if not token:
+    known = identity.load(given.identity) if given.identity is not None else None
+    if known is None and not token:
         raise UsageError(f"{TOKEN} is not set", hint="agents are started by `keepstep run`")
     if given.slots < 1 or given.stall_timeout_ns < 1:
         raise UsageError("--slots and --stall-timeout-ns must be positive")
+    orchestrators = [_address(one) for one in given.orchestrator.split(",")]
+    bind = _bind(given.bind)
+    for host in (*(one.host for one in orchestrators), bind):
+        if known is None and not is_loopback(host):
+            raise UsageError(
+                f"{host} is beyond loopback, and this node has no certificate",
+                hint="join with `keepstep agent --orchestrator URL --token-file FILE`",
+            )
     return AgentConfig(
-        orchestrators=[_address(one) for one in given.orchestrator.split(",")],
-        token=token,
+        orchestrators=orchestrators,
+        token=known.token if known is not None else token,
+        job_token=known.job_token if known is not None else token,
+        tls=identity.tls_files(given.identity, given.job) if known is not None else None,
         job=given.job,
         node=check_name(given.node),
         slots=given.slots,
         directory=given.directory,
         stall_timeout_ns=given.stall_timeout_ns,
-        bind=_bind(given.bind),
+        bind=bind,
+        keeper=given.keeper,
         worker_command=worker_command,
         store_command=store_command,
     )

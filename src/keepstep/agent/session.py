@@ -22,6 +22,7 @@ class ProcessStat:
     group: int
     session: int
     cpu_ns: int  # user and system time
+    started: int  # clock ticks since boot
 
     @property
     def stopped(self) -> bool:
@@ -47,10 +48,18 @@ def _stat(path: str) -> ProcessStat | None:
         return None
     # The command name stands in parentheses and may hold anything, parentheses included.
     fields = line[line.rfind(b")") + 2 :].split()
-    if len(fields) < 13:
+    if len(fields) < 20:
         return None
-    ticks = int(fields[11]) + int(fields[12])
-    return ProcessStat(fields[0].decode(), int(fields[2]), int(fields[3]), ticks * _CLOCK_TICK_NS)
+    cpu_ns = (int(fields[11]) + int(fields[12])) * _CLOCK_TICK_NS
+    return ProcessStat(
+        fields[0].decode(), int(fields[2]), int(fields[3]), cpu_ns, started=int(fields[19])
+    )
+
+
+def process_started(pid: int) -> int | None:
+    """Tells a process from a later one with the same number; None if it is gone."""
+    stat = process_stat(pid)
+    return None if stat is None or stat.gone else stat.started
 
 
 def leads_session() -> bool:

@@ -111,7 +111,7 @@ class Stores:
     def _spawn(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         with self._log.open("ab") as errors:
             return subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+                [*command, self._host], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
             )
 
 

@@ -1,14 +1,10 @@
-"""The worker processes of this node, from start to Forget.
+"""The workers of this node, from start to Forget.
 
-    start -> alive --exit seen on the pidfd--> dead, page kept --Forget--> gone
+    start -> alive --its exit is told--> dead, page kept --Forget--> gone
 
-Workers are started from the agent's main thread only: the death signal that they set for
-themselves fires when the *thread* that made them ends. When one exits, in this order:
-
-1. what it said last is passed on;
-2. its process group is killed, so that no DataLoader child outlives it. The worker is still a
-   zombie then, which keeps the number of the group from being reused;
-3. it is reaped and its exit is told, with the end of its log.
+When one exits, its process group is killed before it is reaped, so that no DataLoader child
+outlives it (processes.py); then what it said last is passed on, and then its exit is told, with
+the end of its log.
 """
 
 from __future__ import annotations
@@ -19,27 +15,28 @@ import logging
 import os
 import re
 import signal
-import socket
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from keepstep.agent.channel import Channel
 from keepstep.agent.environment import worker_environment
-from keepstep.agent.page import PageReader, create_page
-from keepstep.agent.session import kill_group
+from keepstep.agent.keeper import Kept
+from keepstep.agent.page import PageReader
+from keepstep.agent.processes import Order, Process, Processes
 from keepstep.errors import UsageError
 from keepstep.model.messages import (
     Address,
     Assign,
     Buddy,
     StartWorker,
+    TlsFiles,
     Welcome,
     WorkerCommand,
     WorkerExited,
     WorkerMessage,
 )
+from keepstep.model.wire import frame
 
 TAIL_LINES = 40
 TAIL_BYTES = 8 << 10
@@ -58,6 +55,7 @@ class Setting:
     job: str
     node: str
     token: str
+    tls: TlsFiles | None
     bind: str
     blobs: Address
     stall_timeout_ns: int
@@ -70,8 +68,7 @@ class Worker:
     name: str
     slot: int
     rank: int
-    process: subprocess.Popen[bytes]
-    pidfd: int
+    process: Process
     page: PageReader
     log: Path
     channel: Channel | None = None
@@ -98,8 +95,11 @@ class Workers:
         *,
         on_said: Callable[[Worker, WorkerMessage], None],
         on_exited: Callable[[WorkerExited], None],
+        processes: Processes,
     ) -> None:
         self._setting = setting
+        self._processes = processes
+        processes.exited = self._ended
         self._on_said = on_said
         self._on_exited = on_exited
         self._loop = asyncio.get_running_loop()
@@ -123,52 +123,49 @@ class Workers:
         return found[::-1]
 
     def start(self, start: StartWorker) -> Worker:
-        """Raises UsageError or OSError if there is no process afterwards."""
+        """Raises KeepstepError or OSError if there is no process afterwards."""
         setting = self._setting
         log = setting.logs / f"{check_name(start.worker)}.log"
-        ours, theirs = socket.socketpair()
-        page = PageReader(page_fd := create_page(start.worker))
-        try:
-            with theirs, log.open("ab") as output:
-                process = subprocess.Popen(
-                    [*setting.command, *start.script],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env=worker_environment(
-                        os.environ,
-                        start,
-                        job=setting.job,
-                        control_fd=theirs.fileno(),
-                        page_fd=page_fd,
-                        bind=setting.bind,
-                    ),
-                    pass_fds=(theirs.fileno(), page_fd),
-                    process_group=0,
-                )
-            pidfd = _pidfd(process)
-        except BaseException:
-            ours.close()
-            page.close()
-            raise
-        worker = Worker(start.worker, start.slot, start.rank, process, pidfd, page, log)
-        self._workers[start.worker] = worker
+        order = Order(
+            worker=start.worker,
+            slot=start.slot,
+            rank=start.rank,
+            command=[*setting.command, *start.script],
+            env=worker_environment(os.environ, start, job=setting.job, bind=setting.bind),
+            log=str(log),
+            greeting=self._greeting(start),
+        )
+        process = self._processes.start(order)
+        worker = self._take(start.worker, start.slot, start.rank, process, log)
+        logger.info("started %s (rank %d) as pid %d", worker.name, worker.rank, worker.pid)
+        return worker
+
+    def adopt(self, kept: Kept, process: Process) -> Worker:
+        """One that an earlier agent of this node has started."""
+        worker = self._take(kept.worker, kept.slot, kept.rank, process, Path(kept.log))
+        if kept.code is None:
+            logger.info("adopted %s (rank %d), pid %d", worker.name, worker.rank, worker.pid)
+        else:
+            self._ended(kept.worker, kept.code)
+        return worker
+
+    def _take(self, name: str, slot: int, rank: int, process: Process, log: Path) -> Worker:
+        worker = Worker(name, slot, rank, process, PageReader(process.page_fd), log)
+        self._workers[name] = worker
         self._idle.clear()
         worker.channel = Channel(
             self._loop,
-            ours,
+            process.control,
             on_message=lambda said: self._on_said(worker, said),
             on_broken=lambda why: self.kill(worker, why),
             on_end=lambda: self._muted(worker),
         )
-        self._loop.add_reader(pidfd, self._exited, worker)
-        self._greet(worker, start)
-        logger.info("started %s (rank %d) as pid %d", worker.name, worker.rank, worker.pid)
         return worker
 
     def tell(self, worker: Worker, command: WorkerCommand) -> None:
         if isinstance(command, Assign):
             worker.rank = command.rank
+            self._processes.note(worker.name, worker.rank)
         if worker.channel is not None:
             worker.channel.send(command)
 
@@ -179,16 +176,16 @@ class Workers:
         if because and not worker.killed_because:
             worker.killed_because = because
             logger.warning("killing %s: %s", worker.name, because)
-        kill_group(worker.pid, signal.SIGKILL)
+        self._processes.kill(worker.name, signal.SIGKILL)
 
     def signal(self, worker: Worker, number: int, resume_after_ns: int) -> None:
         if worker.exited is not None:
             return
         logger.info("signal %d to %s", number, worker.name)
-        signal.pidfd_send_signal(worker.pidfd, number)
+        worker.process.signal(number)
         if number == signal.SIGSTOP and resume_after_ns > 0:
             resume = self._loop.call_later(
-                resume_after_ns / 1e9, signal.pidfd_send_signal, worker.pidfd, signal.SIGCONT
+                resume_after_ns / 1e9, worker.process.signal, signal.SIGCONT
             )
             worker.timers.append(resume)
 
@@ -201,14 +198,17 @@ class Workers:
                 logger.warning("asked to forget %s, which is alive", name)
                 continue
             worker.page.close()
+            self._processes.drop(name)
             del self._workers[name]
 
     async def stop(self, grace_ns: int, finished: bool = False) -> bool:
         """End all, politely first (`finished`: they are ending by themselves). True when none
         is left."""
         for worker in [] if finished else self.live():
-            kill_group(worker.pid, signal.SIGTERM)
-            kill_group(worker.pid, signal.SIGCONT)  # a stopped process would not see SIGTERM
+            self._processes.kill(worker.name, signal.SIGTERM)
+            self._processes.kill(
+                worker.name, signal.SIGCONT
+            )  # a stopped process would not see SIGTERM
         if not await self._wait_idle(grace_ns / 1e9):
             for worker in self.live():
                 self.kill(worker, "it did not end in time when the job was stopped")
@@ -221,20 +221,20 @@ class Workers:
             return False
         return True
 
-    def _greet(self, worker: Worker, start: StartWorker) -> None:
+    def _greeting(self, start: StartWorker) -> bytes:
         setting = self._setting
         welcome = Welcome(
             job=setting.job,
             node=setting.node,
-            worker=worker.name,
+            worker=start.worker,
             token=setting.token,
             blobs=setting.blobs,
             stall_timeout_ns=setting.stall_timeout_ns,
             interface=setting.bind,
+            tls=setting.tls,
         )
-        self.tell(worker, welcome)
-        if start.rank >= 0:
-            self.tell(worker, Buddy(address=start.buddy))
+        buddy = frame(Buddy(address=start.buddy)) if start.rank >= 0 else b""
+        return frame(welcome) + buddy
 
     def _muted(self, worker: Worker) -> None:
         """Its socket has ended; normally the process is about to as well."""
@@ -242,13 +242,13 @@ class Workers:
             why = "it closed its control socket and did not end"
             worker.timers.append(self._loop.call_later(MUTE_GRACE_S, self.kill, worker, why))
 
-    def _exited(self, worker: Worker) -> None:
-        self._loop.remove_reader(worker.pidfd)
+    def _ended(self, name: str, code: int) -> None:
+        worker = self._workers.get(name)
+        if worker is None or worker.exited is not None:
+            return
         if worker.channel is not None:
             worker.channel.drain()
-        kill_group(worker.pid, signal.SIGKILL)
-        code = worker.process.wait()
-        os.close(worker.pidfd)
+        worker.process.close()
         for timer in worker.timers:
             timer.cancel()
         tail = log_tail(worker.log, worker.killed_because)
@@ -259,15 +259,6 @@ class Workers:
         if not self.live():
             self._idle.set()
         self._on_exited(worker.exited)
-
-
-def _pidfd(process: subprocess.Popen[bytes]) -> int:
-    try:
-        return os.pidfd_open(process.pid)
-    except OSError:  # out of descriptors: a process that can not be watched must not run
-        kill_group(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
 
 
 def log_tail(log: Path, remark: str = "") -> str:

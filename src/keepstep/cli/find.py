@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
+from keepstep.adapters.identity.tokens import parse
 from keepstep.cli import show
-from keepstep.cli.client import Client
+from keepstep.cli.client import Client, NoJob, checked, fetch_ca
 from keepstep.errors import NotActive, TransientError, UsageError
 from keepstep.model.messages import Address
 from keepstep.model.views import JobView
 from keepstep.orchestrator import registry
-from keepstep.orchestrator.main import ENDED
+from keepstep.orchestrator.main import ENDED, is_unspecified
 from keepstep.orchestrator.requests import Info
 
 
-class Reach(msgspec.Struct, frozen=True, kw_only=True):
+class Reached(msgspec.Struct, frozen=True, kw_only=True):
     """How to talk to an orchestrator, or to several of which one is active."""
 
     urls: list[str]
     streams: list[Address]
     token: str
+    ca: str = ""
+
+    @property
+    def url(self) -> str:
+        return self.urls[0]
+
+    def client(self) -> Client:
+        return Client(self.urls, self.token, self.ca)
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,56 +68,79 @@ def one_job(home: Path, job: str | None) -> Found:
             if one.view.job == job:
                 return one
         known = ", ".join(one.view.job for one in found) or "none"
-        raise UsageError(f"no live job {job}", hint=f"live jobs: {known}")
+        raise NoJob(f"no live job {job}", hint=f"live jobs: {known}")
     if not found:
-        raise UsageError("no job is running", hint=f"looked in {home}; is KEEPSTEP_HOME right?")
+        raise NoJob("no job is running", hint=f"looked in {home}; is KEEPSTEP_HOME right?")
     if len(found) > 1:
         names = ", ".join(one.view.job for one in found)
         raise UsageError(f"{len(found)} jobs are running", hint=f"choose one with --job: {names}")
     return found[0]
 
 
-def external(home: Path, named: str, token: str) -> Reach:
+def external(home: Path, named: str, token: str) -> Reached:
     """The orchestrators of `--orchestrator`, given by ids or URLs with commas between them.
 
     Those that share a store know each other, so one that answers is enough."""
     entries = registry.live(home)
     urls: list[str] = []
+    ca = ""
     for word in (part.strip().rstrip("/") for part in named.split(",")):
         entry = next((e for e in entries if word in (e.id, e.url)), None)
         if entry is None and "://" not in word:
             known = ", ".join(entry.id for entry in entries) or "none"
             raise UsageError(f"no live orchestrator {word}", hint=f"live here: {known}")
-        urls.append(entry.url if entry is not None else word)
-        token = entry.token if entry is not None else token
+        urls.append(entry.url if entry is not None else checked(word))
+        if entry is not None:
+            token, ca = entry.token, entry.ca
     if not token:
         raise UsageError(
-            f"no token for {named}", hint="set KEEPSTEP_TOKEN to the orchestrator's token"
+            f"no token for {named}", hint="set KEEPSTEP_TOKEN, or name a file with --token-file"
         )
+    ca = ca or ca_for(urls[0], token)
     streams: list[Address] = []
     failure: TransientError | None = None
     for url in list(urls):
         try:
-            info = Client(url, token).get("/v1/orchestrator", Info)
+            info = Client(url, token, ca).get("/v1/orchestrator", Info)
         except TransientError as error:
             failure = error
             continue
         urls += [peer.url for peer in info.peers if peer.url not in urls]
-        peers = [info.stream, *(peer.stream for peer in info.peers)]
+        peers = [at_host(info.stream, url), *(peer.stream for peer in info.peers)]
         streams += [stream for stream in dict.fromkeys(peers) if stream not in streams]
     if not streams:
         assert failure is not None
         raise failure
-    return Reach(urls=urls, streams=streams, token=token)
+    return Reached(urls=urls, streams=streams, token=token, ca=ca)
 
 
-def job_of(reach: Reach, job: str | None) -> JobView:
+def ca_for(url: str, token: str) -> str:
+    """ "" for plain text on loopback, else the authority that the token names."""
+    if not url.startswith("https:"):
+        return ""
+    parsed = parse(token)
+    if parsed is None:
+        raise UsageError(
+            f"this token does not say whom to believe at {url}",
+            hint="use one of `keepstep token create` (with --operator to run jobs)",
+        )
+    return fetch_ca(url, parsed.fingerprint)
+
+
+def at_host(stream: Address, url: str) -> Address:
+    """An orchestrator that listens everywhere is where it was reached."""
+    if not stream.host or is_unspecified(stream.host):
+        return Address(urlsplit(url).hostname or stream.host, stream.port)
+    return stream
+
+
+def job_of(there: Reached, job: str | None) -> JobView:
     """The same for orchestrators that were named."""
-    views = Client(reach.urls, reach.token).get("/v1/jobs", list[JobView])
+    views = there.client().get("/v1/jobs", list[JobView])
     live = [view for view in views if view.state not in ENDED and job in (None, view.job)]
     if len(live) != 1:
         names = ", ".join(view.job for view in views if view.state not in ENDED) or "none"
-        raise UsageError(
+        raise (UsageError if live else NoJob)(
             f"no live job {job}" if job else f"{len(live)} jobs are running",
             hint=f"live jobs there: {names}",
         )

@@ -21,8 +21,10 @@ from typing import Any
 
 import msgspec
 
+from keepstep.agent import identity
 from keepstep.cli.client import AsyncClient
-from keepstep.cli.find import Reach
+from keepstep.cli.find import Reached
+from keepstep.cli.join import LOOPBACK, Membership, by_certificate
 from keepstep.cli.output import (
     LogTail,
     Output,
@@ -70,17 +72,23 @@ class Launcher:
         spec: JobSpec,
         *,
         client: AsyncClient,
-        reach: Reach,
+        there: Reached,
+        home: Path,
         output: Output,
         embedded: Orchestrator | None,
+        agents: bool = True,
     ) -> None:
+        """`agents`: the nodes are ours to start; else each is another machine's."""
         self._spec = spec
         self._client = client
-        self._reach = reach
+        self._there = there
+        self._home = home
+        self._starts_agents = agents
         self._output = output
         self._embedded = embedded
         self._directory = Path(spec.directory)
         self._agents: list[AgentProcess] = []
+        self._identities: list[Path] = []
         self._ended: set[str] = set()  # nodes whose agent was reaped and swept
         self._view: JobView | None = None
         self._incidents: dict[str, IncidentView] = {}
@@ -102,7 +110,10 @@ class Launcher:
             self._prepare_directory()
             await self._client.post("/v1/jobs", self._spec, JobView)
             self._output.words(f"job {self._spec.job}, logs in {self._directory / 'logs'}")
-            self._start_agents()
+            if self._starts_agents:
+                await self._start_agents()
+            else:
+                self._say_how_to_join()
             self._spawn(self._watch())
             self._spawn(self._follow_logs())
             if self._output.live:
@@ -139,14 +150,35 @@ class Launcher:
                 hint="choose another one with --log-dir",
             ) from error
 
-    def _start_agents(self) -> None:
+    def _say_how_to_join(self) -> None:
+        self._output.words(
+            f"waiting for {len(self._spec.nodes)} nodes; on each machine: keepstep agent "
+            f"--orchestrator {self._there.url} --token-file FILE --job {self._spec.job}",
+            always=True,
+        )
+
+    async def _start_agents(self) -> None:
         loop = asyncio.get_running_loop()
-        for node in self._spec.nodes:
+        there, spec = self._there, self._spec
+        for node in spec.nodes:
             if self._signal is not None:
                 return
+            member: Membership | None = None
+            if there.ca:
+                member = await asyncio.to_thread(
+                    by_certificate,
+                    self._home,
+                    url=there.url,
+                    ca=there.ca,
+                    operator=there.token,
+                    job=spec.job,
+                    node=node.name,
+                )
             agent = start_agent(
-                streams=self._reach.streams,
-                token=self._reach.token,
+                streams=there.streams,
+                token=there.token,
+                bind=member.bind if member is not None else LOOPBACK,
+                identity=member.identity if member is not None else None,
                 job=self._spec.job,
                 node=node.name,
                 slots=node.slots,
@@ -155,6 +187,8 @@ class Launcher:
                 environ=os.environ,
             )
             self._agents.append(agent)
+            if member is not None and member.identity is not None:
+                self._identities.append(member.identity)
             agent.watch(loop, lambda ended: self._spawn(self._agent_ended(ended)))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -218,6 +252,8 @@ class Launcher:
             if agent.process.stdin is not None:
                 agent.process.stdin.close()
         reap_orphans(())
+        for folder in self._identities:
+            identity.remove(folder)
 
     # ----------------------------------------------------------------------- watching
 
@@ -231,7 +267,7 @@ class Launcher:
                 if not silent and not self._is_over():
                     self._output.words(f"{error.message}; training goes on, trying again")
                 silent = True
-                if len(self._ended) == len(self._agents):
+                if self._starts_agents and len(self._ended) == len(self._agents):
                     self._output.words("no agent is left and no orchestrator answers", always=True)
                     self._over.set()
                     return

@@ -35,7 +35,13 @@ def lay_out(*, local_nodes: int, nproc: int, spares: int, spare_nodes: int) -> L
 
 
 def check_counts(
-    *, nnodes: int, nproc: int, spares: int, local_nodes: int | None, spare_nodes: int
+    *,
+    nnodes: int,
+    nproc: int,
+    spares: int,
+    local_nodes: int | None,
+    spare_nodes: int,
+    external: bool = False,
 ) -> int:
     """Returns the number of nodes that get ranks."""
     for name, value, least in (
@@ -47,14 +53,15 @@ def check_counts(
     ):
         if not least <= value <= RANKS_MAX:
             raise UsageError(f"{name} is {value}: it must be {least} to {RANKS_MAX}")
-    if nnodes > 1 and local_nodes is None:
+    if nnodes > 1 and local_nodes is None and not external:
         raise UsageError(
-            f"--nnodes {nnodes}: this version starts jobs on one machine only",
-            hint=f"--local-nodes {nnodes} runs {nnodes} agents here as if they were nodes",
+            f"--nnodes {nnodes} needs an orchestrator that the other machines can reach",
+            hint="--orchestrator URL, and `keepstep agent` on each machine; "
+            f"or --local-nodes {nnodes} to run {nnodes} agents here as if they were nodes",
         )
-    if nnodes > 1 and local_nodes != nnodes:
+    if nnodes > 1 and local_nodes not in (None, nnodes):
         raise UsageError(f"--nnodes {nnodes} and --local-nodes {local_nodes} contradict each other")
-    return local_nodes or 1
+    return local_nodes or nnodes
 
 
 INJECT_HINT = (

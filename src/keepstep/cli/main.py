@@ -30,7 +30,8 @@ COMMANDS = {
     "inject": "keepstep.cli.operate:inject",
     "ledger": "keepstep.cli.operate:ledger",
     "orchestrator": "keepstep.cli.serve:orchestrator",
-    "agent": "keepstep.cli.serve:agent",
+    "token": "keepstep.cli.token:token",
+    "agent": "keepstep.cli.node:agent",
     "demo": "keepstep.cli.demo:demo",
 }
 OPTIONAL = frozenset({"demo"})

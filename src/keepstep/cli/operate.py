@@ -16,7 +16,7 @@ import click
 
 from keepstep.adapters.store import sqlite
 from keepstep.adapters.store.chain import VerifyResult
-from keepstep.cli import find, history, show
+from keepstep.cli import find, history, moves, show
 from keepstep.cli.client import Client
 from keepstep.cli.home import home
 from keepstep.cli.layout import check_inject
@@ -102,25 +102,37 @@ def _incidents(one: find.Found) -> list[IncidentView]:
     return Client.of(one.entry).get(f"/v1/jobs/{one.view.job}/incidents", list[IncidentView])
 
 
+def wait_option(command: F) -> F:
+    text = "Return at once instead of waiting for the outcome."
+    return click.option("--no-wait", is_flag=True, help=text)(command)
+
+
 @click.command()
 @click.option("--rank", "ranks", type=int, multiple=True, required=True, help="Repeatable.")
 @click.option("--reason", default="requested", show_default=True)
+@wait_option
 @job_option
 @json_option
-def migrate(ranks: tuple[int, ...], reason: str, job: str | None, as_json: bool) -> None:
-    """Move a rank to a spare while training goes on."""
+def migrate(
+    ranks: tuple[int, ...], reason: str, no_wait: bool, job: str | None, as_json: bool
+) -> None:
+    """Move a rank to a spare while training goes on, and wait for the outcome."""
     body = MigrateRequest(ranks=list(ranks), reason=reason)
-    _ask(job, "migrate", body, as_json, f"moving rank {', '.join(map(str, ranks))}")
+    said = f"moving rank {', '.join(map(str, ranks))}"
+    moves.ask(find.one_job(home(), job), "migrate", body, said, wait=not no_wait, as_json=as_json)
 
 
 @click.command()
 @click.argument("node")
 @click.option("--reason", default="drain", show_default=True)
+@wait_option
 @job_option
 @json_option
-def drain(node: str, reason: str, job: str | None, as_json: bool) -> None:
-    """Move every rank off NODE and start nothing there any more."""
-    _ask(job, "drain", DrainRequest(node=node, reason=reason), as_json, f"draining {node}")
+def drain(node: str, reason: str, no_wait: bool, job: str | None, as_json: bool) -> None:
+    """Move every rank off NODE, start nothing there any more, and wait for the outcome."""
+    body = DrainRequest(node=node, reason=reason)
+    found = find.one_job(home(), job)
+    moves.ask(found, "drain", body, f"draining {node}", wait=not no_wait, as_json=as_json)
 
 
 @click.command()

@@ -72,6 +72,9 @@ def start_agent(
     directory: Path,
     stall_timeout_ns: int,
     environ: Mapping[str, str],
+    bind: str = "127.0.0.1",
+    identity: Path | None = None,
+    keeper: Path | None = None,
 ) -> AgentProcess:
     # -P: a module of the user's directory named like one of the standard library must not
     # replace it in the agent. (Workers import from the script's directory, as always.)
@@ -79,7 +82,11 @@ def start_agent(
     where = ",".join(f"{stream.host}:{stream.port}" for stream in streams)
     command += ["--orchestrator", where, "--job", job, "--node", node]
     command += ["--slots", str(slots), "--directory", str(directory)]
-    command += ["--stall-timeout-ns", str(stall_timeout_ns)]
+    command += ["--stall-timeout-ns", str(stall_timeout_ns), "--bind", bind]
+    if identity is not None:
+        command += ["--identity", str(identity)]
+    if keeper is not None:
+        command += ["--keeper", str(keeper)]
     log = directory / "logs" / f"agent-{node}.log"
     try:
         log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -89,7 +96,7 @@ def start_agent(
                 stdin=subprocess.PIPE,
                 stdout=words,
                 stderr=words,
-                env={**environ, "KEEPSTEP_TOKEN": token},
+                env={**environ, "KEEPSTEP_TOKEN": token if identity is None else ""},
                 start_new_session=True,
             )
     except OSError as error:

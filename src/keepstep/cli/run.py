@@ -15,7 +15,7 @@ import click
 
 from keepstep import native
 from keepstep.cli.client import AsyncClient
-from keepstep.cli.find import Reach, external
+from keepstep.cli.find import Reached, external
 from keepstep.cli.home import home
 from keepstep.cli.launcher import Launcher
 from keepstep.cli.layout import check_counts, compose_job_id, lay_out, parse_inject
@@ -33,7 +33,9 @@ STALL_S_DEFAULT = 300.0
     context_settings={"allow_interspersed_args": False},
     short_help="Start a training script whose ranks can be moved and replaced.",
 )
-@click.option("--nnodes", type=int, default=1, show_default=True, help="Machines (1 for now).")
+@click.option(
+    "--nnodes", type=int, default=1, show_default=True, help="Machines; each runs keepstep agent."
+)
 @click.option(
     "--nproc-per-node", "--nproc_per_node", "nproc", type=int, default=1, show_default=True,
     help="Ranks on each node.",
@@ -90,7 +92,12 @@ def run(
 ) -> None:
     """Start SCRIPT with ARGS on every rank, as torchrun does, and keep it going."""
     rank_nodes = check_counts(
-        nnodes=nnodes, nproc=nproc, spares=spares, local_nodes=local_nodes, spare_nodes=spare_nodes
+        nnodes=nnodes,
+        nproc=nproc,
+        spares=spares,
+        local_nodes=local_nodes,
+        spare_nodes=spare_nodes,
+        external=orchestrator is not None,
     )
     check_script(script, module)
     if not 0 < stall_s < 1e9:
@@ -115,22 +122,39 @@ def run(
         inject=injects,
     )
     native.store_host_path()  # builds once per torch; here, where the user sees why it takes time
-    code = asyncio.run(launch(spec, where, orchestrator, Output(quiet=quiet)))
+    remote = nnodes > 1 and local_nodes is None
+    code = asyncio.run(launch(spec, where, orchestrator, Output(quiet=quiet), remote=remote))
     sys.exit(code)
 
 
-async def launch(spec: JobSpec, where: Path, orchestrator: str | None, output: Output) -> int:
-    """Run `spec` under an external orchestrator, or under one of our own; returns the exit code."""
+async def launch(
+    spec: JobSpec,
+    where: Path,
+    orchestrator: str | None,
+    output: Output,
+    *,
+    remote: bool = False,
+) -> int:
+    """Run `spec` under an external orchestrator, or under one of our own; returns the exit code.
+    `remote`: its nodes are other machines, whose agents are started there."""
     embedded: Orchestrator | None = None
     if orchestrator is None:
         log_to(where / "jobs" / spec.job / "orchestrator.log")
         embedded = await Orchestrator.start(where, id=spec.job, embedded=True)
-        reach = Reach(urls=[embedded.url], streams=[embedded.stream], token=embedded.token)
+        there = Reached(urls=[embedded.url], streams=[embedded.stream], token=embedded.token)
     else:
-        reach = external(where, orchestrator, os.environ.get("KEEPSTEP_TOKEN", ""))
-    client = AsyncClient(reach.urls, reach.token)
+        there = external(where, orchestrator, os.environ.pop("KEEPSTEP_TOKEN", ""))
+    client = AsyncClient(there.urls, there.token, there.ca)
     try:
-        launcher = Launcher(spec, client=client, reach=reach, output=output, embedded=embedded)
+        launcher = Launcher(
+            spec,
+            client=client,
+            there=there,
+            home=where,
+            output=output,
+            embedded=embedded,
+            agents=not remote,
+        )
         return await launcher.run()
     finally:
         await client.close()

@@ -16,6 +16,7 @@ from keepstep.core.state import Attempt, Job, Out, Worker
 from keepstep.core.workers import worker_said
 from keepstep.model.messages import (
     AgentMessage,
+    Buddy,
     CloseStore,
     Forget,
     Hello,
@@ -135,6 +136,7 @@ def agent_joined(job: Job, out: Out, name: str, hello: Hello) -> None:
     if node.state != "connected" or node.session != hello.session:
         out.record(NodeJoined(job=job.id, at_ns=out.now, node=name, slots=hello.slots))
     node.state = "connected"
+    moved = node.blobs != hello.blobs
     node.blobs, node.pid, node.session = hello.blobs, hello.pid, hello.session
     node.slots = hello.slots
     there = {state.worker: state for state in hello.workers}
@@ -155,6 +157,16 @@ def agent_joined(job: Job, out: Out, name: str, hello: Hello) -> None:
         if known not in job.workers or not job.workers[known].alive:
             out.send(name, KillWorker(worker=known))
     _sweep(job, out, name, hello)
+    if moved and job.mode == "running" and not job.replayed:
+        _offer_buddy(job, out, name)
+
+
+def _offer_buddy(job: Job, out: Out, name: str) -> None:
+    """A new node, or an agent that was started anew and has lost the copies it kept: whoever had
+    none, or had it here, is told where to put its side state from now on."""
+    for _, owner in job.owning():
+        if owner.usable and owner.node != name and owner.buddy in ("", name):
+            out.tell(owner, Buddy(address=processes.give_buddy(job, out, owner)))
 
 
 def _adopt(job: Job, out: Out, worker: Worker, state: WorkerState) -> None:

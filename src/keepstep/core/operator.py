@@ -6,6 +6,8 @@ A wrong request is a UsageError with a hint and leaves no trace; a request that 
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from keepstep.core import processes
@@ -19,6 +21,7 @@ from keepstep.model.job import (
     Cancel,
     Drain,
     InjectNow,
+    InjectSpec,
     JobSpec,
     Migrate,
     Note,
@@ -28,36 +31,66 @@ from keepstep.model.job import (
 from keepstep.model.messages import KillNode
 from keepstep.model.records import SignalSeen, Tainted, Untainted
 
+# One request must not make the orchestrator count to infinity: whatever is looped over is bounded.
+SLOTS_MAX = 1 << 20
+STALL_NS_MAX = 10**18
+INJECT_S_MAX = 1e6
+NODE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,99}")
+
+
+def check_node(name: str, slots: int) -> None:
+    if not NODE_NAME.fullmatch(name):
+        raise UsageError(
+            f"{name!r} cannot be a node's name", hint="use letters, digits, '_' and '-'"
+        )
+    if not 1 <= slots <= SLOTS_MAX:
+        raise UsageError(f"node {name} has {slots} slots", hint=f"1 to {SLOTS_MAX} are possible")
+
 
 def check_spec(spec: JobSpec) -> None:
     def refuse(message: str, hint: str) -> None:
         raise UsageError(f"job {spec.job}: {message}", hint=hint)
 
+    for node in spec.nodes:
+        check_node(node.name, node.slots)
+    if sum(node.slots for node in spec.nodes) > SLOTS_MAX or spec.world > SLOTS_MAX:
+        refuse("it is too large", f"at most {SLOTS_MAX} slots and ranks are possible")
     if spec.world < 1 or spec.local_world < 1 or spec.world % spec.local_world:
         refuse(
             f"{spec.world} ranks cannot be spread over nodes of {spec.local_world}",
             "the number of ranks is the number of nodes times --nproc-per-node",
         )
     names = [node.name for node in spec.nodes]
-    if len(set(names)) != len(names) or any("/" in name or "." in name for name in names):
-        refuse(f"bad node names {names}", "names differ and have neither / nor .")
+    if len(set(names)) != len(names):
+        refuse(f"node names {names} are not unique", "give each node a name of its own")
     needed = spec.world // spec.local_world
     if len(spec.nodes) < needed or any(n.slots < spec.local_world for n in spec.nodes[:needed]):
         refuse(
             f"{needed} nodes with {spec.local_world} slots each are needed",
             "add nodes, or lower --nproc-per-node",
         )
-    if spec.stall_timeout_ns <= 0 or spec.spares < 0:
-        refuse("stall timeout and spares must not be negative", "give --stall-timeout in seconds")
+    if not 0 < spec.stall_timeout_ns <= STALL_NS_MAX or not 0 <= spec.spares <= SLOTS_MAX:
+        refuse("stall timeout or spares are out of range", "give --stall-timeout in seconds")
     for inject in spec.inject:
         if inject.action != "kill-node" and not 0 <= inject.rank < spec.world:
             refuse(f"inject {inject.id}: there is no rank {inject.rank}", "ranks count from 0")
         if inject.action == "kill-node" and inject.node not in names:
             refuse(f"inject {inject.id}: there is no node {inject.node!r}", f"nodes: {names}")
-        if inject.point not in POINTS:
-            refuse(f"inject {inject.id}: unknown point {inject.point!r}", ", ".join(POINTS))
+        _check_inject(inject)
     if len({inject.id for inject in spec.inject}) != len(spec.inject):
         refuse("two injects have the same id", "give each its own id")
+
+
+def _check_inject(spec: InjectSpec) -> None:
+    if spec.point not in POINTS:
+        raise UsageError(
+            f"inject {spec.id}: unknown point {spec.point!r}", hint="one of " + ", ".join(POINTS)
+        )
+    if not 0 <= spec.seconds <= INJECT_S_MAX:
+        raise UsageError(
+            f"inject {spec.id}: {spec.seconds:g} seconds",
+            hint=f"0 to {INJECT_S_MAX:g} are possible",
+        )
 
 
 def check_open(job: Job) -> None:
@@ -234,8 +267,7 @@ def inject(job: Job, out: Out, request: InjectNow) -> None:
     spec = request.inject
     if spec.id in job.injects:
         raise UsageError(f"inject {spec.id} exists already", hint="give it another id")
-    if spec.point not in POINTS:
-        raise UsageError(f"unknown point {spec.point!r}", hint="one of " + ", ".join(POINTS))
+    _check_inject(spec)
     if spec.action == "kill-node":
         name = spec.node or (_rank(job, spec.rank).node if spec.rank >= 0 else "")
         node = _node(job, name)
@@ -262,4 +294,6 @@ def inject(job: Job, out: Out, request: InjectNow) -> None:
 
 def cancel(job: Job, out: Out, request: Cancel) -> None:
     check_open(job)
+    if not 0 <= request.exit_code <= 255:
+        raise UsageError(f"{request.exit_code} is no exit code", hint="0 to 255 are possible")
     end_job(job, out, "cancelled", request.exit_code, request.reason)

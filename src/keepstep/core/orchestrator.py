@@ -121,6 +121,7 @@ class Core:
 
     def _dispatch(self, job: Job, out: Out, event: CoreInput) -> None:
         if isinstance(event, AgentJoined):
+            operator.check_node(event.node, event.hello.slots)
             recovery.add_node(job, event.node, event.hello.slots)
             jobs_.agent_joined(job, out, event.node, event.hello)
         elif isinstance(event, AgentSaid):

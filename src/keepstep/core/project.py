@@ -80,6 +80,7 @@ def job_view(job: Job, state: JobState | None = None, exit_code: int | None = No
         traceback=job.traceback,
         checkpoint=job.checkpoint,
         notes=list(job.notes),
+        stall_timeout_ns=job.stall_ns,
     )
 
 

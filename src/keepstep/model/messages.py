@@ -1,6 +1,6 @@
 """What the processes say to each other.
 
-    orchestrator <-> agent    one authenticated TCP stream per node    AgentMessage / AgentCommand
+    orchestrator <-> agent    one authenticated stream per node        AgentMessage / AgentCommand
     agent <-> worker          one inherited socketpair per process     WorkerMessage / WorkerCommand
     worker <-> agent (blobs)  TCP, side state of other nodes' ranks    BlobRequest / BlobReply
 
@@ -26,6 +26,15 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
 class Address(msgspec.Struct, frozen=True):
     host: str
     port: int
+
+
+class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a node keeps what it shows to others and what it believes them by."""
+
+    certificate: str
+    key: str
+    ca: str
+    peers: str  # the name that every certificate of the same job bears
 
 
 # --------------------------------------------------------------------------- worker -> orchestrator
@@ -222,6 +231,7 @@ class Welcome(Message, frozen=True):
     blobs: Address  # of the own agent
     stall_timeout_ns: int
     interface: str  # address to bind state servers to
+    tls: TlsFiles | None = None  # of the node; None: everything is on loopback
 
 
 class Assign(Message, frozen=True):

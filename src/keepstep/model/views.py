@@ -100,3 +100,4 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: str = ""  # just-in-time checkpoint, when held
     notes: list[NoteView] = []  # the newest, in order
     control: str = ""  # why nothing is decided at the moment; this is the last state known
+    stall_timeout_ns: int = 0

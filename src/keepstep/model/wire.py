@@ -17,6 +17,10 @@ from keepstep.errors import RemoteProtocolError
 FRAME_BYTES_MAX = 64 << 20
 HEADER = struct.Struct("!I")
 
+# What a decoder of msgspec raises on foreign bytes: text that is no UTF-8 and documents nested
+# deeper than the stack come as Python's own errors, not as a DecodeError.
+MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 T = TypeVar("T")
 
 _encoder = msgspec.msgpack.Encoder()
@@ -40,5 +44,5 @@ def body_length(header: bytes, limit: int = FRAME_BYTES_MAX) -> int:
 def decode(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
     try:
         return decoder.decode(body)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise RemoteProtocolError(f"malformed frame: {error}") from error

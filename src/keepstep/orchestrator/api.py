@@ -1,9 +1,10 @@
 """REST for operators and launchers, described by OpenAPI at /v1/openapi.json.
 
-Every route but /healthz needs the bearer token, the description included. Bodies are the same
-msgspec structs that the rest of Keepstep uses, so their schemas are put into the description from
-there. Everything that changes something becomes one input of the core, and the answer is sent
-when its records are durable.
+Every route needs the bearer token, the description included, but /healthz and the two by which a
+node of another machine joins (there over TLS, and the second asks for a token itself). Bodies are
+the same msgspec structs that the rest of Keepstep uses, so their schemas are put into the
+description from there. Everything that changes something becomes one input of the core, and the
+answer is sent when its records are durable.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import hmac
 import logging
 import math
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from fastapi import Depends, FastAPI, Request, Response
@@ -21,12 +22,18 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from keepstep.adapters.identity.tokens import node_secret
 from keepstep.errors import KeepstepError, NotActive, TransientError, UsageError
 from keepstep.model import job as inputs
+from keepstep.model.records import IncidentOpened
 from keepstep.model.views import IncidentView, JobView
+from keepstep.model.wire import MALFORMED
 from keepstep.orchestrator import registry
 from keepstep.orchestrator import requests as bodies
 from keepstep.runtime.driver import Driver
+
+if TYPE_CHECKING:
+    from keepstep.orchestrator.join import Desk
 
 log = logging.getLogger("keepstep.api")
 
@@ -35,6 +42,8 @@ WATCH_S_MAX = 60.0
 
 T = TypeVar("T")
 Handler = Callable[..., Awaitable[Response]]
+Guard = Callable[[Request], Awaitable[None]]
+NEW_TOKEN = "`keepstep token create` on the orchestrator's machine makes a new one"
 SCHEMAS = "#/components/schemas/{name}"
 STRUCTS = (
     inputs.JobSpec,
@@ -47,7 +56,10 @@ STRUCTS = (
     bodies.UntaintRequest,
     bodies.CancelRequest,
     bodies.SignalRequest,
+    bodies.JoinRequest,
+    bodies.Joined,
     bodies.Ok,
+    bodies.Asked,
     bodies.SignalTaken,
     bodies.Watch,
     bodies.SpareLine,
@@ -79,14 +91,21 @@ STATUS: tuple[tuple[type[KeepstepError], int], ...] = (
 )
 
 
-def build(driver: Driver, token: str, info: Callable[[], bodies.Info]) -> FastAPI:
+def build(
+    driver: Driver, token: str, info: Callable[[], bodies.Info], desk: Desk | None = None
+) -> FastAPI:
+    """`desk` is there if nodes can join from other machines."""
     app = FastAPI(title="Keepstep", openapi_url=None, docs_url=None, redoc_url=None)
-    guard = [Depends(bearer(token))]
+    guard = [Depends(bearer(token, desk))]
     _add_info(Routes(app, guard), info)
     add = Routes(app, [*guard, Depends(active(driver))])
     _add_reading(add, driver)
     _add_operating(add, driver)
     _add_signals(add, driver)
+    of_nodes = Routes(app, [Depends(bearer(token, desk, nodes=True))])
+    _add_nodes(of_nodes, driver)
+    if desk is not None:
+        _add_joining(Routes(app, []), desk, bearer(token, desk))
 
     @app.get("/healthz")
     async def healthz() -> Response:
@@ -146,17 +165,18 @@ def _add_operating(add: Routes, driver: Driver) -> None:
         driver.submit(inputs.Submit(spec=spec))
         return encoded(find(driver, spec.job), status=201)
 
-    @add("POST", "/v1/jobs/{job}/migrate", body=bodies.MigrateRequest, answer=bodies.Ok)
+    @add("POST", "/v1/jobs/{job}/migrate", body=bodies.MigrateRequest, answer=bodies.Asked)
     async def migrate(request: Request, job: str) -> Response:
         find(driver, job)
         asked = await read(request, bodies.MigrateRequest)
-        return done(driver, inputs.Migrate(job=job, ranks=asked.ranks, reason=asked.reason))
+        given = inputs.Migrate(job=job, ranks=asked.ranks, reason=asked.reason)
+        return opened(driver, given)
 
-    @add("POST", "/v1/jobs/{job}/drain", body=bodies.DrainRequest, answer=bodies.Ok)
+    @add("POST", "/v1/jobs/{job}/drain", body=bodies.DrainRequest, answer=bodies.Asked)
     async def drain(request: Request, job: str) -> Response:
         find(driver, job)
         asked = await read(request, bodies.DrainRequest)
-        return done(driver, inputs.Drain(job=job, node=asked.node, reason=asked.reason))
+        return opened(driver, inputs.Drain(job=job, node=asked.node, reason=asked.reason))
 
     @add("POST", "/v1/jobs/{job}/taint", body=bodies.TaintRequest, answer=bodies.Ok)
     async def taint(request: Request, job: str) -> Response:
@@ -183,10 +203,33 @@ def _add_operating(add: Routes, driver: Driver) -> None:
         given = inputs.Cancel(job=job, reason=asked.reason, exit_code=asked.exit_code)
         return done(driver, given)
 
+
+def _add_nodes(add: Routes, driver: Driver) -> None:
     @add("POST", "/v1/jobs/{job}/nodes/{node}/dead", answer=bodies.Ok)
     async def node_dead(job: str, node: str) -> Response:
         find(driver, job)
         return done(driver, inputs.NodeDead(job=job, node=node))
+
+
+def _add_joining(add: Routes, desk: Desk, operator: Guard) -> None:
+    """Both are for those who have no credentials yet, and neither tells them anything secret: a
+    certificate is public, and joining takes a token in the request."""
+
+    @add("GET", "/v1/ca", answer=str)
+    async def ca() -> Response:
+        return encoded(desk.authority.certificate)
+
+    @add("POST", "/v1/join", body=bodies.JoinRequest, answer=bodies.Joined)
+    async def join(request: Request) -> Response:
+        asked = await read(request, bodies.JoinRequest)
+        kept = desk.may_join(asked.token)
+        if kept is None and not asked.token:
+            await operator(request)
+        elif kept is None and not desk.is_operator(asked.token):
+            raise Unauthorized("the token is wrong or has expired", hint=NEW_TOKEN)
+        joined = desk.join(asked, kept)
+        log.info("%s: node %s may join", joined.job, joined.node)
+        return encoded(joined)
 
 
 def _add_signals(add: Routes, driver: Driver) -> None:
@@ -280,12 +323,19 @@ def describe(app: FastAPI) -> dict[str, Any]:
     return described
 
 
-def bearer(token: str) -> Callable[[Request], Awaitable[None]]:
-    expected = f"Bearer {token}".encode()
+def bearer(token: str, desk: Desk | None, *, nodes: bool = False) -> Guard:
+    """Lets operators through; with `nodes` also the node that the address names."""
 
     async def check(request: Request) -> None:
         given = request.headers.get("authorization", "").encode()
-        if not hmac.compare_digest(given, expected):
+        expected = [f"Bearer {token}".encode()]
+        if nodes:
+            where = request.path_params
+            own = node_secret(token, where["job"], where["node"])
+            expected.append(f"Bearer {own}".encode())
+        right = any(hmac.compare_digest(given, one) for one in expected)
+        text = given.removeprefix(b"Bearer ").decode(errors="replace")
+        if not right and (desk is None or not desk.is_operator(text)):
             raise Unauthorized(
                 "token missing or wrong",
                 hint="send 'Authorization: Bearer TOKEN' with the token of "
@@ -314,7 +364,7 @@ async def read(request: Request, kind: type[T]) -> T:
             raise TooLarge(f"the request is over {BODY_BYTES_MAX} bytes")
     try:
         return msgspec.json.decode(data, type=kind)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise UsageError(f"bad request: {error}", hint="see /v1/openapi.json") from error
 
 
@@ -338,6 +388,13 @@ def find(driver: Driver, job: str) -> JobView:
 def done(driver: Driver, given: inputs.CoreInput) -> Response:
     driver.submit(given)
     return encoded(bodies.Ok())
+
+
+def opened(driver: Driver, given: inputs.Migrate | inputs.Drain) -> Response:
+    """The first incident opened is the one asked for; others may follow from it."""
+    records = driver.submit(given).records
+    incident = next(one.incident for one in records if isinstance(one, IncidentOpened))
+    return encoded(bodies.Asked(incident=incident))
 
 
 def encoded(value: Any, status: int = 200) -> Response:

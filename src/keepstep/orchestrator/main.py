@@ -2,7 +2,9 @@
 
 It lives in the caller's event loop and takes no signals, no environment and no global state, so
 any asyncio program can hold one (or several, under different ids). Two things listen, both on
-loopback unless told otherwise: REST for operators and the stream server for agents.
+loopback unless told otherwise: REST for operators and the stream server for agents. Beyond
+loopback both speak TLS only, under an authority of the orchestrator's own (adapters.identity):
+REST asks for a token, the stream for a certificate of a node.
 
 Restart under the same id: the ledger is replayed and ports and token are taken from the file the
 killed predecessor left behind, so the agents' reconnect attempts simply succeed. A clean end
@@ -17,19 +19,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import logging
 import os
 import secrets
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 from keepstep.adapters.store.sqlite import SqliteLedger, lock_file, lock_path
+from keepstep.adapters.transport.tls import is_loopback, server_context
 from keepstep.core.orchestrator import Core
 from keepstep.errors import PermanentError, UsageError
-from keepstep.model.messages import PROTOCOL, Address
+from keepstep.model.messages import PROTOCOL, Address, TlsFiles
 from keepstep.model.views import JobView
 from keepstep.orchestrator import api, registry
 from keepstep.orchestrator.requests import Info, Peer
@@ -37,6 +42,10 @@ from keepstep.orchestrator.server import AgentServer
 from keepstep.orchestrator.terms import Terms, enroll
 from keepstep.ports.ledger import LedgerStore, Member
 from keepstep.runtime.driver import Driver
+
+if TYPE_CHECKING:  # an orchestrator on loopback does without cryptography
+    from keepstep.adapters.identity.authority import Authority
+    from keepstep.orchestrator.join import Desk
 
 log = logging.getLogger("keepstep.orchestrator")
 
@@ -94,6 +103,8 @@ class Orchestrator:
         token: str,
         me: Member,
         embedded: bool,
+        authority: Authority | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
         self.id = id
         self.home = home
@@ -103,7 +114,9 @@ class Orchestrator:
         self.embedded = embedded
         self._store = store
         self._id_lock = -1
-        self._agents = AgentServer(token)
+        self._authority = authority
+        self._tls = tls
+        self._agents = AgentServer(token, tls)
         self.driver = Driver(Core(), store, self._agents)
         self.terms = Terms(store, self.driver, self._agents, me)
         self._office: asyncio.Task[None] | None = None
@@ -143,16 +156,25 @@ class Orchestrator:
             opened.append(rest)
             stream = listen(host, stream_port)
             opened.append(stream)
+            authority = None if is_loopback(host) else open_authority(home, id)
+            scheme = "http" if authority is None else "https"
             me = Member(
                 id=id,
                 instance=secrets.token_hex(8),
-                url=f"http://{bracketed(host)}:{rest.getsockname()[1]}",
+                url=f"{scheme}://{bracketed(host)}:{rest.getsockname()[1]}",
                 stream=Address(host, stream.getsockname()[1]),
             )
             shared = await enroll(ledger, me)
             kept = before.token if before is not None else secrets.token_urlsafe(32)
             self = cls(
-                id=id, home=home, store=ledger, token=shared or kept, me=me, embedded=embedded
+                id=id,
+                home=home,
+                store=ledger,
+                token=shared or kept,
+                me=me,
+                embedded=embedded,
+                authority=authority,
+                tls=authority.serve_as(names_of(host)) if authority is not None else None,
             )
             await self.terms.begin()
             if self.terms.role == "active":
@@ -199,7 +221,7 @@ class Orchestrator:
     async def _serve(self, rest: socket.socket, stream: socket.socket) -> None:
         await self._agents.start(stream, self.driver)
         config = uvicorn.Config(
-            api.build(self.driver, self.token, self._info),
+            api.build(self.driver, self.token, self._info, self._desk()),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -207,6 +229,9 @@ class Orchestrator:
             ws="none",
             server_header=False,
         )
+        config.load()
+        if self._tls is not None:
+            config.ssl = server_context(self._tls, clients=False)
         self._web = _Web(config)
         self._web_task = asyncio.create_task(self._web.serve(sockets=[rest]))
         while not self._web.started:
@@ -217,6 +242,19 @@ class Orchestrator:
         self._write_entry()
         self._registrar = asyncio.create_task(self._keep_entry())
         self._office = asyncio.create_task(self.terms.run())
+
+    def _desk(self) -> Desk | None:
+        if self._authority is None:
+            return None
+        from keepstep.orchestrator.join import Desk
+
+        host = "" if is_unspecified(self.stream.host) else self.stream.host
+        return Desk(
+            self._authority,
+            own_token=self.token,
+            stream=Address(host, self.stream.port),
+            jobs=self.live_jobs,
+        )
 
     async def _keep_entry(self) -> None:
         """The file lists live jobs; refresh it when that list changes."""
@@ -239,6 +277,7 @@ class Orchestrator:
             pid_started=registry.process_started(pid) or 0,
             jobs=[view.job for view in self.live_jobs()],
             embedded=self.embedded,
+            ca=self._authority.certificate if self._authority is not None else "",
         )
         registry.write(self.home, entry)
 
@@ -279,6 +318,24 @@ def listen(host: str, port: int) -> socket.socket:
         raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     listener.setblocking(False)
     return listener
+
+
+def open_authority(home: Path, id: str) -> Authority:
+    from keepstep.adapters.identity.authority import Authority, folder
+
+    return Authority.open(folder(home, id))
+
+
+def names_of(host: str) -> list[str]:
+    """What other clients than Keepstep's own may call this machine."""
+    return [socket.gethostname()] if is_unspecified(host) else [host]
+
+
+def is_unspecified(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
 
 
 def bracketed(host: str) -> str:

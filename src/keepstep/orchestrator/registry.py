@@ -30,6 +30,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     pid_started: int  # clock ticks since boot
     jobs: list[str] = []
     embedded: bool = False  # in a launcher: never started again
+    ca: str = ""  # certificate (PEM) of its authority, where it listens beyond loopback
 
 
 def entry_path(home: Path, id: str) -> Path:

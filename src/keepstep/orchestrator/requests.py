@@ -50,11 +50,41 @@ class SignalRequest(Request, frozen=True, kw_only=True):
     rank: int = -1
 
 
+class JoinRequest(Request, frozen=True, kw_only=True):
+    """Of an agent that has no certificate yet. `token` is a join token or an operator's; empty
+    where the request itself is an operator's."""
+
+    request: str  # PEM certificate signing request
+    token: str = ""
+    job: str = ""  # needed where several jobs are live
+    node: str = ""  # "": the first node of the job that has not joined, else a new one
+
+
 # --------------------------------------------------------------------------- answers
+
+
+class Joined(msgspec.Struct, frozen=True, kw_only=True):
+    job: str
+    node: str
+    certificate: str  # PEM, for that node of that job
+    ca: str  # PEM
+    token: str  # the node's own
+    job_token: str  # common to the nodes of the job
+    stream: Address  # host "": the one that was asked
+    directory: str
+    stall_timeout_ns: int
+    slots: int = 0  # of that node, where the job's spec says so
 
 
 class Ok(msgspec.Struct, frozen=True, kw_only=True):
     ok: bool = True
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """A move was asked for; `incident` tells how it goes, and its outcome."""
+
+    ok: bool = True
+    incident: str
 
 
 class SignalTaken(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,7 @@
 """The agents' side: one authenticated stream per node, turned into inputs of the core.
 
-A stream begins with Hello. Until that is checked (token, protocol, job) the peer may only send one
+A stream begins with Hello. Until that is checked (token, protocol, job; between machines also
+that the peer's certificate is the one of the node it claims to be) the peer may only send one
 small frame and only for a short time. From then on every frame is an AgentMessage; a malformed or
 oversized one closes that stream and nothing else, and the agent connects again with an inventory.
 
@@ -15,10 +16,13 @@ import hmac
 import logging
 import socket
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
+from keepstep.adapters.identity.tokens import node_secret
 from keepstep.adapters.transport.stream import READ_BUFFER_BYTES, Stream, StreamClosed
+from keepstep.adapters.transport.tls import node_of, server_context
 from keepstep.core.orchestrator import Send
 from keepstep.errors import KeepstepError, RemoteProtocolError, TransientError
 from keepstep.model.job import AgentGone, AgentJoined, AgentSaid
@@ -30,6 +34,7 @@ from keepstep.model.messages import (
     Alive,
     Hello,
     Refused,
+    TlsFiles,
 )
 from keepstep.model.wire import FRAME_BYTES_MAX
 from keepstep.runtime.driver import Driver
@@ -45,8 +50,9 @@ NodeKey = tuple[str, str]  # job, node
 
 
 class AgentServer:
-    def __init__(self, token: str) -> None:
-        self._token = token.encode()
+    def __init__(self, token: str, tls: TlsFiles | None = None) -> None:
+        self._token = token
+        self._tls = tls
         self._decoder: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(AgentMessage)
         self._driver: Driver | None = None
         self._server: asyncio.Server | None = None
@@ -56,8 +62,13 @@ class AgentServer:
 
     async def start(self, listener: socket.socket, driver: Driver) -> None:
         self._driver = driver
+        tls = self._tls
         self._server = await asyncio.start_server(
-            self._on_connect, sock=listener, limit=READ_BUFFER_BYTES
+            self._on_connect,
+            sock=listener,
+            limit=READ_BUFFER_BYTES,
+            ssl=server_context(tls, clients=True) if tls is not None else None,
+            ssl_handshake_timeout=HELLO_S_MAX if tls is not None else None,
         )
 
     async def stop(self) -> None:
@@ -121,7 +132,7 @@ class AgentServer:
     async def _greet(self, stream: AgentStream) -> Hello | None:
         async with asyncio.timeout(HELLO_S_MAX):
             hello = await stream.receive()
-        refused = self._judge(hello)
+        refused = self._judge(hello, stream.certificate)
         if refused is None:
             assert isinstance(hello, Hello)
             refused = self._join(stream, hello)
@@ -132,12 +143,20 @@ class AgentServer:
         stream.send(refused)
         return None
 
-    def _judge(self, hello: AgentMessage) -> Refused | None:
+    def _judge(self, hello: AgentMessage, certificate: Any) -> Refused | None:
         assert self._driver is not None
         if not isinstance(hello, Hello):
             return Refused(error="the first frame must be Hello")
         # The token comes first: whoever has none learns nothing about jobs and nodes.
-        if not hmac.compare_digest(hello.token.encode(), self._token):
+        token, claimed = self._token, (hello.job, hello.node)
+        if self._tls is not None:
+            token = node_secret(token, *claimed)
+            if node_of(certificate) != claimed:
+                return Refused(
+                    error=f"this certificate is not that of node {hello.node} of {hello.job}",
+                    hint="join again with a token",
+                )
+        if not hmac.compare_digest(hello.token.encode(), token.encode()):
             return Refused(
                 error="wrong token",
                 hint="take the token from KEEPSTEP_HOME/orchestrators/<id>.json",
@@ -152,7 +171,9 @@ class AgentServer:
         if all(view.job != hello.job for view in self._driver.core.jobs()):
             return Refused(error=f"no such job: {hello.job}", hint="submit the job first")
         connected = self._peers.get((hello.job, hello.node))
-        if connected is not None and connected[0].pid != hello.pid:
+        # Another agent, but of the same workers: the first one is gone, we have not noticed yet.
+        same = connected is not None and connected[0].session == hello.session
+        if connected is not None and connected[0].pid != hello.pid and not same:
             return Refused(
                 error=f"node {hello.node} is connected already (agent pid {connected[0].pid})",
                 hint="give the new node another name",

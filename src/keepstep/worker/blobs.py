@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import msgspec
 from keepstep.errors import PermanentError
 from keepstep.model import messages as m
 from keepstep.model import wire
+from keepstep.worker import peers
 
 _decoder: msgspec.msgpack.Decoder[m.BlobReply] = msgspec.msgpack.Decoder(m.BlobReply)
 CONNECT_TIMEOUT_S = 5.0
@@ -51,18 +51,22 @@ class BuddyLine:
         tick: int,
         data: bytes,
         interrupted: Callable[[], bool],
+        init: bytes | None = None,
     ) -> None:
-        """Returns when the buddy has it; raises OSError when it cannot be had."""
+        """Returns when the buddy has it; raises OSError when it cannot be had. `init` is the
+        rank's init record: a buddy that is new, or was started anew, gets it first."""
         if address != self._address:
             self.close()
         if self._connection is None:
-            connection = socket.create_connection((address.host, address.port), CONNECT_TIMEOUT_S)
+            connection = peers.connect(address, CONNECT_TIMEOUT_S)
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._connection, self._address = connection, address
             if interrupted():  # it may have come before there was anything to interrupt
                 raise ConnectionAbortedError("publishing was aborted")
+            if init is not None and tick >= 0:
+                self.put(address, rank, -1, init, interrupted)
         try:
             request = m.BlobPut(token=self._token, rank=rank, tick=tick, data=data)
             reply = _ask(self._connection, request)
@@ -75,8 +79,7 @@ class BuddyLine:
     def interrupt(self) -> None:
         with self._lock:
             if self._connection is not None:
-                with contextlib.suppress(OSError):
-                    self._connection.shutdown(socket.SHUT_RDWR)
+                peers.shut(self._connection)
 
     def close(self) -> None:
         with self._lock:
@@ -89,7 +92,7 @@ def fetch(holders: list[m.Address], token: str, rank: int, tick: int) -> m.BlobD
     """Ask every holder in turn; None when no one has it."""
     for holder in holders:
         try:
-            with socket.create_connection((holder.host, holder.port), CONNECT_TIMEOUT_S) as line:
+            with peers.connect(holder, CONNECT_TIMEOUT_S) as line:
                 reply = _ask(line, m.BlobGet(token=token, rank=rank, tick=tick))
         except OSError:
             continue

@@ -20,6 +20,7 @@ import msgspec
 
 from keepstep.model import messages as m
 from keepstep.model import wire
+from keepstep.worker import peers
 from keepstep.worker.page import Page
 
 _decoder: msgspec.msgpack.Decoder[m.WorkerCommand] = msgspec.msgpack.Decoder(m.WorkerCommand)
@@ -44,6 +45,7 @@ class Channel:
         self.on_abort: Callable[[m.Abort], None] = lambda _: None
         self.on_stage: Callable[[m.Stage], None] = lambda _: None
         self.welcome = self._read_welcome()
+        peers.use(self.welcome.tls)
         self._thread = threading.Thread(target=self._run, name="keepstep", daemon=True)
         self._thread.start()
 

@@ -258,7 +258,8 @@ class Seat:
             if self.aborted():
                 raise ConnectionAbortedError("publishing was aborted")
             try:
-                self.buddy_line.put(address, self.rank, tick, data, self.aborted)
+                init = self.page.held(-1)
+                self.buddy_line.put(address, self.rank, tick, data, self.aborted, init)
                 return
             except OSError as error:
                 if self.aborted():

@@ -36,20 +36,12 @@ import xxhash
 from keepstep.errors import PermanentError, RemoteProtocolError, TransientError
 from keepstep.model import wire
 from keepstep.model.messages import Address, Message, Source
-from keepstep.worker import vm
+from keepstep.worker import peers, vm
 from keepstep.worker.state import Exported, StateSet, dense, describe, memory, on_cpu
 from keepstep.worker.statefile import DigestMismatch, read_file, write_file
 
-__all__ = [
-    "DigestMismatch",
-    "PullResult",
-    "SourceLost",
-    "SourceRefused",
-    "StateServer",
-    "pull",
-    "read_file",
-    "write_file",
-]
+__all__ = ["DigestMismatch", "PullResult", "SourceLost", "SourceRefused", "StateServer"]
+__all__ += ["pull", "read_file", "write_file"]
 
 BATCH_BYTES = 8 << 20
 PIECE_BYTES = 1 << 20  # copied and hashed while it is in the cache
@@ -175,6 +167,10 @@ class StateServer:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
+            try:
+                connection = peers.accepted(connection)
+            except OSError:
+                continue  # gone already
             with self._lock:
                 if self._closed:
                     connection.close()
@@ -186,6 +182,7 @@ class StateServer:
         with contextlib.suppress(OSError, RemoteProtocolError), sock:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.settimeout(SILENCE_S * 4)  # a client that waits for another source says nothing
+            peers.greet(sock)
             if not self._open(sock):
                 return
             while True:
@@ -258,8 +255,7 @@ class StateServer:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for connection in connections:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+            peers.shut(connection)
         for thread in self._threads:
             thread.join(SILENCE_S)
         vm.let_others_read(False)
@@ -292,8 +288,7 @@ class _Link:
 
     def __init__(self, source: Source, token: str, tick: int, timeout_s: float) -> None:
         self.rank = source.rank
-        address = (source.serve.host, source.serve.port)
-        self.sock = socket.create_connection(address, timeout=timeout_s)
+        self.sock = peers.connect(source.serve, timeout_s)
         try:
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _send(self.sock, Open(token=token, tick=tick))

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
@@ -33,6 +34,7 @@ READ_BUFFER_BYTES = 1 << 20
 # A peer whose machine vanished sends no FIN: the kernel gives up on it after about this long,
 # idle (keepalive probes) or not (unacknowledged data).
 SILENT_PEER_S = 20
+HANDSHAKE_S_MAX = 10.0  # of TLS
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ class Stream(Generic[T]):
         self._unsent_bytes_max = unsent_bytes_max
         self._length: int | None = None  # of the frame whose header was read already
         self.peer = _peer_name(writer)
+        self.certificate = writer.get_extra_info("peercert")  # verified; None without TLS
         _configure(writer.get_extra_info("socket"))
 
     @property
@@ -134,11 +137,15 @@ async def connect(
     *,
     limit: int = FRAME_BYTES_MAX,
     timeout_s: float = 5.0,
+    tls: tuple[ssl.SSLContext, str] | None = None,
 ) -> Stream[T]:
+    """`tls`: the context, and the name that the server's certificate must bear."""
+    context, name = tls if tls is not None else (None, None)
+    opening = asyncio.open_connection(
+        address.host, address.port, limit=READ_BUFFER_BYTES, ssl=context, server_hostname=name
+    )
     try:
-        reader, writer = await asyncio.wait_for(
-            asyncio.open_connection(address.host, address.port, limit=READ_BUFFER_BYTES), timeout_s
-        )
+        reader, writer = await asyncio.wait_for(opening, timeout_s)
     except (TimeoutError, OSError) as error:
         what = str(error) or "timed out"
         raise StreamClosed(f"cannot connect to {address.host}:{address.port}: {what}") from error
@@ -153,6 +160,7 @@ async def serve(
     *,
     limit: int = FRAME_BYTES_MAX,
     connections_max: int = 1024,
+    tls: ssl.SSLContext | None = None,
 ) -> asyncio.Server:
     """Run `handler` for each connection. Its errors end that connection and nothing else."""
     connections = 0
@@ -181,7 +189,14 @@ async def serve(
             stream.close()
             await stream.wait_closed()
 
-    return await asyncio.start_server(accept, host, port, limit=READ_BUFFER_BYTES)
+    return await asyncio.start_server(
+        accept,
+        host,
+        port,
+        limit=READ_BUFFER_BYTES,
+        ssl=tls,
+        ssl_handshake_timeout=HANDSHAKE_S_MAX if tls is not None else None,
+    )
 
 
 def listening_address(server: asyncio.Server) -> Address:

@@ -1,0 +1,127 @@
+"""Tokens that leave the orchestrator's machine, and secrets derived from its own.
+
+    ks1.<fingerprint of the authority>.<id>.<secret>
+
+A token says whom to believe before anything secret is sent: whoever holds it compares the
+authority's certificate with the fingerprint first. The orchestrator keeps one private file per
+token, with a digest of the secret only. A *join* token lets nodes join until it expires, and
+nothing else; an *operator* token does whatever the orchestrator's own token does.
+
+A node that has joined gets two secrets, both derived from the orchestrator's own token, so that
+there is nothing more to be kept: one names the node to the orchestrator, the other is common to
+the nodes of its job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from keepstep.adapters.identity.files import private_folder, read_private, write_private
+from keepstep.errors import UsageError
+
+Role = Literal["join", "operator"]
+VERSION = "ks1"
+_ID = re.compile(r"[0-9a-f]{12}")
+_FINGERPRINT = re.compile(r"[0-9a-f]{64}")
+
+
+class Token(msgspec.Struct, frozen=True, kw_only=True):
+    """What a token says, seen from outside."""
+
+    fingerprint: str
+    id: str
+    secret: str
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """What the orchestrator keeps of it."""
+
+    id: str
+    role: Role
+    digest: str
+    expires_at_ns: int  # wall clock
+    node: str = ""  # join: only under this name
+
+
+def parse(text: str) -> Token | None:
+    """None for the short kind, which is only used on the orchestrator's own machine."""
+    parts = text.strip().split(".")
+    if parts[0] != VERSION:
+        return None
+    if len(parts) != 4 or not _FINGERPRINT.fullmatch(parts[1]) or not _ID.fullmatch(parts[2]):
+        raise UsageError("the token is damaged", hint="keepstep token create prints a whole one")
+    return Token(fingerprint=parts[1], id=parts[2], secret=parts[3])
+
+
+class Tokens:
+    def __init__(self, authority: Path) -> None:
+        self._folder = authority / "tokens"
+
+    def create(
+        self, fingerprint: str, *, role: Role, now_ns: int, ttl_ns: int, node: str = ""
+    ) -> tuple[str, Kept]:
+        secret = secrets.token_urlsafe(32)
+        kept = Kept(
+            id=secrets.token_hex(6),
+            role=role,
+            digest=_digest(secret),
+            expires_at_ns=now_ns + ttl_ns,
+            node=node,
+        )
+        private_folder(self._folder)
+        write_private(self._path(kept.id), msgspec.json.encode(kept))
+        return f"{VERSION}.{fingerprint}.{kept.id}.{secret}", kept
+
+    def check(self, text: str, role: Role, now_ns: int) -> Kept | None:
+        """The token, if it is one of ours, of this role, and not expired."""
+        try:
+            token = parse(text)
+        except UsageError:
+            return None
+        kept = self._read(token.id) if token is not None else None
+        if token is None or kept is None or kept.role != role:
+            return None
+        if not hmac.compare_digest(kept.digest, _digest(token.secret)):
+            return None
+        return kept if now_ns < kept.expires_at_ns else None
+
+    def all(self) -> list[Kept]:
+        found = [self._read(path.stem) for path in sorted(self._folder.glob("*.json"))]
+        return sorted((one for one in found if one is not None), key=lambda k: k.expires_at_ns)
+
+    def remove(self, id: str) -> None:
+        if not _ID.fullmatch(id) or not self._path(id).exists():
+            raise UsageError(f"no token {id}", hint="keepstep token list")
+        self._path(id).unlink(missing_ok=True)
+
+    def _read(self, id: str) -> Kept | None:
+        try:
+            return msgspec.json.decode(read_private(self._path(id)), type=Kept)
+        except (UsageError, msgspec.DecodeError):
+            return None
+
+    def _path(self, id: str) -> Path:
+        return self._folder / f"{id}.json"
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def node_secret(own: str, job: str, node: str) -> str:
+    return _derived(own, "node", job, node)
+
+
+def job_secret(own: str, job: str) -> str:
+    return _derived(own, "job", job)
+
+
+def _derived(own: str, *words: str) -> str:
+    return hmac.digest(own.encode(), msgspec.json.encode(words), "sha256").hex()

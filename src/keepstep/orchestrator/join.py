@@ -1,0 +1,107 @@
+"""How a node becomes one: a token and a signing request in, a certificate out.
+
+The certificate is for one node of one live job, and the name is given here: a node that is
+connected cannot be taken over by whoever has a join token, and two agents that ask for any name at
+the same time get different ones. An agent that comes back uses the certificate it has.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from keepstep.adapters.identity.authority import Authority
+from keepstep.adapters.identity.tokens import Kept, Tokens, job_secret, node_secret
+from keepstep.core.operator import check_node
+from keepstep.errors import UsageError
+from keepstep.model.messages import Address
+from keepstep.model.views import JobView
+from keepstep.orchestrator.api import NotFound
+from keepstep.orchestrator.requests import Joined, JoinRequest
+
+PROMISE_NS = 60_000_000_000  # how long a name is kept for an agent that has not connected yet
+
+
+class Desk:
+    def __init__(
+        self,
+        authority: Authority,
+        *,
+        own_token: str,
+        stream: Address,
+        jobs: Callable[[], list[JobView]],
+        wall_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self.authority = authority
+        self.tokens = Tokens(authority.path)
+        self._own_token = own_token
+        self._stream = stream
+        self._jobs = jobs  # live ones
+        self._wall_ns = wall_ns
+        self._promised: dict[tuple[str, str], int] = {}
+
+    def is_operator(self, bearer: str) -> bool:
+        return self.tokens.check(bearer, "operator", self._wall_ns()) is not None
+
+    def may_join(self, token: str) -> Kept | None:
+        return self.tokens.check(token, "join", self._wall_ns())
+
+    def join(self, asked: JoinRequest, kept: Kept | None) -> Joined:
+        """`kept` is the join token that was shown; None: an operator asks."""
+        if kept is not None and kept.node and asked.node not in ("", kept.node):
+            raise UsageError(
+                f"this token is for node {kept.node}", hint=f"--node {kept.node}, or another token"
+            )
+        wanted = asked.node or (kept.node if kept is not None else "")
+        job = self._job(asked.job, wanted)
+        node = wanted or self._free_name(job)
+        check_node(node, 1)
+        if any(one.node == node and one.state == "connected" for one in job.nodes):
+            raise UsageError(
+                f"node {node} of job {job.job} is connected already",
+                hint="give the new node another name",
+            )
+        certificate = self.authority.sign_node(asked.request, job.job, node)
+        self._promised[job.job, node] = self._wall_ns()
+        return Joined(
+            job=job.job,
+            node=node,
+            certificate=certificate,
+            ca=self.authority.certificate,
+            token=node_secret(self._own_token, job.job, node),
+            job_token=job_secret(self._own_token, job.job),
+            stream=self._stream,
+            directory=job.directory,
+            stall_timeout_ns=job.stall_timeout_ns,
+            slots=next((one.slots for one in job.nodes if one.node == node), 0),
+        )
+
+    def _job(self, named: str, node: str) -> JobView:
+        live = [view for view in self._jobs() if named in ("", view.job)]
+        if len(live) > 1 and node:
+            live = [view for view in live if _waits_for(view, node)] or live
+        if len(live) == 1:
+            return live[0]
+        names = ", ".join(view.job for view in self._jobs()) or "none"
+        what = f"no live job {named}".rstrip() if not live else f"{len(live)} jobs are live"
+        raise (UsageError if live else NotFound)(what, hint=f"live jobs: {names}; see --job")
+
+    def _free_name(self, job: JobView) -> str:
+        now = self._wall_ns()
+        for key in [k for k, at in self._promised.items() if now > at + PROMISE_NS]:
+            del self._promised[key]
+        missing = [one.node for one in job.nodes if _waits_for(job, one.node)]
+        taken = {one.node for one in job.nodes}
+        invented = (f"n{i}" for i in range(len(taken) + len(self._promised) + 1))
+        return next(
+            name
+            for name in [*missing, *(name for name in invented if name not in taken)]
+            if (job.job, name) not in self._promised
+        )
+
+
+def _waits_for(job: JobView, node: str) -> bool:
+    """It is in the job's spec and no agent of that name has been seen yet."""
+    return any(
+        one.node == node and one.state == "disconnected" and one.pid == 0 for one in job.nodes
+    )

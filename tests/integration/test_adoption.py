@@ -1,0 +1,162 @@
+"""A training job whose agents are killed and started again: no rank is lost, no bit differs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from jobs import environment
+
+from keepstep.agent import identity, keeper
+
+CHAOS = Path(__file__).parents[1] / "chaos"
+STEPS = ["--epochs", "2", "--steps-per-epoch", "150"]
+DEADLINE_S = 120.0
+PYTHON = sys.executable
+
+
+class Lab:
+    """An orchestrator of its own, nodes by `keepstep agent --adopt`, and a job on them."""
+
+    def __init__(self, base: Path, stall_s: float) -> None:
+        self.base, self.home, self.out = base, base / "home", base / "out"
+        self.out.mkdir()
+        self.slow = base / "slow"
+        self.slow.touch()
+        self.started: list[subprocess.Popen[str]] = []
+        self.seen: dict[int, psutil.Process] = {}
+        self.start("orchestrator", "--id", "main")
+        self.until((self.home / "orchestrators" / "main.json").exists, "the orchestrator")
+        words = ("--orchestrator", "main", "--nnodes", "2", "--nproc-per-node", "2", "--spares")
+        options = ("--out", str(self.out), *STEPS, "--slow", str(self.slow))
+        self.run = self.start(
+            *("run", *words, "1", "--stall-timeout", str(stall_s), "--job-id", "job"),
+            *(str(CHAOS / "train.py"), *options),
+        )
+        self.nodes = {name: self.agent(name) for name in ("n0", "n1")}
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        with (self.base / f"{len(self.started)}-{words[0]}.log").open("w") as log:
+            process = subprocess.Popen(
+                [PYTHON, "-m", "keepstep", *words],
+                env=environment(self.home),
+                stdout=log,
+                stderr=log,
+                text=True,
+            )
+        self.started.append(process)
+        return process
+
+    def agent(self, name: str) -> subprocess.Popen[str]:
+        where = ("--orchestrator", "main", "--job", "job", "--node", name)
+        return self.start("agent", *where, "--adopt", "--wait")
+
+    def cli(self, *words: str) -> Any:
+        done = subprocess.run(
+            [PYTHON, "-m", "keepstep", *words, "--job", "job", "--json"],
+            env=environment(self.home),
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+        return json.loads(done.stdout) if done.stdout else []
+
+    def view(self) -> dict[str, Any]:
+        for process in [p for p in self.started if p.poll() is None]:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                self.seen.setdefault(child.pid, child)
+        found = self.cli("status")
+        return dict(found[0]) if found else {}
+
+    def node(self, name: str) -> dict[str, Any]:
+        return next((n for n in self.view().get("nodes", []) if n["node"] == name), {})
+
+    def until(self, condition: Callable[[], Any], what: str) -> Any:
+        end = time.monotonic() + DEADLINE_S
+        while not (value := condition()):
+            assert time.monotonic() < end, f"waited for {what}\n{self.logs()}"
+            time.sleep(0.05)
+        return value
+
+    def until_step(self, step: int) -> dict[str, Any]:
+        def there() -> Any:
+            view = self.view()
+            return view if view.get("committed_step", 0) >= step else None
+
+        return dict(self.until(there, f"step {step}"))
+
+    def until_back(self, name: str, pid: int) -> dict[str, Any]:
+        def there() -> Any:
+            node = self.node(name)
+            return node if node.get("state") == "connected" and node["pid"] != pid else None
+
+        return dict(self.until(there, f"another agent of {name} than {pid}"))
+
+    def logs(self) -> str:
+        paths = [*self.base.glob("*.log"), *self.home.rglob("*.log")]
+        return "\n".join(f"== {p}\n{p.read_text(errors='replace')[-2500:]}" for p in paths)
+
+    def close(self) -> None:
+        for process in self.started:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        for folder in (self.home / "nodes").glob("*"):
+            if (note := keeper.living(folder)) is not None:
+                os.kill(note.pid, signal.SIGKILL)  # its workers die with it
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Lab]:
+    it = Lab(tmp_path, stall_s=40)
+    yield it
+    it.close()
+
+
+@pytest.mark.timeout(290)
+def test_agents_are_killed_and_replaced_under_living_ranks(lab: Lab, tmp_path: Path) -> None:
+    view = lab.until_step(3)
+    pids = {seat["rank"]: seat["pid"] for seat in view["ranks"]}
+    agents = {node["node"]: node["pid"] for node in view["nodes"]}
+
+    # The agent alone: its parent starts the next one.
+    os.kill(agents["n1"], signal.SIGKILL)
+    lab.until_back("n1", agents["n1"])
+    # All of `keepstep agent`, as in an upgrade: somebody starts it again.
+    lab.nodes["n0"].kill()
+    lab.nodes["n0"].wait()
+    lab.until(lambda: not psutil.pid_exists(agents["n0"]), "the end of the agent")
+    assert keeper.living(identity.folder(lab.home, "job", "n0")) is not None
+    lab.agent("n0")
+    lab.until_back("n0", agents["n0"])
+
+    view = lab.until_step(lab.view()["committed_step"] + 3)
+    assert {seat["rank"]: seat["pid"] for seat in view["ranks"]} == pids
+    assert lab.cli("incidents") == []
+
+    # Adopted ranks can be lost and moved as any others.
+    os.kill(pids[1], signal.SIGKILL)
+    lab.until(lambda: [i for i in lab.cli("incidents") if i["outcome"] == "RESOLVED"], "recovery")
+    assert lab.cli("migrate", "--rank", "2")["outcome"] == "RESOLVED"
+    lab.slow.unlink()
+    assert lab.run.wait(DEADLINE_S) == 0, lab.logs()
+    seen = lab.cli("incidents")
+    assert sorted(i["cause"] for i in seen) == ["migrate", "process-exit"]
+    assert sum(i["steps_lost"] for i in seen) == 0
+    _, left = psutil.wait_procs(list(lab.seen.values()), timeout=20)
+    assert left == []
+
+    sys.path.insert(0, str(CHAOS))
+    from harness import differences, results, run_plain
+
+    plain = run_plain(tmp_path / "plain", 4, STEPS)
+    assert differences(results(lab.out, 4), plain) == []

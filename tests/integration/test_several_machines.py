@@ -1,0 +1,206 @@
+"""A job on several machines (network namespaces): joining, a kill, and nothing in the clear."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from machines import DEADLINE_S, Lab, Machine, laboratory, why_not
+
+CHAOS = Path(__file__).parents[1] / "chaos"
+SCRIPT = CHAOS / "train.py"
+STEPS = ["--epochs", "2", "--steps-per-epoch", "100"]
+STALL_S = "40"
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Lab]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with laboratory(tmp_path, 3) as it:
+        yield it
+
+
+class Cluster:
+    """An orchestrator on the first machine, and what it takes to use it from the others."""
+
+    def __init__(self, lab: Lab, *, jobs_at: Path) -> None:
+        self.lab = lab
+        self.head, *self.others = lab.machines
+        self.out = jobs_at
+        words = ("orchestrator", "--id", "main", "--host", self.head.address)
+        self.orchestrator = self.head.start("orchestrator", *words)
+        entry = self.head.home / "orchestrators" / "main.json"
+        lab.until(entry.exists, "the orchestrator")
+        self.entry = json.loads(entry.read_text())
+        self.url = self.entry["url"]
+        self.operator = self.token("--operator")
+        self.join = self.head.home / "join-token"
+        self.join.write_text(self.token())
+
+    def token(self, *words: str) -> str:
+        done = self.head.run("token", "create", "--json", *words)
+        assert done.returncode == 0, done.stderr
+        return str(json.loads(done.stdout)["token"])
+
+    def job(self, *words: str, steps: list[str] = STEPS, slow: Path | None = None) -> Any:
+        self.out.mkdir(parents=True, exist_ok=True)
+        options = ["--out", str(self.out), *steps]
+        if slow is not None:
+            slow.touch()
+            options += ["--slow", str(slow)]
+        run = ("run", "--orchestrator", self.url, "--stall-timeout", STALL_S, "--job-id", "job")
+        return self.head.start(
+            "run", *run, *words, str(SCRIPT), *options, KEEPSTEP_TOKEN=self.operator
+        )
+
+    def agent(self, machine: Machine, node: str, *words: str) -> Any:
+        where = ("--orchestrator", self.url, "--token-file", str(self.join))
+        return machine.start(f"agent-{node}", "agent", *where, "--node", node, "--wait", *words)
+
+    def status(self) -> dict[str, Any]:
+        done = self.head.run("status", "--json", "--job", "job")
+        return json.loads(done.stdout)[0] if done.returncode == 0 else {}
+
+    def incidents(self) -> list[dict[str, Any]]:
+        done = self.head.run("incidents", "--json", "--job", "job")
+        return list(json.loads(done.stdout)) if done.returncode == 0 else []
+
+    def until_step(self, step: int) -> dict[str, Any]:
+        def reached() -> dict[str, Any]:
+            view = self.status()
+            return view if view.get("committed_step", 0) >= step else {}
+
+        return dict(self.lab.until(reached, f"step {step}"))
+
+    def end(self, process: subprocess.Popen[str]) -> None:
+        code = process.wait(DEADLINE_S)
+        assert code == 0, self.lab.logs()
+
+
+def identical(out: Path, world: int, tmp_path: Path, steps: list[str]) -> None:
+    sys.path.insert(0, str(CHAOS))
+    from harness import differences, results, run_plain
+
+    expected = run_plain(tmp_path / "plain", world, steps)
+    assert differences(results(out, world), expected) == []
+
+
+@pytest.mark.timeout(280)
+def test_a_job_on_two_machines_outlives_a_rank_and_shows_nothing(lab: Lab, tmp_path: Path) -> None:
+    cluster = Cluster(lab, jobs_at=tmp_path / "out")
+    slow = tmp_path / "slow"
+    first, second = cluster.others
+    cluster.agent(first, "n0")  # before there is a job: they wait
+    agent = cluster.agent(second, "n1", "--adopt")
+    run = cluster.job("--nnodes", "2", "--nproc-per-node", "2", "--spares", "1", slow=slow)
+    view = cluster.until_step(3)
+    lab.until(lambda: [s for s in cluster.status()["spares"] if s["state"] == "parked"], "a spare")
+    homes = {seat["rank"]: seat["node"] for seat in view["ranks"]}
+    assert homes == {0: "n0", 1: "n0", 2: "n1", 3: "n1"}
+    restart_agent(cluster, agent, "n1")
+    os.kill(view["ranks"][1]["pid"], signal.SIGKILL)
+    lab.until(lambda: any(i["outcome"] == "RESOLVED" for i in cluster.incidents()), "recovery")
+    moved = cluster.head.run("migrate", "--rank", "2", "--json", "--job", "job")
+    assert moved.returncode == 0, moved.stderr + lab.logs()
+    notes = [note for m in cluster.others for note in m.home.glob("nodes/*/node.json")]
+    known = [json.loads(note.read_text()) for note in notes]
+    assert {note.stat().st_mode & 0o777 for n in notes for note in n.parent.iterdir()} == {0o600}
+    slow.unlink()
+    cluster.end(run)
+    lab.until(lambda: not any(m.pids() for m in cluster.others), "the agents to end", 20)
+    assert not any(note.exists() for note in notes)  # keys of what is no more
+    seen = cluster.incidents()
+    assert [i["outcome"] for i in seen] == ["RESOLVED", "RESOLVED"]
+    assert sum(i["steps_lost"] for i in seen) == 0
+    identical(cluster.out, 4, tmp_path, STEPS)
+    nothing_in_the_clear(cluster, [one[name] for one in known for name in ("token", "job_token")])
+
+
+def restart_agent(cluster: Cluster, agent: subprocess.Popen[str], node: str) -> None:
+    """Killed, and started again without a token: its ranks live, and it has its certificate."""
+
+    def pids() -> dict[str, int]:
+        return {n["node"]: n["pid"] for n in cluster.status()["nodes"] if n["state"] == "connected"}
+
+    before = pids()
+    agent.kill()
+    agent.wait()
+    words = ("agent", "--orchestrator", cluster.url, "--node", node, "--adopt")
+    cluster.others[1].start("agent-again", *words)
+    cluster.lab.until(lambda: pids().get(node, before[node]) != before[node], "the new agent")
+
+
+def nothing_in_the_clear(cluster: Cluster, node_secrets: list[str]) -> None:
+    sniffed = cluster.lab.sniffer.seen()
+    # The sniffer works: gloo's rendezvous is torch's own and plain.
+    assert b"keepstep/listen" in sniffed
+    secrets = [cluster.entry["token"], cluster.operator, cluster.join.read_text()]
+    secrets += [secret.rpartition(".")[2] for secret in secrets]
+    secrets += node_secrets
+    assert len(secrets) == 10
+    words = ["StartWorker", "WorkerSaid", "Progress", "BlobPut", "BlobGet", "Opened", "Fetched"]
+    words += ["authorization", "GET /v1", "POST /v1", "committed_step", str(SCRIPT)]
+    for word in secrets + words:
+        assert word.encode() not in sniffed, word
+
+
+@pytest.mark.timeout(120)
+def test_what_is_not_allowed_is_refused(lab: Lab, tmp_path: Path) -> None:
+    cluster = Cluster(lab, jobs_at=tmp_path / "out")
+    outside = cluster.others[0]
+    plain = cluster.url.replace("https:", "http:")
+    port = int(cluster.url.rpartition(":")[2])
+    join = cluster.join.read_text()
+    other_ca = re.sub(r"^ks1\.[0-9a-f]{64}", "ks1." + "0" * 64, join)
+    expired = cluster.token("--ttl", "1s")
+    tries = [
+        (["agent", "--orchestrator", plain], join, "not encrypted"),
+        (["agent", "--orchestrator", cluster.url], "", "no token"),
+        (["agent", "--orchestrator", cluster.url], cluster.entry["token"], "whom to believe"),
+        (["agent", "--orchestrator", cluster.url], other_ca, "not the orchestrator"),
+        (["agent", "--orchestrator", cluster.url], join, "no live job"),
+        (["agent", "--orchestrator", cluster.url], join[:-1] + "!", "wrong or has expired"),
+        (["run", "--orchestrator", plain, str(SCRIPT)], cluster.operator, "not encrypted"),
+        (["run", "--orchestrator", cluster.url, str(SCRIPT)], join, "token missing or wrong"),
+        (["agent", "--orchestrator", cluster.url], expired, "wrong or has expired"),
+    ]
+    for words, token, said in tries:
+        done = outside.run(*words, KEEPSTEP_TOKEN=token)
+        assert done.returncode == 2, (words, done.stderr)
+        assert said in done.stderr and "hint: " in done.stderr, (words, done.stderr)
+    # Without TLS nobody is talked to, on either port.
+    probe = (
+        "import socket, sys\n"
+        "for port in map(int, sys.argv[2:]):\n"
+        "    sock = socket.create_connection((sys.argv[1], port), 5)\n"
+        "    sock.sendall(b'GET /v1/jobs HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n')\n"
+        "    sock.settimeout(5)\n"
+        "    assert not sock.recv(100).startswith(b'HTTP'), port\n"
+    )
+    ports = [str(port), str(cluster.entry["stream"]["port"])]
+    words = outside.command("-c", probe, cluster.head.address, *ports)
+    subprocess.run(words, check=True, timeout=30)
+
+
+@pytest.mark.timeout(150)
+def test_a_launcher_joins_its_own_nodes(lab: Lab, tmp_path: Path) -> None:
+    """`keepstep run` without --nnodes under an orchestrator of another machine."""
+    cluster = Cluster(lab, jobs_at=tmp_path / "out")
+    script = tmp_path / "script.py"
+    script.write_text("import os\nprint('here is rank', os.environ['RANK'])\n")
+    machine = cluster.others[0]
+    words = ("run", "--orchestrator", cluster.url, "--local-nodes", "2", str(script))
+    done = machine.run(*words, KEEPSTEP_TOKEN=cluster.operator)
+    assert done.returncode == 0, done.stderr + lab.logs()
+    assert sorted(line[-6:] for line in done.stdout.splitlines()) == ["rank 0", "rank 1"]
+    assert machine.pids() == [] and list(machine.home.glob("nodes/*")) == []
+    assert b"here is rank" not in lab.sniffer.seen()

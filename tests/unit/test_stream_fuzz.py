@@ -1,0 +1,211 @@
+"""Every parser of frames, fed with anything: a message, or one clean error; never a surprise.
+
+The parsers are all there are: the streams of agents and blob servers, the agent's end of a
+worker's socket, and the channels between workers. Besides arbitrary bytes they get what is hard to
+tell from the real thing: true messages with a byte changed, cut or repeated, and documents of the
+right shape with values of the wrong type or size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Iterable
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from keepstep.adapters.transport.stream import Stream, StreamClosed
+from keepstep.agent.blobs import BlobServer
+from keepstep.agent.channel import Channel
+from keepstep.errors import RemoteProtocolError
+from keepstep.model import messages as m
+from keepstep.model.wire import HEADER, decode, frame
+
+UNIONS: dict[str, Any] = {
+    "agent": m.AgentMessage,
+    "command": m.AgentCommand,
+    "worker": m.WorkerMessage,
+    "told": m.WorkerCommand,
+    "blob": m.BlobRequest,
+    "reply": m.BlobReply,
+}
+LIMIT = 1 << 16
+fuzz = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+numbers = st.one_of(st.integers(-3, 9), st.integers(-(2**63), 2**64 - 1))
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+values = st.recursive(
+    st.none() | st.booleans() | numbers | st.floats() | texts | st.binary(max_size=12),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def of(kind: Any) -> st.SearchStrategy[Any]:
+    """Values of a msgspec type, straight from its description."""
+    return _strategy(msgspec.inspect.type_info(kind))
+
+
+def _strategy(info: Any) -> st.SearchStrategy[Any]:
+    match info:
+        case msgspec.inspect.StructType():
+            fields = {f.name: _strategy(f.type) for f in info.fields}
+            return st.builds(info.cls, **fields)
+        case msgspec.inspect.UnionType():
+            return st.one_of([_strategy(one) for one in info.types])
+        case msgspec.inspect.LiteralType():
+            return st.sampled_from(list(info.values))
+        case msgspec.inspect.ListType():
+            return st.lists(_strategy(info.item_type), max_size=2)
+        case msgspec.inspect.TupleType():
+            return st.tuples(*[_strategy(one) for one in info.item_types])
+        case msgspec.inspect.DictType():
+            return st.dictionaries(_strategy(info.key_type), _strategy(info.value_type), max_size=2)
+    simple: dict[type, st.SearchStrategy[Any]] = {
+        msgspec.inspect.IntType: st.integers(-(2**63), 2**63 - 1),
+        msgspec.inspect.FloatType: st.floats(allow_nan=False),
+        msgspec.inspect.StrType: texts,
+        msgspec.inspect.BytesType: st.binary(max_size=20),
+        msgspec.inspect.BoolType: st.booleans(),
+        msgspec.inspect.NoneType: st.none(),
+    }
+    return simple[type(info)]
+
+
+def kinds(union: Any) -> list[Any]:
+    return list(get_args(union))
+
+
+@st.composite
+def damaged(draw: st.DrawFn, union: Any) -> bytes:
+    """The bytes of a true frame with something done to them."""
+    data = bytearray(frame(draw(st.sampled_from(kinds(union)).flatmap(of))))
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, max(0, len(data) - 1)))
+        what = draw(st.sampled_from(["flip", "cut", "double", "insert"]))
+        if what == "flip" and data:
+            data[at] ^= draw(st.integers(1, 255))
+        elif what == "cut":
+            del data[at : at + draw(st.integers(1, 9))]
+        elif what == "double":
+            data[at:at] = data[at : at + 9]
+        else:
+            data[at:at] = draw(st.binary(min_size=1, max_size=5))
+    return bytes(data)
+
+
+@st.composite
+def lookalike(draw: st.DrawFn, union: Any) -> bytes:
+    """A document with a known tag and a few of its fields, whatever their values."""
+    kind = draw(st.sampled_from(kinds(union)))
+    fields = draw(st.dictionaries(st.sampled_from(kind.__struct_fields__ or ("x",)), values))
+    return frame({"type": kind.__name__, **fields})
+
+
+def anything(union: Any) -> st.SearchStrategy[bytes]:
+    loose = values.map(frame)
+    return st.one_of(st.binary(max_size=80), damaged(union), lookalike(union), loose)
+
+
+@pytest.mark.parametrize("name", UNIONS)
+@given(data=st.data())
+@fuzz
+def test_messages_come_back_as_they_were(name: str, data: st.DataObject) -> None:
+    union = UNIONS[name]
+    message = data.draw(st.sampled_from(kinds(union)).flatmap(of))
+    body = frame(message)[HEADER.size :]
+    assert decode(msgspec.msgpack.Decoder(union), body) == message
+
+
+@pytest.mark.parametrize("name", UNIONS)
+@given(data=st.data())
+@fuzz
+def test_a_stream_gives_messages_or_one_of_two_errors(name: str, data: st.DataObject) -> None:
+    union = UNIONS[name]
+    sent = b"".join(data.draw(st.lists(anything(union), min_size=1, max_size=3)))
+
+    async def scenario() -> None:
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        stream: Stream[Any] = Stream(reader, writer, msgspec.msgpack.Decoder(union), limit=LIMIT)
+        theirs.sendall(sent)
+        theirs.close()
+        with contextlib.suppress(StreamClosed, RemoteProtocolError):
+            while True:
+                assert isinstance(await stream.receive(), m.Message)
+        assert stream.closed
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+@given(chunks=st.lists(anything(m.WorkerMessage), min_size=1, max_size=4))
+@fuzz
+def test_a_worker_that_says_anything_is_heard_or_reported_broken(chunks: list[bytes]) -> None:
+    async def scenario() -> None:
+        ours, theirs = socket.socketpair()
+        ends: list[str] = []
+        channel = Channel(
+            asyncio.get_running_loop(),
+            ours,
+            on_message=lambda said: None,
+            on_broken=ends.append,
+            on_end=lambda: ends.append("end"),
+        )
+        for chunk in chunks:
+            with contextlib.suppress(OSError):
+                theirs.sendall(chunk)
+            await asyncio.sleep(0)
+        theirs.close()
+        channel.drain()
+        assert len(ends) == 1
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+@given(request=st.sampled_from(kinds(m.BlobRequest)).flatmap(of), right=st.booleans())
+@fuzz
+def test_a_blob_server_answers_every_request_and_only_with_the_token(
+    request: m.BlobRequest, right: bool
+) -> None:
+    server = BlobServer("the-token", lambda rank: [])
+    given_token = "the-token" if right else f"x{request.token}"
+    reply = server.answer(msgspec.structs.replace(request, token=given_token))
+    assert isinstance(reply, get_args(m.BlobReply))
+    assert right or isinstance(reply, m.BlobRefused)
+
+
+def served(parts: Iterable[bytes]) -> bytes:
+    """What a rank's state server says to a peer that sends `parts`."""
+    transfer = pytest.importorskip("keepstep.worker.transfer")
+    server = object.__new__(transfer.StateServer)
+    server._token, server._tick, server._lock = "the-token", 3, threading.Lock()
+    server._connections = set()
+    ours, theirs = socket.socketpair()
+    thread = threading.Thread(target=server._serve, args=(ours,))
+    thread.start()
+    with theirs:
+        with contextlib.suppress(OSError):
+            for part in parts:
+                theirs.sendall(part)
+            theirs.shutdown(socket.SHUT_WR)
+        said = b""
+        with contextlib.suppress(OSError):
+            while data := theirs.recv(1 << 16):
+                said += data
+    thread.join(10)
+    assert not thread.is_alive()
+    return said
+
+
+@given(parts=st.lists(st.binary(max_size=60) | values.map(frame), max_size=3))
+@fuzz
+def test_a_state_server_shows_nothing_to_a_peer_without_the_token(parts: list[bytes]) -> None:
+    said = served(parts)
+    if said:
+        assert b"Refused" in said and b"Opened" not in said
