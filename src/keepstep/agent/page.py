@@ -11,8 +11,6 @@ import os
 import struct
 import zlib
 
-import msgspec
-
 from keepstep.model.page import (
     CAPACITY_DEFAULT,
     FIELDS,
@@ -20,6 +18,7 @@ from keepstep.model.page import (
     PAGE_BYTES,
     SLOT_HEADER,
     WHERE,
+    Sample,
 )
 
 INIT_TICK = -1
@@ -30,22 +29,6 @@ _U64 = struct.Struct("<Q")
 _HEADER_BYTES = max(FIELDS.values()) + _U64.size
 _ATTEMPTS = 20  # to catch a live worker between two writes of one slot
 _CAPACITY_MAX = 1 << 34
-
-
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """The header at one moment. Fields are as in keepstep.model.page."""
-
-    heartbeat_ns: int
-    progress_ns: int
-    marks: int
-    version: int
-    tick: int
-    generation: int
-    where: str
-    stepping: bool
-    commit_ns: int
-    step_ns: int
-    hold: bool
 
 
 def create_page(name: str) -> int:

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import struct
 
+import msgspec
+
 MAGIC = 0x4B50_5347_4501
 PAGE_BYTES = 4096
 SLOT_HEADER = struct.Struct("<QqQQ")
@@ -52,3 +54,19 @@ WHERE = (
     "held",
     "done",
 )
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """The header at one moment. Fields are as in `FIELDS`."""
+
+    heartbeat_ns: int
+    progress_ns: int
+    marks: int
+    version: int
+    tick: int
+    generation: int
+    where: str
+    stepping: bool
+    commit_ns: int
+    step_ns: int
+    hold: bool
