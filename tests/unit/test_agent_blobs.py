@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.agent.blobs import BlobServer, BlobStore
-from keepstep.agent.page import NEWEST, PageReader, create_page
+from keepstep.agent.blobs import BlobServer
+from keepstep.core.agent.blobs import BlobStore
+from keepstep.agent.page import PageReader, create_page
+from keepstep.model.page import NEWEST
 from keepstep.model.messages import BlobData, BlobGet, BlobMissing, BlobOk, BlobPut, BlobRefused
 from keepstep.model.page import CAPACITY_DEFAULT, FIELDS, MAGIC, PAGE_BYTES, SLOT_HEADER
 

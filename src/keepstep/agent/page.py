@@ -15,14 +15,12 @@ from keepstep.model.page import (
     CAPACITY_DEFAULT,
     FIELDS,
     MAGIC,
+    NEWEST,
     PAGE_BYTES,
     SLOT_HEADER,
     WHERE,
     Sample,
 )
-
-INIT_TICK = -1
-NEWEST = -2
 
 _SLOTS = 3
 _U64 = struct.Struct("<Q")

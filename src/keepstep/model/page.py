@@ -24,6 +24,9 @@ PAGE_BYTES = 4096
 SLOT_HEADER = struct.Struct("<QqQQ")
 CAPACITY_DEFAULT = 256 << 10
 
+INIT_TICK = -1  # record of a rank's init-time collectives
+NEWEST = -2  # asks for the highest tick there is
+
 # name -> offset in the header; all are unsigned 64-bit
 FIELDS = {
     "magic": 0,
