@@ -9,8 +9,16 @@ from collections.abc import Iterator
 import pytest
 
 from keepstep.agent.page import PageReader, create_page
-from keepstep.model.page import INIT_TICK, NEWEST
-from keepstep.model.page import CAPACITY_DEFAULT, FIELDS, MAGIC, PAGE_BYTES, SLOT_HEADER, WHERE
+from keepstep.model.page import (
+    CAPACITY_DEFAULT,
+    FIELDS,
+    INIT_TICK,
+    MAGIC,
+    NEWEST,
+    PAGE_BYTES,
+    SLOT_HEADER,
+    WHERE,
+)
 
 
 class Writer:

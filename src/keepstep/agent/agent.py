@@ -137,6 +137,7 @@ class Agent:
             blobs=self._blobs_address,
             workers=self._seen(),
             retained=[worker.name for worker in self._workers.retained()],
+            stores=self._stores.generations(),
         )
 
     def _said(self, worker: Worker, said: WorkerMessage) -> None:

@@ -29,6 +29,7 @@ from keepstep.model.messages import (
     BlobReply,
     BlobRequest,
 )
+from keepstep.model.page import INIT_TICK
 
 CONNECTIONS_MAX = 1024
 FIRST_REQUEST_S = 10.0  # a connection that has not shown the token by then is closed

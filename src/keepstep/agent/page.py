@@ -67,6 +67,7 @@ class PageReader:
             commit_ns=fields["commit_ns"],
             step_ns=fields["step_ns"],
             hold=fields["hold"] == 1,
+            tick_marks=fields["tick_marks"],
         )
 
     def ticks(self) -> list[int]:

@@ -26,9 +26,13 @@ from keepstep.core.phases import has_held, newcomers
 from keepstep.core.planned import fail_move
 from keepstep.core.processes import node_lost
 from keepstep.core.rewire import settle_committed_planned
-from keepstep.core.state import Attempt, Incident, Job, Out, Worker
+from keepstep.core.state import SECOND, Attempt, Incident, Job, Out, Worker
 from keepstep.core.triage import hang_culprits, name_ranks
 from keepstep.model.records import SignalSeen
+
+# How long an agent may believe in a stream that is gone, and how late it may look.
+SILENT_NS = 25 * SECOND
+FENCE_SLACK_NS = 2 * SECOND
 
 
 def broken(job: Job) -> bool:
@@ -39,7 +43,7 @@ def broken(job: Job) -> bool:
     if attempt.kind == "resume":
         return False
     host = job.nodes.get(attempt.store_node)
-    if attempt.store is None and host is not None and host.state == "dead":
+    if attempt.store is None and host is not None and host.state in ("unreachable", "dead"):
         return True
     return attempt.members != tuple(job.live()) or set(attempt.moving) != set(job.dead())
 
@@ -174,6 +178,32 @@ def newcomer_failed(job: Job, out: Out, worker: Worker, why: str) -> None:
             return
     if attempt.staged_at:
         repeat_attempt(job, out, attempt, f"{worker.id} failed: {why}")
+
+
+def give_up_node(job: Job, out: Out, name: str, why: str) -> None:
+    """Nobody says that it is dead: its ranks count as dead from now on, but they are known to be
+    gone only when its agent, if it lives, must have noticed and ended them. Meanwhile everything
+    up to COMMIT is prepared."""
+    node = job.nodes[name]
+    lost = [w for _, w in job.owning() if w.node == name and w.usable and not w.done]
+    if not lost:
+        lose_node(job, out, name, why)
+        return
+    joining = [
+        w for w in job.workers.values() if w.node == name and w.role == "newcomer" and w.usable
+    ]
+    node.state = "unreachable"
+    fence_from = max(node.gone_at + SILENT_NS, job.progress_at)
+    node.fenced_at = max(out.now, fence_from + job.stall_ns + FENCE_SLACK_NS)
+    warn(job, out, f"{name} {why}: its ranks are replaced when they must have ended")
+    for worker in job.workers.values():
+        if worker.node == name and worker.usable:
+            worker.killed_at = out.now
+    for worker in lost:
+        reason = f"rank {worker.rank} was on {name}, which {why}"
+        job.causes.setdefault(worker.rank, ("node-lost", reason))
+    for worker in joining:
+        newcomer_failed(job, out, worker, f"{name} {why}")
 
 
 def lose_node(job: Job, out: Out, name: str, why: str) -> None:

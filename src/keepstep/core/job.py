@@ -135,6 +135,9 @@ def agent_joined(job: Job, out: Out, name: str, hello: Hello) -> None:
     node.blobs, node.pid, node.session = hello.blobs, hello.pid, hello.session
     node.slots = hello.slots
     there = {state.worker: state for state in hello.workers}
+    for worker in job.workers.values():
+        if worker.node == name:
+            worker.stalled = None  # that it is over may be lost; what still stands is told again
     for worker in [w for w in job.workers.values() if w.node == name and w.alive]:
         state = there.get(worker.id)
         if state is not None:
@@ -187,6 +190,9 @@ def _sweep(job: Job, out: Out, name: str, hello: Hello) -> None:
     if job.mode == "opening" and job.store_node == name:
         job.store_asked_at = 0
     keep = {job.generation} | ({attempt.generation} if attempt is not None else set())
+    if job.mode == "opening":
+        keep.add(job.generation_max)
+    node.stores |= set(hello.stores)
     for generation in sorted(node.stores - keep):
         out.send(name, CloseStore(generation=generation))
         node.stores.discard(generation)
@@ -226,6 +232,8 @@ def agent_said(job: Job, out: Out, name: str, message: AgentMessage) -> None:
         for state in message.workers:
             worker = _worker(job, name, state.worker)
             if worker is not None:
+                if state.tick > worker.tick:
+                    job.progress_at = out.now
                 note_progress(worker, state)
                 _seen_resumed(job, worker, state)
         _after_progress(job, out, name)

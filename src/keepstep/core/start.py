@@ -33,7 +33,7 @@ def advance_start(job: Job, out: Out) -> None:
         _begin(job, out)
     elif job.mode == "opening":
         node = job.nodes[job.store_node]
-        if node.state == "dead":
+        if node.state in ("unreachable", "dead"):
             job.mode = "waiting"
             _begin(job, out)
         elif job.store_asked_at == 0 and out.send(
@@ -56,7 +56,7 @@ def _begin(job: Job, out: Out) -> None:
     if leaving:
         return  # being killed: their slots are needed
     homes = {node for node, _ in placement.home_slots(job.spec).values()}
-    if any(job.nodes[name].state in ("absent", "disconnected") for name in homes):
+    if any(job.nodes[name].state in ("absent", "disconnected", "unreachable") for name in homes):
         job.reason = "waiting for the agents to join"
         return
     placed, why = placement.start_slots(job.spec, job.nodes, job.workers.values())

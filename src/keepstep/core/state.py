@@ -63,11 +63,13 @@ class Node:
     name: str
     index: int
     slots: int
-    state: Literal["absent", "connected", "disconnected", "dead"] = "absent"
+    # "unreachable": given up, but its ranks may still run until they must have ended themselves
+    state: Literal["absent", "connected", "disconnected", "unreachable", "dead"] = "absent"
     blobs: Address | None = None
     pid: int = 0
     session: int = 0
     gone_at: int = 0
+    fenced_at: int = 0  # unreachable: from then on nothing of it runs any more
     taints: list[str] = field(default_factory=list)
     slot_taints: dict[int, list[str]] = field(default_factory=dict)
     crashes: dict[int, int] = field(default_factory=dict)  # slot -> without training in between
@@ -229,6 +231,7 @@ class Job:
     bad_store: str = ""  # the node that failed last to open one
     store_asked_at: int = 0
     ranks_joined_at: int | None = None
+    progress_at: int = 0  # when a rank was last seen to get on
     # after a restart of the orchestrator
     replayed: bool = False
     rejoin_until: int | None = None

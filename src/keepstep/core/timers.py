@@ -7,13 +7,13 @@ Times derive from the one knob, `stall_timeout`.
 
 from __future__ import annotations
 
-from keepstep.core.faults import lose_node, newcomer_failed, stage_failed
+from keepstep.core.faults import give_up_node, lose_node, newcomer_failed, stage_failed
 from keepstep.core.incidents import end_job, warn
 from keepstep.core.migration import EXIT_GAVE_UP
 from keepstep.core.phases import has_copied, has_held, has_reported, members
 from keepstep.core.phases import newcomers as newcomers_of
 from keepstep.core.planned import fail_move
-from keepstep.core.state import SECOND, Attempt, Job, Out, Worker
+from keepstep.core.state import SECOND, Attempt, Job, Node, Out, Worker
 from keepstep.model.messages import KillWorker
 
 LEAVE_NS = 10 * SECOND
@@ -32,7 +32,9 @@ def timers(job: Job) -> list[Timer]:
     rows: list[Timer] = []
     for node in job.nodes.values():
         if node.state == "disconnected":
-            rows.append((node.gone_at + job.stall_ns, "node", node.name))
+            rows += _gone_timer(job, node)
+        elif node.state == "unreachable":
+            rows.append((node.fenced_at, "fenced", node.name))
     for worker in job.workers.values():
         if not worker.alive or job.nodes[worker.node].state != "connected":
             continue
@@ -49,6 +51,17 @@ def timers(job: Job) -> list[Timer]:
     if job.attempt is not None:
         rows += _attempt_timers(job, job.attempt)
     return rows
+
+
+def _gone_timer(job: Job, node: Node) -> list[Timer]:
+    """A node without its stream is not a dead node. As long as training gets on its ranks take part
+    in it; and if no rank is in reach, nobody could be rebuilt from anything: then we wait."""
+    owners = [w for _, w in job.owning() if w.usable and not w.done]
+    if not any(w.node == node.name for w in owners):
+        return [(node.gone_at + job.stall_ns, "node", node.name)]
+    if not any(job.nodes[w.node].state == "connected" for w in owners):
+        return []
+    return [(max(node.gone_at, job.progress_at) + job.stall_ns, "node", node.name)]
 
 
 def _start_timers(job: Job) -> list[Timer]:
@@ -132,7 +145,9 @@ def fire(job: Job, out: Out) -> None:
 def _fire_one(job: Job, out: Out, what: str, subject: str) -> None:
     attempt = job.attempt
     if what == "node":
-        lose_node(job, out, subject, "did not come back within the stall timeout")
+        give_up_node(job, out, subject, "did not come back within the stall timeout")
+    elif what == "fenced":
+        lose_node(job, out, subject, "did not come back, and must have ended its ranks")
     elif what in ("kill", "leave", "park", "member", "newcomer"):
         _fire_worker(job, out, what, job.workers[subject])
     elif what == "join":

@@ -170,6 +170,7 @@ def _resumed(job: Job, out: Out, worker: Worker, said: Resumed) -> None:
         return
     worker.version = max(worker.version, said.version)
     worker.tick = max(worker.tick, said.tick)
+    job.progress_at = out.now
     job.nodes[worker.node].crashes.pop(worker.slot, None)
     attempt = job.attempt
     if attempt is None or not attempt.committed or worker.resumed is said:

@@ -386,6 +386,7 @@ class Hello(Message, frozen=True):
     retained: list[
         tuple[str, int]
     ] = []  # dead workers whose side state is still held: (worker, rank)
+    stores: list[int] = []  # generations whose store is hosted here
 
 
 class WorkerStarted(Message, frozen=True):
@@ -420,7 +421,7 @@ class Stalled(Message, frozen=True):
     rank: int
     version: int
     tick: int
-    marks: int  # progress marks since the process began (collectives, forwards, fences, ...)
+    marks: int  # progress marks since the tick began (collectives, forwards, fences, ...)
     where: str
     heartbeat_age_ns: int  # the daemon thread's: large means stopped or stuck holding the GIL
     stopped: bool  # process state T

@@ -38,10 +38,11 @@ FIELDS = {
     "tick": 48,
     "generation": 56,
     "where": 64,  # index into WHERE
-    "stepping": 72,  # 1 once the first transaction has begun: stall detection is on
+    "stepping": 72,  # 1 from the first transaction or swap on: stall detection is on
     "commit_ns": 80,  # CLOCK_MONOTONIC of the last commit
     "step_ns": 88,  # smoothed step time
     "hold": 96,  # 1 while the rank holds (a stall is not a hang)
+    "tick_marks": 104,  # `marks` when the tick began: what came since can be compared between ranks
 }
 
 WHERE = (
@@ -73,3 +74,4 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     commit_ns: int
     step_ns: int
     hold: bool
+    tick_marks: int = 0

@@ -137,6 +137,10 @@ class Checker:
         if kind == "planned":
             self.ensure(process.mode == "held", f"{old} leaves rank {rank} but is {process.mode}")
             return
+        if process.hold or process.node.paused:
+            # It has left its groups and does nothing without a command: it may outlive its loss,
+            # as its agent cannot tell whether its state is the only one left.
+            return
         self.ensure(
             False, f"rank {rank} has two owners: {old} is alive ({process.mode}) and was replaced"
         )

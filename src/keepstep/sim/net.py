@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MS = 1_000_000
 SECOND = 1_000_000_000
-SILENT_NS = 8 * SECOND
+SILENT_NS = 20 * SECOND  # as adapters/transport/stream.py
 ASK_TIMEOUT_NS = 5 * SECOND
 ORCHESTRATOR = "orchestrator"
 
@@ -185,7 +185,9 @@ class Connection:
             self.node.stream_lost(self)
             if self.server_open and not net.is_cut(name, ORCHESTRATOR):
                 # Behind what was sent before: FIN keeps the order, RST may overtake it.
-                wait = max(self._up_at - self.world.now, 0) if self.world.random.random() < 0.5 else 0
+                wait = (
+                    max(self._up_at - self.world.now, 0) if self.world.random.random() < 0.5 else 0
+                )
                 delay = wait + net.delay(name, ORCHESTRATOR)
                 self.world.after(delay, self.close, "orchestrator")
         elif end == "orchestrator" and self.server_open:

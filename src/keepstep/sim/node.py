@@ -9,7 +9,7 @@ from keepstep.core.agent import machine as core
 from keepstep.core.agent.blobs import BlobStore
 from keepstep.model import messages as m
 from keepstep.sim.groups import Store
-from keepstep.sim.net import MS, SECOND, Connection
+from keepstep.sim.net import MS, SECOND, SILENT_NS, Connection
 from keepstep.sim.rank import Blob, Rank, newest
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class SimNode:
         stream, self.stream = self.stream, None
         if stream is not None:
             stream.agent_open = False
-            wait = 9 * SECOND if silently else 2 * MS
+            wait = SILENT_NS if silently else 2 * MS
             self.world.after(wait, stream.close, "orchestrator")
         self.world.node_died(self, silently)
 
@@ -118,6 +118,7 @@ class SimNode:
             blobs=self.blobs,
             workers=self._seen(),
             retained=[w for w, p in self.processes.items() if not p.alive and w in self.pages],
+            stores=list(self.stores),
         )
         stream.up(hello)
         self.later(ACCEPT_TIMEOUT_NS, self._give_up, stream)

@@ -93,7 +93,7 @@ class Rank:
         self.error_kind = ""
         self.computing = False
         # page
-        self.marks = 0
+        self.marks = self.tick_marks = 0
         self.stepping = False
         self.hold = False
         self.commit_ns = 0
@@ -170,6 +170,7 @@ class Rank:
             commit_ns=self.commit_ns,
             step_ns=0,
             hold=self.hold,
+            tick_marks=self.tick_marks,
         )
 
     def _started(self) -> None:
@@ -404,6 +405,7 @@ class Rank:
         self.tick += 1
         self.shared = shared
         self.marks += 1
+        self.tick_marks = self.marks
         self.commit_ns = self.world.now
         self.world.checker.committed(self)
         if self.resumed == self.generation:
@@ -532,6 +534,8 @@ class Rank:
             self.hold_generation = -1
         self.buddy = command.buddy
         self.error_kind = ""
+        self.stepping = True
+        self.tick_marks = self.marks
         self.world.checker.swapped(self)
         self.say(m.Swapped(generation=command.generation, swap_ns=1))
         blob = (self.tick, self.version, self.own)
@@ -636,7 +640,9 @@ class Rank:
     def _fetched(self, blob: Blob | None) -> None:
         assert self.copy is not None
         if blob is None:
-            self._copy_failed("side-state-missing", f"side state {self.copy.tick} is held by nobody")
+            self._copy_failed(
+                "side-state-missing", f"side state {self.copy.tick} is held by nobody"
+            )
         else:
             self._pull(blob, list(self.copy.sources))
 

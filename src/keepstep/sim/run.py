@@ -64,7 +64,7 @@ class Run:
             late = index - plan.rank_nodes
             wait = plan.late_nodes[late] if 0 <= late < len(plan.late_nodes) else 0
             if wait:
-                world.after(wait, world.add_node, f"n{index}", plan.per_node)
+                world.after(wait, world.join_node, f"n{index}", plan.per_node)
             else:
                 world.add_node(f"n{index}", plan.per_node)
         world.submit()

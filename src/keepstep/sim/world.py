@@ -93,6 +93,9 @@ class World:
         self.nodes[name] = node
         return node
 
+    def join_node(self, name: str, slots: int) -> None:
+        self.add_node(name, slots)
+
     def submit(self) -> None:
         self.orchestrator.submit(Submit(spec=self.plan.spec()))
 

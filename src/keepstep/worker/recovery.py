@@ -217,6 +217,8 @@ class Recovery:
         seat.alone = command.solo or seat.world == 1
         seat.generation = seat.resumed = command.generation
         seat.page.set("generation", command.generation)
+        seat.page.set("stepping", 1)  # a newcomer that stands still from here on hangs
+        seat.page.new_tick()
         if seat.channel.hold_generation <= command.generation:
             seat.channel.hold_generation = -1
         seat.channel.buddy = command.buddy

@@ -18,7 +18,7 @@ node may have been given up and its ranks rebuilt elsewhere; ending them here ma
 rank has two owners. Either condition alone is harmless: a restarting orchestrator does not stop
 training, and a stall that the orchestrator can see is its own to judge. A rank that holds has
 given up its groups and can not train behind anybody's back, and its state may be the only one
-left: a node with such a rank is not fenced.
+left: it is spared, and only the other ranks of its node are ended.
 """
 
 from __future__ import annotations
@@ -317,6 +317,7 @@ class AgentMachine:
         blobs: Address,
         workers: Sequence[Seen],
         retained: Sequence[str],
+        stores: Sequence[int],
     ) -> Hello:
         """The first frame of a new stream; `retained` are dead workers whose page is still open."""
         setting = self._setting
@@ -332,6 +333,7 @@ class AgentMachine:
             slots=setting.slots,
             workers=self._states(now_ns, workers),
             retained=[(name, ranks[name]) for name in retained if name in ranks],
+            stores=sorted(stores),
         )
 
     # ----------------------------------------------------------------- to the orchestrator
@@ -495,22 +497,27 @@ class AgentMachine:
             states = self._states(now_ns, workers)
             if states != self._shown and self._offer(Progress(workers=states)):
                 self._shown = states
-        if self._must_fence(now_ns, workers):
-            why = "no orchestrator and no progress: fencing this node"
-            self._effects.append(End(EXIT_FENCED, why))
+        if not self._connected:
+            self._fence(now_ns, workers)
 
-    def _must_fence(self, now_ns: int, workers: Sequence[Seen]) -> bool:
-        if self._connected or now_ns - self._away_since_ns < self._setting.stall_timeout_ns:
-            return False
+    def _fence(self, now_ns: int, workers: Sequence[Seen]) -> None:
+        if now_ns - self._away_since_ns < self._setting.stall_timeout_ns:
+            return
+        holding = False
         ranks = []
         for seen in workers:
             if seen.sample is None or self._processes[seen.worker].rank < 0:
                 continue
-            if seen.sample.hold:
-                return False
+            holding = holding or seen.sample.hold
             if not may_stand_still(seen.sample):
                 ranks.append(seen.worker)
-        return self._detector.all_stalled(ranks)
+        if not self._detector.all_stalled(ranks):
+            return
+        if holding:
+            self._effects += [Kill(worker) for worker in ranks]
+        else:
+            why = "no orchestrator and no progress: fencing this node"
+            self._effects.append(End(EXIT_FENCED, why))
 
     # ----------------------------------------------------------------- ending
 

@@ -106,7 +106,7 @@ class StallDetector:
             rank=rank,
             version=sample.version,
             tick=sample.tick,
-            marks=sample.marks,
+            marks=sample.marks - sample.tick_marks,
             where=sample.where,
             heartbeat_age_ns=max(0, now_ns - sample.heartbeat_ns),
             stopped=stopped,
