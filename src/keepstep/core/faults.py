@@ -180,12 +180,17 @@ def newcomer_failed(job: Job, out: Out, worker: Worker, why: str) -> None:
         repeat_attempt(job, out, attempt, f"{worker.id} failed: {why}")
 
 
+def ranks_on(job: Job, name: str) -> list[Worker]:
+    """Owners of ranks there that may still run; killing one is no proof of its end."""
+    return [w for _, w in job.owning() if w.node == name and w.alive and not w.done]
+
+
 def give_up_node(job: Job, out: Out, name: str, why: str) -> None:
     """Nobody says that it is dead: its ranks count as dead from now on, but they are known to be
     gone only when its agent, if it lives, must have noticed and ended them. Meanwhile everything
     up to COMMIT is prepared."""
     node = job.nodes[name]
-    lost = [w for _, w in job.owning() if w.node == name and w.usable and not w.done]
+    lost = ranks_on(job, name)
     if not lost:
         lose_node(job, out, name, why)
         return

@@ -152,7 +152,12 @@ def agent_joined(job: Job, out: Out, name: str, hello: Hello) -> None:
         else:
             processes.worker_ended(job, out, worker, -1, "was never started", "process-exit")
     for known in there:
-        if known not in job.workers or not job.workers[known].alive:
+        stray = job.workers.get(known)
+        if stray is not None and not stray.alive:
+            # It was given up with its node: until it is gone its slot is taken.
+            stray.alive, stray.role, stray.killed_at = True, "unwanted", out.now
+            out.send(name, KillWorker(worker=known))
+        elif stray is None:
             out.send(name, KillWorker(worker=known))
     _sweep(job, out, name, hello)
 

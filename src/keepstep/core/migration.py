@@ -283,17 +283,17 @@ def _worth_trying(job: Job, out: Out, attempt: Attempt, tick: int) -> bool:
 def stage_row(job: Job, out: Out, attempt: Attempt) -> None:
     if attempt.store is None or attempt.solo:
         return
+    # A rendezvous has a time limit, and it cannot complete without the newcomers: whoever is told
+    # to wait in it before they are there, or before a spare is found, gives up in vain.
+    if not all_filled(job, attempt) or not all(w.arrived for w in newcomers(job, attempt)):
+        return
     stage = Stage(generation=attempt.generation, store=attempt.store)
     for worker in group_of(job, attempt):
         if worker.staged == attempt.generation:
             continue
         joining = worker.role == "newcomer"
         # A rank's old groups are gone once it has reported; a planned one keeps them.
-        if (
-            worker.arrived
-            if joining
-            else attempt.kind == "planned" or has_reported(worker, attempt)
-        ):
+        if joining or attempt.kind == "planned" or has_reported(worker, attempt):
             before = worker.asked.get("stage")
             out.ask(worker, "stage", attempt.generation, stage)
             if worker.asked.get("stage") != before:

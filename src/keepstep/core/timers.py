@@ -7,7 +7,13 @@ Times derive from the one knob, `stall_timeout`.
 
 from __future__ import annotations
 
-from keepstep.core.faults import give_up_node, lose_node, newcomer_failed, stage_failed
+from keepstep.core.faults import (
+    give_up_node,
+    lose_node,
+    newcomer_failed,
+    ranks_on,
+    stage_failed,
+)
 from keepstep.core.incidents import end_job, warn
 from keepstep.core.migration import EXIT_GAVE_UP
 from keepstep.core.phases import has_copied, has_held, has_reported, members
@@ -56,10 +62,10 @@ def timers(job: Job) -> list[Timer]:
 def _gone_timer(job: Job, node: Node) -> list[Timer]:
     """A node without its stream is not a dead node. As long as training gets on its ranks take part
     in it; and if no rank is in reach, nobody could be rebuilt from anything: then we wait."""
-    owners = [w for _, w in job.owning() if w.usable and not w.done]
-    if not any(w.node == node.name for w in owners):
+    if not ranks_on(job, node.name):
         return [(node.gone_at + job.stall_ns, "node", node.name)]
-    if not any(job.nodes[w.node].state == "connected" for w in owners):
+    owners = (worker for _, worker in job.owning() if worker.usable and not worker.done)
+    if not any(job.nodes[worker.node].state == "connected" for worker in owners):
         return []
     return [(max(node.gone_at, job.progress_at) + job.stall_ns, "node", node.name)]
 
@@ -112,11 +118,6 @@ def _attempt_timers(job: Job, attempt: Attempt) -> list[Timer]:
 
 
 def _all_asked_staged(job: Job, attempt: Attempt) -> bool:
-    """A rendezvous that still waits for a newcomer's construction is not late."""
-    if any(not w.arrived for w in newcomers_of(job, attempt)):
-        return True
-    if any(rank not in attempt.newcomers for rank in attempt.moving):
-        return True
     group = members(job, attempt) + newcomers_of(job, attempt)
     asked = [w for w in group if w.asked.get("stage", (-1, 0))[0] == attempt.generation]
     return all(worker.staged == attempt.generation for worker in asked)

@@ -137,7 +137,7 @@ class Checker:
         if kind == "planned":
             self.ensure(process.mode == "held", f"{old} leaves rank {rank} but is {process.mode}")
             return
-        if process.hold or process.node.paused:
+        if process.hold or process.mode in ("joining", "swapping") or process.node.paused:
             # It has left its groups and does nothing without a command: it may outlive its loss,
             # as its agent cannot tell whether its state is the only one left.
             return
@@ -199,6 +199,7 @@ class Checker:
         elif isinstance(command, m.Assign):
             old = self.seats.get(command.rank)
             over = old is None or old == worker or old in self.killed | self.ended_on_record
+            over = over or not self.world.orchestrator.core.state("j").workers[str(old)].usable
             owner = old is not None and old in self.owners.values()
             self.ensure(
                 over or owner, f"rank {command.rank} is given to {worker} and still to {old}"

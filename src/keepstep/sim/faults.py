@@ -157,6 +157,9 @@ def _orchestrator(world: World, fault: Fault) -> str:
         orchestrator.crash_at = fault.kind
     elif fault.kind == "full":
         orchestrator.disk_full = True
+    elif fault.kind == "blackout":
+        links = [(name, ORCHESTRATOR) for name in world.nodes]
+        _cut(world, links + [(b, a) for a, b in links], fault.length_ns)
     elif fault.kind in ("hang", "pause"):
         orchestrator.pause()
         world.after(fault.length_ns, orchestrator.resume)

@@ -170,6 +170,10 @@ class Connection:
             commands, self._down = self._down, deque()
             for command in commands:
                 self.down(command)
+        if self.agent_open != self.server_open:
+            # One end has given up already; the next probe of the other tells it.
+            end = "agent" if self.agent_open else "orchestrator"
+            self.world.after(self.world.random.randrange(5 * SECOND), self.close, end)
 
     def _late_up(self, message: AgentMessage) -> None:
         """Sent before its sender gave the stream up: it is still on its way."""

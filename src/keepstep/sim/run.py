@@ -15,8 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from keepstep.core.orchestrator import Outcome
 from keepstep.core.state import Job
 from keepstep.model.job import Untaint
+from keepstep.model.records import Committed
 from keepstep.sim import faults
 from keepstep.sim.check import Violation
 from keepstep.sim.net import SECOND
@@ -112,6 +114,7 @@ class Run:
             world.after(world.random.randrange(SECOND), self._start_migration, fault)
         if self.waiting:
             world.watchers.append(self._watch)
+            world.on_decided = self._watch_commit
             world.after(FIRE_NS, self._strike_anyway)
 
     def _start_migration(self, fault: Fault) -> None:
@@ -127,6 +130,14 @@ class Run:
         for fault in [fault for fault in self.waiting if fault.phase == phase]:
             self.waiting.remove(fault)
             self.world.after(fault.delay_ns, self._strike, fault)
+
+    def _watch_commit(self, outcome: Outcome) -> None:
+        """COMMIT lasts from the decision until its record is durable."""
+        if any(isinstance(record, Committed) for record in outcome.records):
+            for fault in [fault for fault in self.waiting if fault.phase == "COMMIT"]:
+                self.waiting.remove(fault)
+                write_ns = self.world.orchestrator.append_ns
+                self.world.after(self.world.random.randrange(write_ns), self._strike, fault)
 
     def _strike(self, fault: Fault) -> None:
         self.pending -= 1

@@ -51,6 +51,7 @@ class World:
         self.fired_faults: list[str] = []
         self.over = False
         self.watchers: list[Callable[[], None]] = []
+        self.on_decided: Callable[[Outcome], None] = lambda _: None
         self.reasons: set[str] = set()
         self.spawn_failures = 0
 
@@ -139,6 +140,7 @@ class World:
         for send in outcome.sends:
             line += f" > {_command(send.command)}"
         self.trace(line)
+        self.on_decided(outcome)
 
     def acted(self) -> None:
         for watcher in list(self.watchers):
