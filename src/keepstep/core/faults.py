@@ -237,6 +237,8 @@ def check_hang(job: Job, out: Out) -> None:
     if not stalled:
         return
     ranks, reason = hang_culprits(stalled, job.stall_ns)
+    if ranks and set(ranks) == set(job.live()):
+        ranks, reason = (), "all ranks are stopped, and none is left to rebuild them from"
     if not ranks:
         if not job.hang_warned:
             warn(job, out, f"training stands still: {reason}")

@@ -8,6 +8,7 @@ Times derive from the one knob, `stall_timeout`.
 from __future__ import annotations
 
 from keepstep.core.faults import (
+    SILENT_NS,
     give_up_node,
     lose_node,
     newcomer_failed,
@@ -87,9 +88,11 @@ def _start_timers(job: Job) -> list[Timer]:
 def _attempt_timers(job: Job, attempt: Attempt) -> list[Timer]:
     rows: list[Timer] = []
     if attempt.committed_at is not None:
-        for _, worker in job.owning():
-            if worker.swapped < attempt.generation and not worker.done:
-                rows += _since(worker, "swap", attempt, job.reply_ns, "member")
+        owners = [worker for _, worker in job.owning() if not worker.done]
+        late = [w for w in owners if w.swapped < attempt.generation]
+        reply_ns = _reply_ns(job, len(late) < len(owners))
+        for worker in late:
+            rows += _since(job, worker, "swap", attempt, reply_ns, "member")
         return rows
     if attempt.incident.give_up:
         rows.append((attempt.incident.give_up_at + job.build_ns, "give-up", ""))
@@ -98,11 +101,8 @@ def _attempt_timers(job: Job, attempt: Attempt) -> list[Timer]:
             rows.append((attempt.store_asked_at + STORE_NS, "store", ""))
     elif attempt.staged_at and not attempt.solo and not _all_asked_staged(job, attempt):
         rows.append((attempt.staged_at + job.build_ns, "stage", ""))
-    for worker in members(job, attempt):
-        if attempt.kind == "unplanned" and not has_reported(worker, attempt):
-            rows += _since(worker, "abort", attempt, job.reply_ns, "member")
-        elif attempt.kind == "unplanned" and not has_held(worker, attempt):
-            rows += _since(worker, "decide", attempt, job.reply_ns, "member")
+    if attempt.kind == "unplanned":
+        rows += _member_timers(job, attempt)
     if attempt.kind == "planned" and attempt.holding and attempt.tick is None:
         rows.append((attempt.hold_at + max(job.build_ns, 4 * job.stall_ns), "hold", ""))
     for worker in newcomers_of(job, attempt):
@@ -113,8 +113,24 @@ def _attempt_timers(job: Job, attempt: Attempt) -> list[Timer]:
         elif worker.ready is None and worker.positioned_at is not None:
             rows.append((worker.positioned_at + job.build_ns, "newcomer", worker.id))
         elif worker.ready is not None and not has_copied(worker, attempt):
-            rows += _since(worker, "copy", attempt, job.build_ns, "newcomer")
+            rows += _since(job, worker, "copy", attempt, job.build_ns, "newcomer")
     return rows
+
+
+def _member_timers(job: Job, attempt: Attempt) -> list[Timer]:
+    group = members(job, attempt)
+    what, answered = "abort", [w for w in group if has_reported(w, attempt)]
+    if len(answered) == len(group):
+        what, answered = "decide", [w for w in group if has_held(w, attempt)]
+    reply_ns = _reply_ns(job, bool(answered))
+    late = (worker for worker in group if worker not in answered)
+    return [row for w in late for row in _since(job, w, what, attempt, reply_ns, "member")]
+
+
+def _reply_ns(job: Job, somebody_answered: bool) -> int:
+    """If nobody answers, all streams may be dead and not known to be: only when that would have
+    been noticed is silence the ranks' own. Fencing all of them would lose what they hold."""
+    return job.reply_ns if somebody_answered else job.reply_ns + SILENT_NS
 
 
 def _all_asked_staged(job: Job, attempt: Attempt) -> bool:
@@ -123,10 +139,12 @@ def _all_asked_staged(job: Job, attempt: Attempt) -> bool:
     return all(worker.staged == attempt.generation for worker in asked)
 
 
-def _since(worker: Worker, what: str, attempt: Attempt, ns: int, row: str) -> list[Timer]:
+def _since(job: Job, worker: Worker, what: str, attempt: Attempt, ns: int, row: str) -> list[Timer]:
     asked = worker.asked.get(what)
     if asked is None or asked[0] != attempt.generation or not worker.usable:
         return []
+    if job.nodes[worker.node].state != "connected":
+        return []  # it is asked again when its agent is back, or lost with its node
     return [(asked[1] + ns, row, worker.id)]
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from keepstep.model import messages as m
 from keepstep.model import records as r
 
@@ -126,6 +128,10 @@ class Checker:
             if old is not None and old != worker:
                 self._check_replaced(rank, old, kind)
             self._check_new(rank, worker, tick, generation)
+        moved = {rank for rank, w in record.placement.items() if self.owners.get(rank) != w}
+        for name, incident in self.open_incidents.items():
+            left = [rank for rank in incident.victims if rank not in moved]
+            self.open_incidents[name] = msgspec.structs.replace(incident, victims=left)
         self.owners = dict(record.placement)
         self.commits[generation] = record
         self.generation = generation
