@@ -32,6 +32,7 @@ COMMANDS = {
     "orchestrator": "keepstep.cli.serve:orchestrator",
     "agent": "keepstep.cli.serve:agent",
     "demo": "keepstep.cli.demo:demo",
+    "sim": "keepstep.cli.sim:sim",
 }
 OPTIONAL = frozenset({"demo"})
 USAGE_EXIT = 2

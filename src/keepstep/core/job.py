@@ -168,8 +168,7 @@ def _adopt(job: Job, out: Out, worker: Worker, state: WorkerState) -> None:
     worker.running = True
     note_progress(worker, state)
     _seen_resumed(job, worker, state)
-    if job.replayed:
-        worker.swapped = state.generation
+    worker.swapped = max(worker.swapped, state.generation)
     if worker.role == "standby" and not worker.parked and state.where == "parked":
         worker.parked = "unknown"
     if state.where == "done":

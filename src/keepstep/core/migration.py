@@ -252,6 +252,8 @@ def blame_script(job: Job, out: Out, dead: list[int]) -> bool:
 def _worth_trying(job: Job, out: Out, attempt: Attempt, tick: int) -> bool:
     """Replacing a rank that dies each time at the same place only repeats the death."""
     for rank in attempt.moving:
+        if job.causes.get(rank, ("",))[0] == "node-lost":
+            continue  # that was its place, not the rank
         seen_tick, workers = job.deaths.get(rank, (tick, set()))
         workers = workers if seen_tick == tick else set()
         job.deaths[rank] = (tick, workers | {job.owners[rank]})

@@ -188,6 +188,8 @@ def _copy_failed(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Cop
         fail_move(job, out, attempt, why)
     elif said.reason == "source-lost":
         _other_source(job, out, attempt, worker, said, why)
+    elif said.reason == "side-state-unreachable":
+        worker.asked.pop("copy", None)  # the newcomer has waited; ask those who are there now
     elif said.reason == "side-state-missing" and attempt.kind == "unplanned":
         end_job(
             job,

@@ -124,7 +124,14 @@ class Copied(Message, frozen=True):
 
 class CopyFailed(Message, frozen=True):
     generation: int
-    reason: Literal["source-lost", "digest", "side-state-missing", "position", "error"]
+    reason: Literal[
+        "source-lost",
+        "digest",
+        "side-state-missing",  # everybody who might have it was asked
+        "side-state-unreachable",  # somebody who might have it did not answer
+        "position",
+        "error",
+    ]
     error: str
     source: int = -1  # rank, for source-lost and digest
 

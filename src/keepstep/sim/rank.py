@@ -593,7 +593,7 @@ class Rank:
         elif command is not None:
             self.exit(0)
 
-    def _positioned(self, blob: Blob | None) -> None:
+    def _positioned(self, blob: Blob | None, silent: bool = False) -> None:
         if blob is not None:
             self.tick, self.version, self.own = blob
         self.after(SECOND // 4 + self.world.random.randrange(SECOND), self._ready)
@@ -604,10 +604,12 @@ class Rank:
         self.say(m.Ready(generation=generation, arrived_ns=1, warm_ns=1))
         self.pump()
 
-    def _fetch(self, holders: list[m.Address], tick: int, then: Callable[..., None]) -> None:
-        """Ask every holder in turn; None when no one has it."""
+    def _fetch(
+        self, holders: list[m.Address], tick: int, then: Callable[..., None], silent: bool = False
+    ) -> None:
+        """Ask every holder in turn; None when no one has it, or when somebody did not answer."""
         if not holders:
-            then(None)
+            self.after(5 * SECOND if silent else 0, then, None, silent)
             return
         node = self.world.blobs_at(holders[0])
         epoch = self.epoch
@@ -616,10 +618,10 @@ class Rank:
             if blob is not None:
                 self._due(epoch, then, (blob,))
             else:
-                self._due(epoch, self._fetch, (holders[1:], tick, then))
+                self._due(epoch, self._fetch, (holders[1:], tick, then, silent))
 
         def failed(why: str) -> None:
-            self._due(epoch, self._fetch, (holders[1:], tick, then))
+            self._due(epoch, self._fetch, (holders[1:], tick, then, True))
 
         self.world.net.ask(
             self.node.name, node, lambda: node.blob(self.rank, tick), answered, failed
@@ -637,9 +639,11 @@ class Rank:
         elif command is not None:
             self.exit(0)
 
-    def _fetched(self, blob: Blob | None) -> None:
+    def _fetched(self, blob: Blob | None, silent: bool = False) -> None:
         assert self.copy is not None
-        if blob is None:
+        if blob is None and silent:
+            self._copy_failed("side-state-unreachable", "somebody did not answer")
+        elif blob is None:
             self._copy_failed(
                 "side-state-missing", f"side state {self.copy.tick} is held by nobody"
             )

@@ -36,6 +36,7 @@ CALM_NS = 3 * SECOND
 class Result:
     seed: int
     scenario: str
+    scenario_given: str  # as it was asked for; empty: drawn from the seed
     events: int
     inputs: int
     virtual_s: float
@@ -261,8 +262,11 @@ class Run:
             raise Violation(f"the job ended {view.state}: {view.reason}")
 
     def _deserved(self, reason: str) -> bool:
-        kinds = {fault.kind for fault in self.plan.faults}
-        return "user" in kinds and "raised" in reason
+        kinds = [fault.kind for fault in self.plan.faults]
+        if "user" in kinds and "raised" in reason:
+            return True
+        # The same rank was really hit again and again.
+        return "died 3 times" in reason and len(self.world.fired_faults) >= 3
 
 
 def recoverable(world: World) -> str:
@@ -283,8 +287,13 @@ def recoverable(world: World) -> str:
 
 
 def _held(world: World, rank: int, tick: int) -> bool:
+    """By a node that is not given up: those end what they hold."""
+    job = faults.facts(world)
+    assert job is not None
     return tick == 0 or any(
-        node.alive and node.blob(rank, tick) is not None for node in world.nodes.values()
+        node.alive and job.nodes[name].state != "dead" and node.blob(rank, tick) is not None
+        for name, node in world.nodes.items()
+        if name in job.nodes
     )
 
 
@@ -296,7 +305,10 @@ MIGRATIONS = {
 
 
 def run_plan(
-    plan: Plan, scenario: str = "", tracing: Callable[[str], None] | None = None
+    plan: Plan,
+    scenario: str = "",
+    tracing: Callable[[str], None] | None = None,
+    given: str = "",
 ) -> Result:
     run = Run(plan, tracing)
     violation = ""
@@ -310,6 +322,7 @@ def run_plan(
     return Result(
         seed=plan.seed,
         scenario=scenario,
+        scenario_given=given,
         events=world.events,
         inputs=world.orchestrator.inputs,
         virtual_s=world.now / SECOND,
