@@ -41,7 +41,7 @@ FIELDS = {
     "stepping": 72,  # 1 from the first transaction or swap on: stall detection is on
     "commit_ns": 80,  # CLOCK_MONOTONIC of the last commit
     "step_ns": 88,  # smoothed step time
-    "hold": 96,  # 1 while the rank holds (a stall is not a hang)
+    "hold": 96,  # 1 while it only waits for commands: a stall is not a hang, and it cannot train
     "tick_marks": 104,  # `marks` when the tick began: what came since can be compared between ranks
 }
 

@@ -445,6 +445,8 @@ class Rank:
 
     def _announce(self) -> None:
         self.go("failing")
+        self.hold = True
+        self.after(5 * SECOND, self._announce)
         kind: Any = self.error_kind
         self.say(
             m.Failure(
@@ -461,7 +463,7 @@ class Rank:
         if self.hung:
             return
         self.leave_group()
-        self.hold = False
+        self.hold = True
         self.report_generation = self.abort_generation
         self.go("deciding")
         kind: Any = self.error_kind
@@ -487,6 +489,7 @@ class Rank:
                 self.crash(f"told to apply tick {self.tick}, whose collective never completed")
                 return
             self.owed = generation
+            self.hold = False
             self.go("apply")
             shared = training.next_shared(self.shared, self.tick, values)
             self.after(5 * MS, self._apply, shared, -1)

@@ -202,7 +202,9 @@ def draw_plan(seed: int) -> tuple[str, Plan]:
         name = draw.choice(sorted(STORIES))
         return name, STORIES[name](seed, draw)
     ranks, per_node = draw.choice(((8, 2), (8, 2), (8, 4), (12, 3), (12, 2), (16, 4)))
-    faults = tuple(_any_fault(draw) for _ in range(draw.choice((1, 1, 2, 2, 3))))
+    migration = draw.choice(("", "planned", "pre-emptive", "unplanned", "unplanned"))
+    count = draw.choice((1, 1, 2, 2, 3))
+    faults = tuple(_any_fault(draw, migration) for _ in range(count))
     late = tuple(draw.choice((0, 0, draw.randrange(20 * SECOND))) for _ in range(3))
     plan = Plan(
         seed=seed,
@@ -214,7 +216,7 @@ def draw_plan(seed: int) -> tuple[str, Plan]:
         copy_ns=draw.choice((100, 500, 3000)) * MS,
         notice_ns=draw.choice((SECOND // 2, 2 * SECOND, 8 * SECOND)),
         late_nodes=late,
-        migration=draw.choice(("", "planned", "pre-emptive", "unplanned", "unplanned")),
+        migration=migration,
         faults=faults,
     )
     return "random", plan
@@ -234,11 +236,13 @@ OTHER_FAULTS = (
 )
 
 
-def _any_fault(draw: random.Random) -> Fault:
+def _any_fault(draw: random.Random, migration: str) -> Fault:
     if draw.random() < 0.75:
         actor, kind = draw.choice(ACTORS), draw.choice(KINDS)
     else:
         actor, kind = draw.choice(OTHER_FAULTS)
+    if actor == "victim" and migration in ("", "unplanned"):
+        actor = "bystander"  # there is no victim that could be hit
     length = length_ns(actor, kind, draw)
     if draw.random() < 0.5:
         phase = draw.choice(PHASES)

@@ -33,6 +33,7 @@ from keepstep.core.agent.rate import Rate
 from keepstep.core.agent.stall import StallDetector, may_stand_still
 from keepstep.model.messages import (
     PROTOCOL,
+    Abort,
     Address,
     AgentCommand,
     AgentMessage,
@@ -40,10 +41,12 @@ from keepstep.model.messages import (
     CloseStore,
     Forget,
     Hello,
+    Hold,
     KillNode,
     KillWorker,
     OpenStore,
     Progress,
+    Release,
     Signal,
     Stalled,
     StartWorker,
@@ -51,6 +54,7 @@ from keepstep.model.messages import (
     StopDone,
     StoreFailed,
     StoreOpened,
+    Swap,
     Tell,
     WorkerCommand,
     WorkerExited,
@@ -246,6 +250,7 @@ class Process:
     rank: int
     pid: int
     rate: Rate
+    sent_on: bool = False  # told to train: a rank that holds from then on hangs
     exited: WorkerExited | None = None
 
 
@@ -405,8 +410,13 @@ class AgentMachine:
     def _tell(self, tell: Tell) -> None:
         if not self._is_alive(tell.worker):
             return
-        if isinstance(tell.command, Assign):
-            self._processes[tell.worker].rank = tell.command.rank
+        process, command = self._processes[tell.worker], tell.command
+        if isinstance(command, Assign):
+            process.rank = command.rank
+        elif isinstance(command, Swap | Release):
+            process.sent_on = True
+        elif isinstance(command, Abort | Hold):
+            process.sent_on = False
         self._effects.append(Relay(tell.worker, tell.command))
 
     def _start(self, start: StartWorker) -> None:
@@ -476,6 +486,7 @@ class AgentMachine:
 
     def _look(self, now_ns: int, workers: Sequence[Seen]) -> None:
         self._look_at_ns = now_ns + self._period_ns
+        workers = [self._judge_hold(seen) for seen in workers]
         for seen in workers:
             news = self._detector.observe(
                 now_ns,
@@ -499,6 +510,15 @@ class AgentMachine:
                 self._shown = states
         if not self._connected:
             self._fence(now_ns, workers)
+
+    def _judge_hold(self, seen: Seen) -> Seen:
+        process, sample = self._processes[seen.worker], seen.sample
+        if sample is None or not process.sent_on:
+            return seen
+        if not sample.hold:
+            process.sent_on = False
+            return seen
+        return msgspec.structs.replace(seen, sample=msgspec.structs.replace(sample, hold=False))
 
     def _fence(self, now_ns: int, workers: Sequence[Seen]) -> None:
         if now_ns - self._away_since_ns < self._setting.stall_timeout_ns:
