@@ -223,6 +223,8 @@ class Job:
     hang_warned: bool = False
     injects: dict[str, InjectSpec] = field(default_factory=dict)
     fired: list[str] = field(default_factory=list)
+    preempted: list[tuple[int, int]] = field(default_factory=list)  # when, ranks told to leave
+    deferred: dict[str, str] = field(default_factory=dict)  # tainted target -> reason
     released: int | None = None  # generation of the last planned attempt that was undone
     # start-up
     start_failures: int = 0

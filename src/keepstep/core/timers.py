@@ -7,6 +7,7 @@ Times derive from the one knob, `stall_timeout`.
 
 from __future__ import annotations
 
+from keepstep.core import breaker
 from keepstep.core.faults import (
     SILENT_NS,
     give_up_node,
@@ -17,6 +18,7 @@ from keepstep.core.faults import (
 )
 from keepstep.core.incidents import end_job, warn
 from keepstep.core.migration import EXIT_GAVE_UP
+from keepstep.core.operator import retry_deferred
 from keepstep.core.phases import has_copied, has_held, has_reported, members
 from keepstep.core.phases import newcomers as newcomers_of
 from keepstep.core.planned import fail_move
@@ -53,6 +55,9 @@ def timers(job: Job) -> list[Timer]:
             rows.append((worker.started_at + max(PARK_NS, job.stall_ns), "park", worker.id))
     if job.mode in ("waiting", "opening", "starting"):
         rows += _start_timers(job)
+    deferred = breaker.deadline(job)
+    if deferred is not None and job.mode == "running" and not job.replayed:
+        rows.append((deferred, "breaker", ""))
     if job.rejoin_until is not None:
         rows.append((job.rejoin_until, "rejoin", ""))
     if job.attempt is not None:
@@ -173,6 +178,9 @@ def _fire_one(job: Job, out: Out, what: str, subject: str) -> None:
         absent = [node.name for node in job.nodes.values() if node.state == "absent"]
         for name in absent:
             lose_node(job, out, name, "never joined")
+    elif what == "breaker":
+        job.preempted = [one for one in job.preempted if one[0] + breaker.WINDOW_NS > out.now]
+        retry_deferred(job, out)
     elif what == "rejoin":
         job.rejoin_until = None
     elif what == "start-store":

@@ -46,6 +46,7 @@ class Checker:
         # what happened
         self.best: dict[int, int] = {}  # rank -> highest tick any of its processes committed
         self.commit_count = 0
+        self.preempted: list[tuple[int, int]] = []
 
     def violated(self, what: str) -> None:
         raise Violation(what)
@@ -106,6 +107,12 @@ class Checker:
                 not (both and planned), f"{record.incident} and {other.incident} move {both}"
             )
         self.open_incidents[record.incident] = record
+        if record.trigger == "pre-emptive":
+            self.preempted.append((record.at_ns, len(record.victims)))
+            minute = [n for at, n in self.preempted if at > record.at_ns - 60_000_000_000]
+            most = max(self.world.plan.ranks // 5, self.world.plan.per_node)
+            storm = len(minute) > 1 and sum(minute) > most
+            self.ensure(not storm, f"{sum(minute)} ranks told to move in one minute: a storm")
 
     def _on_IncidentClosed(self, record: r.IncidentClosed) -> None:
         self.open_incidents.pop(record.view.id, None)
