@@ -335,5 +335,4 @@ def _store_answered(job: Job, out: Out, name: str, message: StoreOpened | StoreF
                 job, out, attempt, f"{name} could not open a store: {message.error}"
             )
     elif job.mode == "opening" and message.generation == job.generation_max:
-        reason = f"{name} could not open a store: {message.error}"
-        end_job(job, out, "failed", EXIT_GAVE_UP, reason)
+        start.store_failed(job, out, f"{name} could not open a store: {message.error}")

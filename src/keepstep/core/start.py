@@ -16,16 +16,23 @@ attempt without members whose state comes from the checkpoint (migration.py).
 from __future__ import annotations
 
 from keepstep.core import placement
-from keepstep.core.incidents import close_incident, end_job, open_incident, widen_incident
+from keepstep.core.incidents import (
+    close_incident,
+    end_job,
+    open_incident,
+    warn,
+    widen_incident,
+)
 from keepstep.core.migration import EXIT_GAVE_UP, EXIT_USER, start_attempt
 from keepstep.core.processes import close_stores, start_worker
 from keepstep.core.state import SECOND, Job, Out, Worker
-from keepstep.core.timers import JOIN_SPARES_NS
 from keepstep.core.triage import headline
 from keepstep.model.messages import Failure, OpenStore, StoreOpened
 from keepstep.model.records import JobStarted, StartBegun
 
 RESTARTS_MAX = 3
+STORE_FAILURES_MAX = 3
+JOIN_SPARES_NS = 2 * SECOND
 
 
 def advance_start(job: Job, out: Out) -> None:
@@ -74,7 +81,8 @@ def _begin(job: Job, out: Out) -> None:
         return
     if _clear(job, out, placed):
         return
-    store = placement.store_node(job.nodes, ())
+    close_stores(job, out, keep=set())
+    store = placement.store_node(job.nodes, (job.bad_store,))
     assert store is not None, "slots are only found on connected nodes"
     job.generation = job.new_generation()
     job.mode = "opening"
@@ -95,6 +103,7 @@ def store_opened(job: Job, out: Out, message: StoreOpened) -> None:
         job.reason = f"waiting: {why}"
         return
     job.master = message.store
+    job.bad_store, job.store_failures = "", 0
     if _clear(job, out, placed):
         job.mode = "waiting"
         return
@@ -105,6 +114,18 @@ def store_opened(job: Job, out: Out, message: StoreOpened) -> None:
     for rank, (node, slot) in placed.items():
         worker = start_worker(job, out, node, slot, rank, "rank")
         job.owners[rank] = worker.id
+
+
+def store_failed(job: Job, out: Out, why: str) -> None:
+    """Another node may be able to; nothing has been started yet."""
+    job.store_failures += 1
+    if job.store_failures >= STORE_FAILURES_MAX:
+        end_job(job, out, "failed", EXIT_GAVE_UP, why)
+        return
+    job.bad_store = job.store_node
+    job.mode = "waiting"
+    job.store_asked_at = 0
+    warn(job, out, f"{why}; asking another node")
 
 
 def _clear(job: Job, out: Out, placed: dict[int, tuple[str, int]]) -> bool:

@@ -231,6 +231,7 @@ class Job:
     start_fault: tuple[int, str, str, str] | None = None  # when, kind, why, traceback
     store_node: str = ""
     bad_store: str = ""  # the node that failed last to open one
+    store_failures: int = 0  # in a row, at the start
     store_asked_at: int = 0
     ranks_joined_at: int | None = None
     progress_at: int = 0  # when a rank was last seen to get on

@@ -22,6 +22,7 @@ from keepstep.core.operator import retry_deferred
 from keepstep.core.phases import has_copied, has_held, has_reported, members
 from keepstep.core.phases import newcomers as newcomers_of
 from keepstep.core.planned import fail_move
+from keepstep.core.start import JOIN_SPARES_NS, store_failed
 from keepstep.core.state import SECOND, Attempt, Job, Node, Out, Worker
 from keepstep.model.messages import KillWorker
 
@@ -30,7 +31,6 @@ KILL_AGAIN_NS = 5 * SECOND
 STORE_NS = 15 * SECOND
 PARK_NS = 300 * SECOND
 JOIN_NS = 60 * SECOND
-JOIN_SPARES_NS = 2 * SECOND
 
 Timer = tuple[int, str, str]  # when, what, about whom
 
@@ -184,9 +184,7 @@ def _fire_one(job: Job, out: Out, what: str, subject: str) -> None:
     elif what == "rejoin":
         job.rejoin_until = None
     elif what == "start-store":
-        job.mode = "waiting"  # look again for a node that can open it
-        job.store_asked_at = 0
-        warn(job, out, f"{job.store_node} did not open the store in time, asking again")
+        store_failed(job, out, f"{job.store_node} did not open the store in time")
     elif attempt is not None:
         if what == "store":
             stage_failed(job, out, attempt, f"{attempt.store_node} did not open the store in time")

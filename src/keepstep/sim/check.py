@@ -125,7 +125,7 @@ class Checker:
         kind = self.attempts[generation].kind
         workers = list(record.placement.values())
         self.ensure(len(set(workers)) == len(workers), "one process owns two ranks")
-        tick = record.tick
+        tick = record.tick if kind != "resume" else self.world.plan.resume_tick
         whole = min((self.best.get(rank, 0) for rank in range(self.world.plan.ranks)), default=0)
         self.ensure(tick >= whole, f"committed tick {tick}, but all ranks had finished {whole}")
         if kind == "unplanned":

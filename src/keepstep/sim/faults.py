@@ -59,7 +59,7 @@ def _attempt(world: World) -> Attempt | None:
 def _victim(world: World) -> list[Rank]:
     attempt, job = _attempt(world), facts(world)
     if attempt is not None and job is not None and not attempt.committed:
-        found = [job.owners[rank] for rank in attempt.moving]
+        found = [job.owners.get(rank, "") for rank in attempt.moving]
     else:
         leaving = job.workers.values() if job is not None else ()
         found = [worker.id for worker in leaving if worker.role == "leaver"]
@@ -294,6 +294,20 @@ def _provider(world: World, fault: Fault) -> str:
     return "refuses"
 
 
+def _store(world: World, fault: Fault) -> str:
+    """Its program cannot be started, says nothing, or dies with ranks waiting in it."""
+    if fault.kind != "crash":
+        world.store_failure = fault.kind
+        return "of the next generation"
+    attempt = _attempt(world)
+    node = world.nodes.get(attempt.store_node) if attempt is not None else None
+    store = node.stores.get(attempt.generation) if node is not None and attempt else None
+    if store is None:
+        return ""
+    store.close()
+    return f"of generation {store.generation}"
+
+
 STRIKES: dict[str, Callable[[World, Fault], str]] = {
     "victim": _process(_victim),
     "source": _process(_source),
@@ -306,4 +320,5 @@ STRIKES: dict[str, Callable[[World, Fault], str]] = {
     "detector": _detector,
     "operator": _operator,
     "provider": _provider,
+    "store": _store,
 }

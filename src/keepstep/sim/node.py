@@ -218,11 +218,17 @@ class SimNode:
     def _host_store(self, effect: core.HostStore) -> None:
         if effect.generation in self.stores:
             self._store_opened(effect.generation)
-        else:
+            return
+        failure = self.world.store_fails(self)
+        if failure == "refuse":
+            failed = m.StoreFailed(generation=effect.generation, error="no port in time")
+            self.handle(core.StoreSaid(failed))
+            return
+        self.stores[effect.generation] = store = Store(self.world, effect.generation)
+        store.open = False
+        if not failure:
             wait = 20 * MS + self.world.random.randrange(100 * MS)
             self.later(wait, self._open_store, effect.generation)
-            self.stores[effect.generation] = store = Store(self.world, effect.generation)
-            store.open = False
 
     def _open_store(self, generation: int) -> None:
         if generation in self.stores:

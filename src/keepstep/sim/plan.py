@@ -34,6 +34,8 @@ class Plan:
     copy_ns: int = 500 * MS
     notice_ns: int = SECOND
     late_nodes: tuple[int, ...] = ()  # spare nodes that join later, after so many ns
+    from_start: bool = False  # faults come while the ranks are being started
+    resume_tick: int = 0  # the job starts from a checkpoint of this tick
     migration: str = "unplanned"  # planned, pre-emptive, unplanned: what is going on
     faults: tuple[Fault, ...] = field(default_factory=tuple)
     job: str = "j"
@@ -53,4 +55,5 @@ class Plan:
             stall_timeout_ns=self.stall_ns,
             script=["train.py"],
             directory="/jobs/j",
+            resume="/jobs/i/checkpoint" if self.resume_tick else "",
         )

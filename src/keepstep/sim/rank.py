@@ -46,6 +46,7 @@ WHERE = {
     "copying": "held",
     "swapping": "held",
 }
+TICK_CHECKPOINT = -3
 SURVIVES_ABORT = (m.Swap, m.Assign, m.Position, m.Leave)
 
 
@@ -589,7 +590,9 @@ class Rank:
         command = self._find((m.Position, m.Finish, m.Leave))
         if isinstance(command, m.Position):
             self.go("warming")
-            if command.tick == 0:
+            if command.tick == TICK_CHECKPOINT:
+                self._positioned(self._from_checkpoint())
+            elif command.tick == 0:
                 self._positioned(None)
             else:
                 self._fetch(command.holders, command.tick, self._positioned)
@@ -635,7 +638,10 @@ class Rank:
         if isinstance(command, m.Copy):
             self.go("copying")
             self.copy = command
-            if command.tick == 0:
+            if command.checkpoint:
+                wait = self.world.plan.copy_ns
+                self.after(wait, self._copied, self._from_checkpoint(), None)
+            elif command.tick == 0:
                 self._pull((0, 0, training.first_own(self.rank)), list(command.sources))
             else:
                 self._fetch(command.holders, command.tick, self._fetched)
@@ -678,18 +684,26 @@ class Rank:
             wait = 0 if source is not None and not source.alive else 3 * SECOND
             self.after(wait, self._pull, blob, sources[1:], sources[0].rank)
             return
+        self._copied(blob, source)
+
+    def _from_checkpoint(self) -> Blob:
+        tick, truth = self.world.plan.resume_tick, self.world.truth
+        return tick, truth.version[tick], truth.own[tick][self.rank]
+
+    def _copied(self, blob: Blob, source: Rank | None) -> None:
+        assert self.copy is not None
         self.tick, self.version, self.own = blob
-        self.shared = source.shared
+        self.shared = source.shared if source is not None else self.world.truth.shared[self.tick]
         self.node.publish(self, blob)
         self.go("swapping")
         self.say(
             m.Copied(
-                generation=copy.generation,
-                tick=copy.tick,
+                generation=self.copy.generation,
+                tick=self.tick,
                 bytes_copied=1,
                 copy_ns=1,
-                sources=[sources[0].rank],
-                side_state="own-agent",
+                sources=[source.rank] if source is not None else [],
+                side_state="own-agent" if source is not None else "checkpoint",
             )
         )
         self.pump()

@@ -23,9 +23,10 @@ from keepstep.sim import faults
 from keepstep.sim.check import Violation
 from keepstep.sim.net import SECOND
 from keepstep.sim.plan import Fault, Plan
+from keepstep.sim.reasons import heard
 from keepstep.sim.world import World
 
-START_NS = 60 * SECOND
+START_NS = 500 * SECOND  # a standby that never parks is given up after 300
 FIRE_NS = 25 * SECOND  # a fault that waits for its phase longer than this strikes anyway
 QUIET_NS = 400 * SECOND
 END_NS = 120 * SECOND
@@ -71,13 +72,19 @@ class Run:
             else:
                 world.add_node(f"n{index}", plan.per_node)
         world.submit()
-        self._must(lambda: self._tick() >= 3, START_NS, "the job does not start")
-        self._disturb()
+        if plan.from_start:
+            self._disturb()
+            world.run(lambda: world.over or self._calm(), world.now + QUIET_NS)
+            self._heal()
+        self._must(lambda: self._tick() >= plan.resume_tick + 3, START_NS, "no start")
+        if not plan.from_start:
+            self._disturb()
         world.run(lambda: world.over or self._calm(), world.now + 4 * QUIET_NS)
         if world.over:
             self._check_end()
             return
-        self._heal()
+        if not plan.from_start:
+            self._heal()
         self._must(self._settled, QUIET_NS, "the healed job does not train again")
         if not world.over:
             self._check_leaks()
@@ -265,6 +272,10 @@ class Run:
         kinds = [fault.kind for fault in self.plan.faults]
         if "user" in kinds and "raised" in reason:
             return True
+        if "never all attached" in reason or "no node is left" in reason:
+            return self.plan.from_start and len(self.world.fired_faults) >= 3
+        if "exited with code" in reason or "before the first step" in reason:
+            return self.plan.from_start  # a rank whose peers are gone cannot tell why
         # The same rank was really hit again and again.
         return "died 3 times" in reason and len(self.world.fired_faults) >= 3
 
@@ -330,7 +341,7 @@ def run_plan(
         fired=tuple(world.fired_faults),
         in_phase=run.missed == 0,
         outcome=ended.view.state if ended is not None else "running",
-        reasons=frozenset(world.reasons),
+        reasons=heard(world.said),
         violation=violation,
     )
 

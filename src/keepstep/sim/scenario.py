@@ -173,6 +173,46 @@ def _raises(seed: int, draw: random.Random) -> Plan:
     return Plan(seed=seed, migration=draw.choice(("", *MIGRATIONS)), faults=(fault,))
 
 
+def _start(seed: int, draw: random.Random) -> Plan:
+    """Something breaks before the first step: everything is started again."""
+    choices = (
+        ("bystander", "crash"),
+        ("bystander", "device"),
+        ("bystander", "user"),
+        ("agent", "crash"),
+        ("link", "crash"),
+        ("orchestrator", "crash"),
+        ("orchestrator", "record"),
+        ("provider", "refuse"),
+        ("store", "refuse"),
+        ("store", "mute"),
+    )
+    faults = []
+    for _ in range(draw.choice((1, 1, 2, 3))):
+        actor, kind = draw.choice(choices)
+        early = actor in ("provider", "store")
+        at = draw.randrange(100 * MS) if early else draw.randrange(2 * SECOND)
+        faults.append(Fault(actor, kind, at_ns=at, length_ns=length_ns(actor, kind, draw)))
+    return Plan(seed=seed, migration="", from_start=True, faults=tuple(faults))
+
+
+def _resume(seed: int, draw: random.Random) -> Plan:
+    """From a checkpoint: all ranks are newcomers of an attempt without members."""
+    actor, kind = draw.choice((("spare", "crash"), ("spare", "hang"), ("link", "crash")))
+    at_start = draw.random() < 0.7
+    phase = draw.choice(("RESERVE", "HOLD", "COPY", "REWIRE", "RESUME")) if at_start else ""
+    fault = Fault(actor, kind, phase=phase, delay_ns=draw.randrange(SECOND))
+    migration = "" if at_start else "unplanned"
+    return Plan(seed=seed, migration=migration, from_start=at_start, resume_tick=7, faults=(fault,))
+
+
+def _bad_store(seed: int, draw: random.Random) -> Plan:
+    kind = draw.choice(("refuse", "mute", "crash"))
+    phase = "HOLD" if kind == "crash" else ""
+    fault = Fault("store", kind, phase=phase, delay_ns=draw.randrange(100 * MS))
+    return Plan(seed=seed, migration=draw.choice(MIGRATIONS), faults=(fault,))
+
+
 STORIES: dict[str, Callable[[int, random.Random], Plan]] = {
     "orchestrator-effect": _orchestrator_effect,
     "disk-full": _disk_full,
@@ -185,6 +225,9 @@ STORIES: dict[str, Callable[[int, random.Random], Plan]] = {
     "lying-detectors": _lying_detectors,
     "late-news": _late_news,
     "raises": _raises,
+    "start": _start,
+    "resume": _resume,
+    "bad-store": _bad_store,
 }
 
 

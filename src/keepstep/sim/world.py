@@ -27,6 +27,7 @@ from keepstep.sim.plan import Plan
 from keepstep.sim.rank import Rank
 
 EVENTS_MAX = 60_000
+SAYING = ("reason", "why", "message", "detail")  # fields of records that carry words
 
 
 class World:
@@ -52,8 +53,9 @@ class World:
         self.over = False
         self.watchers: list[Callable[[], None]] = []
         self.on_decided: Callable[[Outcome], None] = lambda _: None
-        self.reasons: set[str] = set()
+        self.said: set[str] = set()  # reasons of decisions
         self.spawn_failures = 0
+        self.store_failure = ""  # of the next store to be opened: "refuse" or "mute"
 
     # ------------------------------------------------------------------ clock
 
@@ -106,6 +108,10 @@ class World:
     def store_at(self, address: m.Address) -> SimNode:
         return self.nodes[address.host] if address.host in self.nodes else self.nodes["n0"]
 
+    def store_fails(self, node: SimNode) -> str:
+        failure, self.store_failure = self.store_failure, ""
+        return failure
+
     def spawn_fails(self, node: SimNode, start: m.StartWorker) -> bool:
         if self.spawn_failures > 0:
             self.spawn_failures -= 1
@@ -134,9 +140,13 @@ class World:
         line = _short(given)
         for record in outcome.records:
             line += f" | {type(record).__name__}"
-            reason = getattr(record, "reason", "")
-            if reason:
-                self.reasons.add(reason)
+            for field in SAYING:
+                said = getattr(record, field, "")
+                if said:
+                    self.said.add(said)
+            view = getattr(record, "view", None)
+            if view is not None:
+                self.said.add(view.reason)
         for send in outcome.sends:
             line += f" > {_command(send.command)}"
         self.trace(line)
