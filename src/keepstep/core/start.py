@@ -139,7 +139,8 @@ def _clear(job: Job, out: Out, placed: dict[int, tuple[str, int]]) -> bool:
 
 def _begin_resume(job: Job, out: Out, placed: dict[int, tuple[str, int]]) -> None:
     job.mode = "starting"
-    job.generation = max(job.generation, 0)
+    # Generation 0 is what the page of a process says that has never swapped.
+    job.generation = job.generation_max = max(job.generation_max, 0)
     taken = {(w.node, w.slot) for w in job.workers.values() if w.alive}
     for place in placed.values():
         if place not in taken:
