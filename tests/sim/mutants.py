@@ -29,6 +29,7 @@ from keepstep.core import (
     processes,
     recovery,
     rewire,
+    start,
     timers,
     triage,
     workers,
@@ -243,6 +244,106 @@ def _keep_one_blob(old: Any, self: blobs.BlobStore, rank: int, tick: int, data: 
 
 def _fence_always(old: Any, self: machine.AgentMachine, now: int, seen: Any) -> None:
     self._effects.append(machine.End(3, "eager"))
+
+
+# ------------------------------------------------------------------ bugs that were there once
+
+
+def _gone_is_late(old: Any, job_: Job, node: Any) -> Any:
+    return [(node.gone_at + job_.stall_ns, "node", node.name)]
+
+
+def _stage_early(old: Any, job_: Job, out: Out, attempt: Attempt) -> None:
+    old(job_, out, attempt)
+    if attempt.store is None or attempt.solo or attempt.kind == "planned":
+        return
+    stage = m.Stage(generation=attempt.generation, store=attempt.store)
+    for worker in phases.members(job_, attempt):
+        if phases.has_reported(worker, attempt):
+            out.ask(worker, "stage", attempt.generation, stage)
+
+
+def _stores_unknown(old: Any, job_: Job, out: Out, name: str, hello: m.Hello) -> None:
+    old(job_, out, name, msgspec.structs.replace(hello, stores=[]))
+
+
+def _stray_has_no_slot(old: Any, job_: Job, out: Out, name: str, hello: m.Hello) -> None:
+    dead = {w.id for w in job_.workers.values() if not w.alive}
+    old(job_, out, name, hello)
+    for worker in dead:
+        job_.workers[worker].alive = False
+
+
+def _unreachable_is_missing(
+    old: Any, job_: Job, out: Out, attempt: Attempt, worker: Worker, said: m.CopyFailed
+) -> None:
+    if said.reason == "side-state-unreachable":
+        said = msgspec.structs.replace(said, reason="side-state-missing")
+    old(job_, out, attempt, worker, said)
+
+
+def _every_death_counts(old: Any, job_: Job, out: Out, attempt: Attempt, tick: int) -> bool:
+    causes, job_.causes = job_.causes, {}
+    result = bool(old(job_, out, attempt, tick))
+    job_.causes = causes
+    return result
+
+
+def _marks_of_a_life(
+    old: Any, self: Any, now: int, worker: str, rank: int, sample: Any, *a: Any
+) -> Any:
+    return old(self, now, worker, rank, msgspec.structs.replace(sample, tick_marks=0), *a)
+
+
+def _store_failure_ends(old: Any, job_: Job, out: Out, why: str) -> None:
+    incidents.end_job(job_, out, "failed", 3, why)
+
+
+def _blame_all(old: Any, job_: Job, out: Out) -> None:
+    live, Job.live = Job.live, lambda _: [-1]  # type: ignore[method-assign]
+    try:
+        old(job_, out)
+    finally:
+        Job.live = live  # type: ignore[method-assign]
+
+
+def _resume_at_zero(old: Any, job_: Job, out: Out, placed: Any) -> None:
+    new = Job.new_generation
+    Job.new_generation = lambda self: 0  # type: ignore[method-assign]
+    try:
+        old(job_, out, placed)
+    finally:
+        Job.new_generation = new  # type: ignore[method-assign]
+
+
+FIXED: dict[str, Patch] = {
+    "once: a quiet stream was a lost node": lambda: wrap(timers._gone_timer, _gone_is_late),
+    "once: all silent ranks were fenced": lambda: wrap(
+        timers._reply_ns, lambda _old, job_, _somebody: job_.reply_ns
+    ),
+    "once: ranks were staged before the newcomers came": lambda: wrap(
+        migration.stage_row, _stage_early
+    ),
+    "once: stores outlived the orchestrator": lambda: wrap(job.agent_joined, _stores_unknown),
+    "once: a slot was given away with its process": lambda: wrap(
+        job.agent_joined, _stray_has_no_slot
+    ),
+    "once: unreachable side state was lost": lambda: wrap(
+        workers._copy_failed, _unreachable_is_missing
+    ),
+    "once: a lost node was the rank's own fault": lambda: wrap(
+        migration._worth_trying, _every_death_counts
+    ),
+    "once: a young process was blamed for a hang": lambda: method(
+        stall.StallDetector, "_report", _marks_of_a_life
+    ),
+    "once: three failed rendezvous ended the job": lambda: setattr(faults, "STAGE_PATIENCE_NS", 0),
+    "once: one failed store ended the start": lambda: wrap(start.store_failed, _store_failure_ends),
+    "once: all stopped ranks were killed": lambda: wrap(faults.check_hang, _blame_all),
+    "once: a resumed job began with generation 0": lambda: wrap(
+        start._begin_resume, _resume_at_zero
+    ),
+}
 
 
 NAMED: dict[str, Patch] = {
@@ -537,7 +638,7 @@ class Mutant:
 
 
 def every_mutant() -> list[Mutant]:
-    found = [Mutant(name, patch) for name, patch in NAMED.items()]
+    found = [Mutant(name, patch) for name, patch in (NAMED | FIXED).items()]
     for source in (
         rows,
         gates,
@@ -549,3 +650,21 @@ def every_mutant() -> list[Mutant]:
     ):
         found += [Mutant(name, patch) for name, patch in source()]
     return found
+
+
+# Where a bug shows soonest; any other mutant is looked for in worlds of all kinds.
+HINTS: dict[str, tuple[str, ...]] = {
+    "once: a quiet stream was a lost node": ("blackout", "COPY/planned/link/hang"),
+    "once: all silent ranks were fenced": ("blackout",),
+    "once: ranks were staged before the newcomers came": ("RESERVE/unplanned/spare/hang",),
+    "once: stores outlived the orchestrator": ("RESERVE/planned/orchestrator/crash",),
+    "once: a slot was given away with its process": ("COPY/pre-emptive/link/hang",),
+    "once: unreachable side state was lost": ("dark-data",),
+    "once: a lost node was the rank's own fault": ("unlucky-rank",),
+    "once: a young process was blamed for a hang": ("hang-after-move",),
+    "once: three failed rendezvous ended the job": ("dark-data",),
+    "once: one failed store ended the start": ("start",),
+    "once: all stopped ranks were killed": ("all-stopped",),
+    "once: a resumed job began with generation 0": ("resume",),
+    "breaker: every taint moves": ("mass-taint",),
+}

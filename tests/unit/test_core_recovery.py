@@ -334,7 +334,7 @@ def test_newcomers_that_always_fail_end_the_job_with_a_checkpoint() -> None:
     assert world.view.checkpoint in world.view.reason
 
 
-def test_groups_that_can_not_be_built_are_tried_three_times() -> None:
+def test_groups_that_can_not_be_built_are_tried_for_minutes_then_given_up() -> None:
     world = trained()
     failures = [0]
 
@@ -349,9 +349,14 @@ def test_groups_that_can_not_be_built_are_tried_three_times() -> None:
     world.kill(1)
     world.run()
     world.assert_training()
-    limit = 9
+    limit = 7  # a network that needs a minute
     world.kill(2)
     world.run()
+    world.assert_training()
+    limit = 1_000_000
+    world.kill(3)
+    world.run()
+    assert "could not be built" in world.view.reason
     assert world.view.state == "failed" and world.view.exit_code == 3
 
 

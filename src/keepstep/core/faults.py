@@ -19,6 +19,7 @@ from keepstep.core.migration import (
     EXIT_GAVE_UP,
     NEWCOMERS_MAX,
     STAGE_FAILURES_MAX,
+    STAGE_PATIENCE_NS,
     blame_script,
     start_attempt,
 )
@@ -142,18 +143,33 @@ def stage_failed(job: Job, out: Out, attempt: Attempt, why: str) -> None:
     if attempt.kind == "planned":
         fail_move(job, out, attempt, why)
         return
+    if attempt.retry_at is not None:
+        return  # each rank says so
     incident = attempt.incident
     incident.stage_failures += 1
-    if incident.stage_failures >= STAGE_FAILURES_MAX:
-        end_job(
-            job,
-            out,
-            "failed",
-            EXIT_GAVE_UP,
-            f"new process groups could not be built {STAGE_FAILURES_MAX} times in a row: {why}",
+    if incident.stage_failures == 1:
+        incident.stage_failed_at = out.now
+    tried_ns = out.now - incident.stage_failed_at
+    if incident.stage_failures >= STAGE_FAILURES_MAX and tried_ns >= STAGE_PATIENCE_NS:
+        incident.give_up = (
+            f"new process groups could not be built {incident.stage_failures} times in "
+            f"{tried_ns // SECOND} s: {why}"
         )
+        incident.give_up_at = out.now
+        if attempt.kind == "resume":
+            end_job(job, out, "failed", EXIT_GAVE_UP, incident.give_up)
         return
-    repeat_attempt(job, out, attempt, f"process groups could not be built: {why}")
+    # The network may need a while; the ranks hold their state meanwhile. The first time it is
+    # most likely a process that died in the rendezvous: try again at once.
+    wait_ns = SECOND << min(incident.stage_failures - 2, 5) if incident.stage_failures > 1 else 0
+    attempt.retry_at = out.now + wait_ns
+    attempt.retry_why = f"process groups could not be built: {why}"
+    if wait_ns == 0:
+        retry_stage(job, out, attempt)
+
+
+def retry_stage(job: Job, out: Out, attempt: Attempt) -> None:
+    repeat_attempt(job, out, attempt, attempt.retry_why)
 
 
 def newcomer_failed(job: Job, out: Out, worker: Worker, why: str) -> None:

@@ -22,7 +22,7 @@ from keepstep.core.phases import (
     phase_now,
 )
 from keepstep.core.processes import NOWHERE, close_stores, give_buddy, may_get_spare
-from keepstep.core.state import Attempt, Incident, Job, Kind, Out, Worker
+from keepstep.core.state import SECOND, Attempt, Incident, Job, Kind, Out, Worker
 from keepstep.core.triage import headline, judge_reports, name_ranks
 from keepstep.model.messages import (
     Abort,
@@ -42,6 +42,7 @@ DEATHS_MAX = 3  # of one rank without the tick advancing
 RECONNECTS_MAX = 5
 NEWCOMERS_MAX = 5  # that fail in one unplanned incident
 STAGE_FAILURES_MAX = 3
+STAGE_PATIENCE_NS = 300 * SECOND
 TICK_NEWEST = -2
 TICK_CHECKPOINT = -3
 
@@ -283,7 +284,7 @@ def _worth_trying(job: Job, out: Out, attempt: Attempt, tick: int) -> bool:
 
 
 def stage_row(job: Job, out: Out, attempt: Attempt) -> None:
-    if attempt.store is None or attempt.solo:
+    if attempt.store is None or attempt.solo or attempt.retry_at is not None:
         return
     # A rendezvous has a time limit, and it cannot complete without the newcomers: whoever is told
     # to wait in it before they are there, or before a spare is found, gives up in vain.

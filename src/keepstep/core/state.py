@@ -153,6 +153,7 @@ class Incident:
     attempts: int = 0
     failures: int = 0  # planned attempts undone; unplanned: newcomers that failed
     stage_failures: int = 0
+    stage_failed_at: int = 0  # the first of them
     decision: str = ""
     steps_recomputed: int = 0
     source: str = ""
@@ -181,6 +182,8 @@ class Attempt:
     store_asked_at: int = 0
     store: Address | None = None
     staged_at: int = 0  # when Stage was last sent
+    retry_at: int | None = None  # its groups could not be built: when to try again
+    retry_why: str = ""
     tick: int | None = None
     decided_at: int = 0
     holding: bool = False  # planned: Hold was sent

@@ -14,6 +14,7 @@ from keepstep.core.faults import (
     lose_node,
     newcomer_failed,
     ranks_on,
+    retry_stage,
     stage_failed,
 )
 from keepstep.core.incidents import end_job, warn
@@ -101,7 +102,10 @@ def _attempt_timers(job: Job, attempt: Attempt) -> list[Timer]:
         return rows
     if attempt.incident.give_up:
         rows.append((attempt.incident.give_up_at + job.build_ns, "give-up", ""))
-    if attempt.store is None and attempt.store_asked_at:
+    if attempt.retry_at is not None:
+        if not attempt.incident.give_up:
+            rows.append((attempt.retry_at, "retry", ""))
+    elif attempt.store is None and attempt.store_asked_at:
         if job.nodes[attempt.store_node].state == "connected":  # else it is asked again later
             rows.append((attempt.store_asked_at + STORE_NS, "store", ""))
     elif attempt.staged_at and not attempt.solo and not _all_asked_staged(job, attempt):
@@ -188,6 +192,8 @@ def _fire_one(job: Job, out: Out, what: str, subject: str) -> None:
     elif attempt is not None:
         if what == "store":
             stage_failed(job, out, attempt, f"{attempt.store_node} did not open the store in time")
+        elif what == "retry":
+            retry_stage(job, out, attempt)
         elif what == "stage":
             stage_failed(job, out, attempt, "not all ranks had their new groups in time")
         elif what == "hold":

@@ -99,6 +99,18 @@ class Checker:
         self.ensure(record.generation not in self.decided, "two decisions in one attempt")
         self.decided[record.generation] = record.tick
 
+    def _on_SignalSeen(self, record: r.SignalSeen) -> None:
+        """While one rank hangs, no healthy one is blamed for it."""
+        if record.signal != "hang":
+            return
+        blamed = self.world.ranks[record.worker]
+        owners = [self.world.ranks[worker] for worker in self.owners.values()]
+        hung = [p.id for p in owners if p.alive and (p.hung or p.stopped)]
+        guilty = blamed.hung or blamed.stopped or blamed.slow > 1
+        ill = self.world.net.disturbed or any(p.slow > 1 for p in owners)
+        if hung and not guilty and not ill:
+            self.violated(f"{record.worker} is blamed for a hang of {', '.join(hung)}")
+
     def _on_IncidentOpened(self, record: r.IncidentOpened) -> None:
         for other in self.open_incidents.values():
             both = set(other.victims) & set(record.victims)

@@ -308,6 +308,29 @@ def _store(world: World, fault: Fault) -> str:
     return f"of generation {store.generation}"
 
 
+def _everyone(world: World, fault: Fault) -> str:
+    """All ranks at once, as when somebody stops the whole job for a while."""
+    for process in _owners(world):
+        process.stop()
+        world.after(fault.length_ns, process.resume)
+    return "of the job"
+
+
+def _spare_node(world: World, fault: Fault) -> str:
+    """The node a newcomer runs on dies."""
+    for process in _spare(world):
+        process.node.die(silently=False)
+        return process.node.name
+    return ""
+
+
+def _data(world: World, fault: Fault) -> str:
+    """No node reaches another; the orchestrator reaches them all."""
+    names = sorted(world.nodes)
+    _cut(world, [(a, b) for a in names for b in names if a != b], fault.length_ns)
+    return "network between all nodes"
+
+
 STRIKES: dict[str, Callable[[World, Fault], str]] = {
     "victim": _process(_victim),
     "source": _process(_source),
@@ -321,4 +344,7 @@ STRIKES: dict[str, Callable[[World, Fault], str]] = {
     "operator": _operator,
     "provider": _provider,
     "store": _store,
+    "everyone": _everyone,
+    "spare-node": _spare_node,
+    "data": _data,
 }

@@ -36,6 +36,7 @@ class Net:
         self._slow: dict[tuple[str, str], int] = {}  # link -> additional delay
         self.connections: list[Connection] = []
         self.messages = 0
+        self.disturbed = False  # ever
 
     def delay(self, source: str, target: str) -> int:
         base = 200_000 + int(self._world.random.random() * 800_000)
@@ -54,6 +55,7 @@ class Net:
     def cut(self, source: str, target: str) -> None:
         if (source, target) in self._cut:
             return
+        self.disturbed = True
         self._cut[source, target] = self._world.now
         if ORCHESTRATOR in (source, target):
             for end in ("agent", "orchestrator"):
@@ -73,6 +75,7 @@ class Net:
 
     def slow(self, source: str, target: str, ns: int) -> None:
         if ns:
+            self.disturbed = True
             self._slow[source, target] = ns
         else:
             self._slow.pop((source, target), None)

@@ -19,6 +19,7 @@ class Fault:
     at_ns: int = 0
     delay_ns: int = 0
     length_ns: int = 0
+    nth: int = 1  # COMMIT only: the how manieth of this world
 
 
 @dataclass(frozen=True, slots=True)

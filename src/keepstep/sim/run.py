@@ -56,6 +56,7 @@ class Run:
         self.waiting: list[Fault] = []
         self.pending = 0  # faults that have not struck
         self.missed = 0
+        self.commits = 0
         self.calm_at = 0
         self._previous: object = None
         self._quiet_since: int | None = None
@@ -142,7 +143,9 @@ class Run:
     def _watch_commit(self, outcome: Outcome) -> None:
         """COMMIT lasts from the decision until its record is durable."""
         if any(isinstance(record, Committed) for record in outcome.records):
-            for fault in [fault for fault in self.waiting if fault.phase == "COMMIT"]:
+            self.commits += 1
+            due = [f for f in self.waiting if f.phase == "COMMIT" and f.nth == self.commits]
+            for fault in due:
                 self.waiting.remove(fault)
                 write_ns = self.world.orchestrator.append_ns
                 self.world.after(self.world.random.randrange(write_ns), self._strike, fault)
@@ -277,7 +280,8 @@ class Run:
         if "exited with code" in reason or "before the first step" in reason:
             return self.plan.from_start  # a rank whose peers are gone cannot tell why
         # The same rank was really hit again and again.
-        return "died 3 times" in reason and len(self.world.fired_faults) >= 3
+        hits = [fault for fault in self.world.fired_faults if "(rank " in fault]
+        return "died 3 times" in reason and len(hits) >= 3
 
 
 def recoverable(world: World) -> str:

@@ -213,6 +213,35 @@ def _bad_store(seed: int, draw: random.Random) -> Plan:
     return Plan(seed=seed, migration=draw.choice(MIGRATIONS), faults=(fault,))
 
 
+def _all_stopped(seed: int, draw: random.Random) -> Plan:
+    """Every rank stands still for longer than the limit: none of them is to blame."""
+    length = draw.randrange(12 * SECOND, 30 * SECOND)
+    fault = Fault("everyone", "pause", at_ns=draw.randrange(SECOND), length_ns=length)
+    return Plan(seed=seed, migration="", faults=(fault,))
+
+
+def _hang_after_move(seed: int, draw: random.Random) -> Plan:
+    """A rank hangs in a job that has a young process in it."""
+    fault = Fault("source", "hang", phase="RETIRE", delay_ns=draw.randrange(3 * SECOND))
+    return Plan(seed=seed, migration=draw.choice(MIGRATIONS), faults=(fault,))
+
+
+def _unlucky_rank(seed: int, draw: random.Random) -> Plan:
+    """The same rank is lost again and again before it makes a step, the last time with its node."""
+    faults = (
+        Fault("spare", "crash", phase="COMMIT"),
+        Fault("spare-node", "crash", phase="COMMIT", nth=2),
+    )
+    return Plan(seed=seed, migration="unplanned", spares=3, faults=faults)
+
+
+def _dark_data(seed: int, draw: random.Random) -> Plan:
+    """Side state exists and nobody can reach it for a while."""
+    length = draw.randrange(5 * SECOND, 30 * SECOND)
+    fault = Fault("data", "cut", phase=draw.choice(("HOLD", "COPY")), length_ns=length)
+    return Plan(seed=seed, migration="unplanned", faults=(fault,))
+
+
 STORIES: dict[str, Callable[[int, random.Random], Plan]] = {
     "orchestrator-effect": _orchestrator_effect,
     "disk-full": _disk_full,
@@ -228,6 +257,10 @@ STORIES: dict[str, Callable[[int, random.Random], Plan]] = {
     "start": _start,
     "resume": _resume,
     "bad-store": _bad_store,
+    "all-stopped": _all_stopped,
+    "hang-after-move": _hang_after_move,
+    "unlucky-rank": _unlucky_rank,
+    "dark-data": _dark_data,
 }
 
 
