@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 # What a bare Debian lacks is installed once; without root this fails and names the package.
 APT := DEBIAN_FRONTEND=noninteractive sh -c 'apt-get update -qq && apt-get install -y -qq "$$0"'
 
-.PHONY: setup setup-postgres demo test test-all lint unit chaos bench clean
+.PHONY: setup setup-postgres demo test test-all lint unit sim sim-soak chaos bench clean
 
 setup: $(VENV)/.ready
 
@@ -32,7 +32,7 @@ setup-postgres:
 demo: setup
 	$(BIN)/keepstep demo
 
-test: setup lint unit chaos
+test: setup lint unit sim chaos
 
 lint: setup
 	$(BIN)/ruff check .
@@ -43,11 +43,21 @@ lint: setup
 unit: setup setup-postgres
 	$(BIN)/pytest -q tests/unit tests/integration
 
+# The control plane in 10,000 simulated worlds, every cell of the fault table, every mutant.
+sim: setup
+	$(BIN)/pytest -q tests/sim
+
+# As many worlds as fit: make sim-soak SECONDS=1800
+SECONDS ?= 600
+SEED ?= 1000000
+sim-soak: setup
+	$(BIN)/keepstep sim --seed $(SEED) --seconds $(SECONDS) --jobs 2 --json
+
 # A sample of the fault matrix, chosen by the commit id (see tests/chaos/README.md).
 chaos: setup setup-postgres
 	$(BIN)/pytest -q tests/chaos
 
-test-all: setup setup-postgres lint unit
+test-all: setup setup-postgres lint unit sim
 	$(BIN)/pytest -q tests/chaos --chaos-all --chaos-report benchmarks/results/chaos-full.json
 
 bench: setup

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.agent.blobs import BlobServer, BlobStore
-from keepstep.agent.page import NEWEST, PageReader, create_page
+from keepstep.agent.blobs import BlobServer
+from keepstep.agent.page import PageReader, create_page
+from keepstep.core.agent.blobs import BlobStore
 from keepstep.model.messages import BlobData, BlobGet, BlobMissing, BlobOk, BlobPut, BlobRefused
-from keepstep.model.page import CAPACITY_DEFAULT, FIELDS, MAGIC, PAGE_BYTES, SLOT_HEADER
+from keepstep.model.page import CAPACITY_DEFAULT, FIELDS, MAGIC, NEWEST, PAGE_BYTES, SLOT_HEADER
 
 
 def test_the_two_newest_ticks_and_the_init_record_are_kept() -> None:

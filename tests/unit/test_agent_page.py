@@ -8,8 +8,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from keepstep.agent.page import INIT_TICK, NEWEST, PageReader, create_page
-from keepstep.model.page import CAPACITY_DEFAULT, FIELDS, MAGIC, PAGE_BYTES, SLOT_HEADER, WHERE
+from keepstep.agent.page import PageReader, create_page
+from keepstep.model.page import (
+    CAPACITY_DEFAULT,
+    FIELDS,
+    INIT_TICK,
+    MAGIC,
+    NEWEST,
+    PAGE_BYTES,
+    SLOT_HEADER,
+    WHERE,
+)
 
 
 class Writer:

@@ -4,10 +4,10 @@ import msgspec
 import pytest
 
 from keepstep.adapters.transport.tls import is_loopback
-from keepstep.agent.page import Sample
-from keepstep.agent.progress import Rate
 from keepstep.agent.workers import TAIL_BYTES, check_name, log_tail
+from keepstep.core.agent.rate import Rate
 from keepstep.errors import UsageError
+from keepstep.model.page import Sample
 
 S = 1_000_000_000
 BASE = Sample(

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from keepstep.agent.page import Sample
-from keepstep.agent.stall import StallDetector
+from keepstep.core.agent.stall import StallDetector
 from keepstep.model.messages import Stalled, Unstalled
+from keepstep.model.page import Sample
 
 S = 1_000_000_000
 TIMEOUT = 10 * S

@@ -467,7 +467,7 @@ def test_a_store_lost_with_its_node_is_replaced() -> None:
     assert world.view.state in ("running", "held"), (host, ranks)
 
 
-def test_groups_that_can_not_be_built_are_tried_three_times() -> None:
+def test_groups_that_can_not_be_built_are_tried_for_minutes_then_given_up() -> None:
     world = trained()
     failures = [0]
 
@@ -482,9 +482,14 @@ def test_groups_that_can_not_be_built_are_tried_three_times() -> None:
     world.kill(1)
     world.run()
     world.assert_training()
-    limit = 9
+    limit = 7  # a network that needs a minute
     world.kill(2)
     world.run()
+    world.assert_training()
+    limit = 1_000_000
+    world.kill(3)
+    world.run()
+    assert "could not be built" in world.view.reason
     assert world.view.state == "failed" and world.view.exit_code == 3
 
 

@@ -1,14 +1,7 @@
 """One node's agent: it starts, watches and ends the node's workers, and relays.
 
-The agent decides nothing about migrations. It owns facts that only the node can have (a process
-ended, a rank stands still, a side state is here) and carries out single commands, each of them
-safe to repeat. On its own it decides only to end everything, in three cases: its launcher is gone
-(stdin ends), it is told to, or it must fence itself.
-
-Self-fencing: out of reach of the orchestrator *and* without progress for `stall_timeout`, the
-node may have been given up and its ranks rebuilt elsewhere; ending them here makes sure that no
-rank has two owners. Either condition alone is harmless: a restarting orchestrator does not stop
-training, and a stall that the orchestrator can see is its own to judge.
+Every decision stands in core/agent/machine.py; this is the shell around it, which knows processes,
+sockets, signals and the clock. On its own it only ends when its launcher is gone (stdin ends).
 
 With a keeper (keeper.py) the workers outlive the agent: one that is killed, or whose launcher is
 gone, leaves them to its successor, which finds them there and says Hello with all of them.
@@ -32,43 +25,26 @@ from keepstep.agent.keeper_client import KeptProcesses
 from keepstep.agent.link import Link
 from keepstep.agent.page import PageReader
 from keepstep.agent.processes import OwnProcesses, Processes
-from keepstep.agent.progress import Rate
 from keepstep.agent.session import main_thread_stat
-from keepstep.agent.stall import StallDetector, may_stand_still
 from keepstep.agent.stores import Stores, native_store_command
-from keepstep.agent.workers import START_FAILED, Setting, Worker, Workers
+from keepstep.agent.workers import Setting, Worker, Workers
+from keepstep.core.agent import machine as core
 from keepstep.errors import KeepstepError
 from keepstep.model.messages import (
-    PROTOCOL,
     Address,
     AgentCommand,
-    CloseStore,
-    Forget,
     Hello,
-    KillNode,
-    KillWorker,
-    OpenStore,
-    Progress,
-    Signal,
-    Stalled,
     StartWorker,
-    Stop,
-    StopDone,
-    Tell,
+    StoreFailed,
+    StoreOpened,
     TlsFiles,
     WorkerExited,
     WorkerMessage,
-    WorkerSaid,
-    WorkerStarted,
-    WorkerState,
 )
 
-PROGRESS_S = 0.25
 STOP_GRACE_NS = 2_000_000_000  # for SIGTERM to the agent; Stop brings its own
 
-EXIT_DONE = 0
 EXIT_REFUSED = 2
-EXIT_FENCED = 3
 EXIT_LAUNCHER_GONE = 1
 EXIT_KEEPER_LOST = 4
 
@@ -103,21 +79,27 @@ class Agent:
         self._workers: Workers
         self._processes: Processes = OwnProcesses(self._loop)
         self._leaves_workers = False  # to the next agent
-        self._detector = StallDetector(config.stall_timeout_ns)
-        self._rates: dict[str, Rate] = {}
-        self._shown: list[WorkerState] = []
+        self._machine = core.AgentMachine(
+            core.Setting(
+                job=config.job,
+                node=config.node,
+                slots=config.slots,
+                stall_timeout_ns=config.stall_timeout_ns,
+            ),
+            time.monotonic_ns(),
+        )
         self._link = Link(
             config.orchestrators,
             hello=self._hello,
-            on_connected=self._connected,
+            on_accepted=self._accepted,
+            on_lost=self._lost,
             on_command=self._command,
-            on_away=lambda: self._processes.linked(False),
             tls=config.tls,
         )
         self._stores = Stores(
             config.bind,
             config.directory / "logs" / f"store-{config.node}.log",
-            on_event=self._link.send,
+            on_event=self._store_said,
             command=config.store_command,
         )
 
@@ -142,10 +124,11 @@ class Agent:
             setting, on_said=self._said, on_exited=self._exited, processes=self._processes
         )
         if isinstance(self._processes, KeptProcesses):
-            for known, process in self._processes.adopted:
-                self._workers.adopt(known, process)
+            for kept, process in self._processes.adopted:
+                self._handle(core.Adopted(kept.worker, kept.slot, kept.rank, process.pid))
+                self._workers.adopt(kept, process)
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._stop, STOP_GRACE_NS)
+            self._loop.add_signal_handler(number, self._handle, core.StopNow(STOP_GRACE_NS))
         self._watch_launcher()
         tasks = [asyncio.create_task(self._run_link()), asyncio.create_task(self._watch())]
         try:
@@ -172,204 +155,130 @@ class Agent:
         self._finish(EXIT_REFUSED)
 
     def _hello(self) -> Hello:
-        config = self._config
-        return Hello(
-            protocol=PROTOCOL,
-            token=config.token,
-            job=config.job,
-            node=config.node,
+        return self._machine.hello(
+            time.monotonic_ns(),
+            token=self._config.token,
             pid=os.getpid(),
             session=self._processes.session,
             blobs=self._blobs_address,
-            slots=config.slots,
-            workers=self._states(time.monotonic_ns()),
-            retained=[(worker.name, worker.rank) for worker in self._workers.retained()],
+            workers=self._seen(),
+            retained=[worker.name for worker in self._workers.retained()],
+            stores=self._stores.generations(),
         )
 
-    def _connected(self) -> None:
+    def _accepted(self) -> None:
         self._processes.linked(True)
-        self._shown = []
-        for report in self._detector.reports():
-            self._link.offer(report)
+        self._handle(core.Accepted())
+
+    def _lost(self, last_word_ns: int) -> None:
+        self._processes.linked(False)
+        self._handle(core.Lost(last_word_ns))
 
     def _said(self, worker: Worker, said: WorkerMessage) -> None:
-        self._link.send(WorkerSaid(worker=worker.name, rank=worker.rank, said=said))
+        self._handle(core.Said(worker.name, said))
 
     def _exited(self, exited: WorkerExited) -> None:
-        self._detector.forget(exited.worker)
-        self._rates.pop(exited.worker, None)
-        self._link.send(exited)
+        self._handle(core.Exited(exited))
 
-    def _states(self, now_ns: int) -> list[WorkerState]:
-        states = []
-        for worker in self._workers.live():
-            sample = worker.page.sample()
-            state = WorkerState(
-                worker=worker.name, slot=worker.slot, pid=worker.pid, rank=worker.rank
-            )
-            if sample is not None:
-                rate = self._rates.setdefault(worker.name, Rate())
-                state = WorkerState(
-                    worker=worker.name,
-                    slot=worker.slot,
-                    pid=worker.pid,
-                    rank=worker.rank,
-                    generation=sample.generation,
-                    version=sample.version,
-                    tick=sample.tick,
-                    where=sample.where,
-                    steps_per_s=rate.observe(now_ns, sample),
-                )
-            states.append(state)
-        return states
-
-    # ----------------------------------------------------------------- from the orchestrator
+    def _store_said(self, message: StoreOpened | StoreFailed) -> None:
+        self._handle(core.StoreSaid(message))
 
     def _command(self, command: AgentCommand) -> None:
-        match command:
-            case StartWorker():
-                self._start_worker(command)
-            case KillWorker():
-                self._kill_worker(command.worker)
-            case Tell():
-                if worker := self._find(command.worker, "Tell"):
-                    self._workers.tell(worker, command.command)
-            case Signal():
-                if worker := self._find(command.worker, "Signal"):
-                    self._workers.signal(worker, command.signal, command.resume_after_ns)
-            case OpenStore():
-                self._stores.open(command.generation)
-            case CloseStore():
-                self._stores.close(command.generation)
-            case Forget():
-                self._workers.forget(command.workers)
-            case Stop():
-                self._stop(command.grace_ns, command.finished)
-            case KillNode():
+        self._handle(core.Heard(command))
+
+    # ----------------------------------------------------------------- the machine
+
+    def _handle(self, given: core.Given) -> None:
+        for effect in self._machine.handle(time.monotonic_ns(), given):
+            self._carry_out(effect)
+
+    def _carry_out(self, effect: core.AnyEffect) -> None:
+        match effect:
+            case core.Say():
+                if not self._link.offer(effect.message) and effect.keep:
+                    self._machine.unsent(effect.message)
+            case core.Spawn():
+                self._spawn(effect.start)
+            case core.EndWorkers():
+                stopping = self._stop_everything(effect.grace_ns, effect.finished)
+                self._stopping = asyncio.create_task(stopping)
+            case core.End():
+                if effect.why:
+                    logger.critical("%s", effect.why)
+                self._finish(effect.code)
+            case core.KillSession():
                 self._kill_node()
+            case core.HostStore():
+                self._stores.open(effect.generation)
+            case core.DropStore():
+                self._stores.close(effect.generation)
+            case core.Drop():
+                self._workers.forget([effect.worker])
             case _:
-                logger.warning("unexpected %s", type(command).__name__)
+                worker = self._workers.get(effect.worker)
+                if worker is not None:
+                    self._act_on(worker, effect)
 
-    def _find(self, name: str, command: str) -> Worker | None:
-        worker = self._workers.get(name)
-        if worker is None or worker.exited is not None:
-            logger.info("%s for %s, which is not alive", command, name)
-            return None
-        return worker
+    def _act_on(self, worker: Worker, effect: core.Kill | core.Relay | core.Raise) -> None:
+        match effect:
+            case core.Kill():
+                self._workers.kill(worker)
+            case core.Relay():
+                self._workers.tell(worker, effect.command)
+            case core.Raise():
+                self._workers.signal(worker, effect.signal, effect.resume_after_ns)
 
-    def _start_worker(self, start: StartWorker) -> None:
-        worker = self._workers.get(start.worker)
-        if worker is not None and worker.exited is not None:
-            self._link.send(worker.exited)
-            return
-        if worker is None:
-            try:
-                if self._stopping is not None:
-                    raise KeepstepError("the node is being stopped")
-                worker = self._workers.start(start)
-            except (KeepstepError, OSError) as error:
-                self._start_failed(start, str(error))
-                return
-        self._link.send(WorkerStarted(worker=worker.name, slot=worker.slot, pid=worker.pid))
-
-    def _start_failed(self, start: StartWorker, error: str) -> None:
-        logger.error("cannot start %s: %s", start.worker, error)
-        tail = f"keepstep agent: cannot start this worker: {error}"
-        self._link.send(
-            WorkerExited(worker=start.worker, rank=start.rank, code=START_FAILED, tail=tail)
-        )
-
-    def _kill_worker(self, name: str) -> None:
-        worker = self._workers.get(name)
-        if worker is None:
-            # Whoever fences waits for this answer, and it is true: there is no such process.
-            tail = "keepstep agent: there is no such worker"
-            self._link.send(WorkerExited(worker=name, rank=-1, code=-signal.SIGKILL, tail=tail))
-        elif worker.exited is not None:
-            self._link.send(worker.exited)
+    def _spawn(self, start: StartWorker) -> None:
+        try:
+            worker = self._workers.start(start)
+        except (KeepstepError, OSError) as error:
+            logger.error("cannot start %s: %s", start.worker, error)
+            self._handle(core.NotSpawned(start, str(error)))
         else:
-            self._workers.kill(worker)
+            self._handle(core.Spawned(start, worker.pid))
 
     # ----------------------------------------------------------------- watching
 
     def _pages(self, rank: int) -> list[PageReader]:
         return self._workers.pages(rank)
 
+    def _seen(self) -> list[core.Seen]:
+        seen = []
+        for worker in self._workers.live():
+            thread = main_thread_stat(worker.pid)
+            seen.append(
+                core.Seen(
+                    worker.name,
+                    worker.page.sample(),
+                    cpu_ns=thread.cpu_ns if thread is not None else 0,
+                    stopped=thread is not None and thread.stopped,
+                )
+            )
+        return seen
+
     async def _watch(self) -> None:
-        period_s = min(PROGRESS_S, self._config.stall_timeout_ns / 8e9)
-        progress_at_ns = 0
         while True:
-            await asyncio.sleep(period_s)
-            now_ns = time.monotonic_ns()
+            wait_ns = self._machine.deadline() - time.monotonic_ns()
+            await asyncio.sleep(max(wait_ns, 1_000_000) / 1e9)
             try:
-                self._look_for_stalls(now_ns)
-                if now_ns >= progress_at_ns:
-                    progress_at_ns = now_ns + int(PROGRESS_S * 0.9e9)
-                    self._show_progress(now_ns)
-                if self._must_fence(now_ns):
-                    logger.critical("no orchestrator and no progress: fencing this node")
-                    self._finish(EXIT_FENCED)
+                self._handle(core.Looked(self._seen()))
             except Exception:
                 logger.exception("watching failed; going on")
 
-    def _look_for_stalls(self, now_ns: int) -> None:
-        for worker in self._workers.live():
-            sample = worker.page.sample()
-            thread = main_thread_stat(worker.pid)
-            news = self._detector.observe(
-                now_ns,
-                worker.name,
-                worker.rank,
-                sample,
-                cpu_ns=thread.cpu_ns if thread is not None else 0,
-                stopped=thread is not None and thread.stopped,
-            )
-            if news is not None:
-                logger.info("%s", news)
-                # Stalls are told anew after every Hello; that one is over is told only here.
-                if isinstance(news, Stalled):
-                    self._link.offer(news)
-                else:
-                    self._link.send(news)
-
-    def _show_progress(self, now_ns: int) -> None:
-        states = self._states(now_ns)
-        if states != self._shown and self._link.offer(Progress(workers=states)):
-            self._shown = states
-
-    def _must_fence(self, now_ns: int) -> bool:
-        if self._link.away_ns(now_ns) < self._config.stall_timeout_ns:
-            return False
-        ranks = []
-        for worker in self._workers.live():
-            sample = worker.page.sample()
-            if sample is None or worker.rank < 0:
-                continue
-            # A rank that holds waits for the orchestrator and has given up its groups: it can
-            # not train behind anybody's back, and its state may be the only one left.
-            if sample.hold:
-                return False
-            if not may_stand_still(sample):
-                ranks.append(worker.name)
-        return self._detector.all_stalled(ranks)
-
     # ----------------------------------------------------------------- ending
-
-    def _stop(self, grace_ns: int, finished: bool = False) -> None:
-        if self._stopping is None:
-            self._stopping = asyncio.create_task(self._stop_everything(grace_ns, finished))
 
     async def _stop_everything(self, grace_ns: int, finished: bool) -> None:
         logger.info("stopping")
+        gone = False
         try:
             gone = await self._workers.stop(grace_ns, finished)
             self._end_everything()
-            if not gone:
-                logger.error("some workers could not be ended")
-            elif self._link.offer(StopDone()):
-                await self._link.close()
         finally:
-            self._finish(EXIT_DONE)
+            effects = self._machine.handle(time.monotonic_ns(), core.Emptied(gone))
+            for effect in effects:
+                if isinstance(effect, core.End):
+                    await self._link.close()  # the last words before it are to be written out
+                self._carry_out(effect)
 
     def _finish(self, code: int) -> None:
         if not self._done.done():

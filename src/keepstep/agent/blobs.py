@@ -16,7 +16,8 @@ import msgspec
 
 from keepstep.adapters.transport.stream import Stream, listening_address, serve
 from keepstep.adapters.transport.tls import server_context
-from keepstep.agent.page import INIT_TICK, NEWEST, PageReader
+from keepstep.agent.page import PageReader
+from keepstep.core.agent.blobs import BlobStore
 from keepstep.errors import RemoteProtocolError
 from keepstep.model.messages import (
     Address,
@@ -30,38 +31,12 @@ from keepstep.model.messages import (
     BlobRequest,
     TlsFiles,
 )
+from keepstep.model.page import INIT_TICK
 
-TICKS_KEPT = 2
 CONNECTIONS_MAX = 1024
 FIRST_REQUEST_S = 10.0  # a connection that has not shown the token by then is closed
 
 logger = logging.getLogger(__name__)
-
-
-class BlobStore:
-    """Copies in memory: per rank the newest ticks and the init record."""
-
-    def __init__(self) -> None:
-        self._ranks: dict[int, dict[int, bytes]] = {}
-
-    def put(self, rank: int, tick: int, data: bytes) -> None:
-        ticks = self._ranks.setdefault(rank, {})
-        ticks[tick] = data
-        steps = sorted(kept for kept in ticks if kept != INIT_TICK)
-        # What was just acknowledged is never the one to go, even if it is not among the newest.
-        while len(steps) > TICKS_KEPT:
-            oldest = next(kept for kept in steps if kept != tick)
-            steps.remove(oldest)
-            del ticks[oldest]
-
-    def get(self, rank: int, tick: int) -> tuple[int, bytes] | None:
-        ticks = self._ranks.get(rank, {})
-        if tick == NEWEST:
-            tick = max((kept for kept in ticks if kept >= 0), default=NEWEST)
-        return (tick, ticks[tick]) if tick in ticks else None
-
-    def ticks(self, rank: int) -> list[int]:
-        return sorted(self._ranks.get(rank, {}))
 
 
 class BlobServer:

@@ -1,6 +1,6 @@
 """The agent's stream to the orchestrator, for as long as the agent lives.
 
-    connect -> Hello -> Accepted -> queued messages, then everything as it happens
+    connect -> Hello -> Accepted -> everything as it happens
                      |-> Refused(retry): it is not the active orchestrator; the next address
                      `-> Refused: the only way out of `run`
 
@@ -9,7 +9,8 @@ is active by a lease promises to be heard regularly. Its silence means that it m
 lease without knowing, so the link is given up, and counted as away *since the last word*.
 
 A broken stream is not a fault: training does not depend on it. What the orchestrator must not
-miss is queued and follows the next Hello, whose inventory covers what was lost on the way.
+miss is queued by the agent's machine and follows the next Hello, whose inventory covers what was
+lost on the way.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import asyncio
 import logging
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -37,7 +37,6 @@ from keepstep.model.messages import (
     TlsFiles,
 )
 
-QUEUED_MAX = 10_000
 BACKOFF_S_MIN = 0.1
 BACKOFF_S_MAX = 2.0
 ACCEPT_TIMEOUT_S = 10.0
@@ -51,40 +50,22 @@ class Link:
         addresses: Sequence[Address],
         *,
         hello: Callable[[], Hello],
-        on_connected: Callable[[], None],
+        on_accepted: Callable[[], None],
+        on_lost: Callable[[int], None],  # with the time of its last word
         on_command: Callable[[AgentCommand], None],
-        on_away: Callable[[], None] = lambda: None,
         tls: TlsFiles | None = None,
     ) -> None:
         self._addresses = addresses
         self._tls = (client_context(tls), ORCHESTRATOR_NAME) if tls is not None else None
         self._hello = hello
-        self._on_connected = on_connected
+        self._on_accepted = on_accepted
+        self._on_lost = on_lost
         self._on_command = on_command
-        self._on_away = on_away
         self._decoder: msgspec.msgpack.Decoder[AgentCommand] = msgspec.msgpack.Decoder(AgentCommand)
         self._stream: Stream[AgentCommand] | None = None
-        self._queued: deque[AgentMessage] = deque()
-        self._away_since_ns = time.monotonic_ns()
-        self._heard_ns = self._away_since_ns
+        self._heard_ns = time.monotonic_ns()
         self._silence_ns_max = 0
         self._absent_because: set[str] = set()
-
-    @property
-    def connected(self) -> bool:
-        return self._stream is not None
-
-    def away_ns(self, now_ns: int) -> int:
-        """How long the orchestrator has been out of reach; 0 if it is not."""
-        return 0 if self._stream is not None else now_ns - self._away_since_ns
-
-    def send(self, message: AgentMessage) -> None:
-        """Now, or after the next Hello."""
-        if not self.offer(message):
-            if len(self._queued) >= QUEUED_MAX:
-                dropped = self._queued.popleft()
-                logger.warning("queue is full, dropped %s", type(dropped).__name__)
-            self._queued.append(message)
 
     def offer(self, message: AgentMessage) -> bool:
         """Now, or not at all."""
@@ -113,8 +94,7 @@ class Link:
                 finally:
                     if self._stream is not None:
                         self._stream = None
-                        self._away_since_ns = self._last_word_ns()
-                        self._on_away()
+                        self._on_lost(self._last_word_ns())
                     stream.close()
             except (TimeoutError, StreamClosed, ProtocolError) as error:
                 self._note_absence(str(error) or "it did not answer Hello")
@@ -153,10 +133,7 @@ class Link:
         self._absent_because.clear()
         logger.info("accepted by the orchestrator at %s", stream.peer)
         self._stream = stream
-        while self._queued:
-            stream.send(self._queued[0])
-            self._queued.popleft()
-        self._on_connected()
+        self._on_accepted()
         while True:
             command = await self._hear(stream)
             if isinstance(command, Alive):

@@ -11,41 +11,22 @@ import os
 import struct
 import zlib
 
-import msgspec
-
 from keepstep.model.page import (
     CAPACITY_DEFAULT,
     FIELDS,
     MAGIC,
+    NEWEST,
     PAGE_BYTES,
     SLOT_HEADER,
     WHERE,
+    Sample,
 )
-
-INIT_TICK = -1
-NEWEST = -2
 
 _SLOTS = 3
 _U64 = struct.Struct("<Q")
 _HEADER_BYTES = max(FIELDS.values()) + _U64.size
 _ATTEMPTS = 20  # to catch a live worker between two writes of one slot
 _CAPACITY_MAX = 1 << 34
-
-
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """The header at one moment. Fields are as in keepstep.model.page."""
-
-    heartbeat_ns: int
-    progress_ns: int
-    marks: int
-    version: int
-    tick: int
-    generation: int
-    where: str
-    stepping: bool
-    commit_ns: int
-    step_ns: int
-    hold: bool
 
 
 def create_page(name: str) -> int:
@@ -86,6 +67,7 @@ class PageReader:
             commit_ns=fields["commit_ns"],
             step_ns=fields["step_ns"],
             hold=fields["hold"] == 1,
+            tick_marks=fields["tick_marks"],
         )
 
     def ticks(self) -> list[int]:

@@ -68,6 +68,9 @@ class Stores:
         elif store.address is not None:
             self._on_event(StoreOpened(generation=generation, store=store.address))
 
+    def generations(self) -> list[int]:
+        return list(self._stores)
+
     def close(self, generation: int) -> None:
         store = self._stores.pop(generation, None)
         if store is None:

@@ -40,7 +40,6 @@ from keepstep.model.wire import frame
 
 TAIL_LINES = 40
 TAIL_BYTES = 8 << 10
-START_FAILED = 127  # exit code told for a process that could not be started, as shells do
 MUTE_GRACE_S = 10.0  # a worker that closed its control socket has this long to end
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")

@@ -33,6 +33,7 @@ COMMANDS = {
     "token": "keepstep.cli.token:token",
     "agent": "keepstep.cli.node:agent",
     "demo": "keepstep.cli.demo:demo",
+    "sim": "keepstep.cli.sim:sim",
 }
 OPTIONAL = frozenset({"demo"})
 USAGE_EXIT = 2

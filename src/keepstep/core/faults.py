@@ -19,6 +19,7 @@ from keepstep.core.migration import (
     EXIT_GAVE_UP,
     NEWCOMERS_MAX,
     STAGE_FAILURES_MAX,
+    STAGE_PATIENCE_NS,
     blame_script,
     start_attempt,
 )
@@ -26,9 +27,13 @@ from keepstep.core.phases import all_staged, has_held, newcomers
 from keepstep.core.planned import fail_move
 from keepstep.core.processes import node_lost
 from keepstep.core.rewire import settle_committed_planned
-from keepstep.core.state import Attempt, Incident, Job, Out, Worker
+from keepstep.core.state import SECOND, Attempt, Incident, Job, Out, Worker
 from keepstep.core.triage import hang_culprits, name_ranks
 from keepstep.model.records import SignalSeen
+
+# How long an agent may believe in a stream that is gone, and how late it may look.
+SILENT_NS = 25 * SECOND
+FENCE_SLACK_NS = 2 * SECOND
 
 
 def broken(job: Job) -> bool:
@@ -39,7 +44,7 @@ def broken(job: Job) -> bool:
     if attempt.kind == "resume":
         return False
     host = job.nodes.get(attempt.store_node)
-    if attempt.store is None and host is not None and host.state == "dead":
+    if attempt.store is None and host is not None and host.state in ("unreachable", "dead"):
         return True
     return attempt.members != tuple(job.live()) or set(attempt.moving) != set(job.dead())
 
@@ -151,18 +156,33 @@ def stage_failed(job: Job, out: Out, attempt: Attempt, why: str) -> None:
     if attempt.kind == "planned":
         fail_move(job, out, attempt, why)
         return
+    if attempt.retry_at is not None:
+        return  # each rank says so
     incident = attempt.incident
     incident.stage_failures += 1
-    if incident.stage_failures >= STAGE_FAILURES_MAX:
-        end_job(
-            job,
-            out,
-            "failed",
-            EXIT_GAVE_UP,
-            f"new process groups could not be built {STAGE_FAILURES_MAX} times in a row: {why}",
+    if incident.stage_failures == 1:
+        incident.stage_failed_at = out.now
+    tried_ns = out.now - incident.stage_failed_at
+    if incident.stage_failures >= STAGE_FAILURES_MAX and tried_ns >= STAGE_PATIENCE_NS:
+        incident.give_up = (
+            f"new process groups could not be built {incident.stage_failures} times in "
+            f"{tried_ns // SECOND} s: {why}"
         )
+        incident.give_up_at = out.now
+        if attempt.kind == "resume":
+            end_job(job, out, "failed", EXIT_GAVE_UP, incident.give_up)
         return
-    repeat_attempt(job, out, attempt, f"process groups could not be built: {why}")
+    # The network may need a while; the ranks hold their state meanwhile. The first time it is
+    # most likely a process that died in the rendezvous: try again at once.
+    wait_ns = SECOND << min(incident.stage_failures - 2, 5) if incident.stage_failures > 1 else 0
+    attempt.retry_at = out.now + wait_ns
+    attempt.retry_why = f"process groups could not be built: {why}"
+    if wait_ns == 0:
+        retry_stage(job, out, attempt)
+
+
+def retry_stage(job: Job, out: Out, attempt: Attempt) -> None:
+    repeat_attempt(job, out, attempt, attempt.retry_why)
 
 
 def newcomer_failed(job: Job, out: Out, worker: Worker, why: str) -> None:
@@ -187,6 +207,37 @@ def newcomer_failed(job: Job, out: Out, worker: Worker, why: str) -> None:
             return
     if attempt.staged_at:
         repeat_attempt(job, out, attempt, f"{worker.id} failed: {why}")
+
+
+def ranks_on(job: Job, name: str) -> list[Worker]:
+    """Owners of ranks there that may still run; killing one is no proof of its end."""
+    return [w for _, w in job.owning() if w.node == name and w.alive and not w.done]
+
+
+def give_up_node(job: Job, out: Out, name: str, why: str) -> None:
+    """Nobody says that it is dead: its ranks count as dead from now on, but they are known to be
+    gone only when its agent, if it lives, must have noticed and ended them. Meanwhile everything
+    up to COMMIT is prepared."""
+    node = job.nodes[name]
+    lost = ranks_on(job, name)
+    if not lost:
+        lose_node(job, out, name, why)
+        return
+    joining = [
+        w for w in job.workers.values() if w.node == name and w.role == "newcomer" and w.usable
+    ]
+    node.state = "unreachable"
+    fence_from = max(node.gone_at + SILENT_NS, job.progress_at)
+    node.fenced_at = max(out.now, fence_from + job.stall_ns + FENCE_SLACK_NS)
+    warn(job, out, f"{name} {why}: its ranks are replaced when they must have ended")
+    for worker in job.workers.values():
+        if worker.node == name and worker.usable:
+            worker.killed_at = out.now
+    for worker in lost:
+        reason = f"rank {worker.rank} was on {name}, which {why}"
+        job.causes.setdefault(worker.rank, ("node-lost", reason))
+    for worker in joining:
+        newcomer_failed(job, out, worker, f"{name} {why}")
 
 
 def lose_node(job: Job, out: Out, name: str, why: str) -> None:
@@ -220,6 +271,8 @@ def check_hang(job: Job, out: Out) -> None:
     if not stalled:
         return
     ranks, reason = hang_culprits(stalled, job.stall_ns)
+    if ranks and set(ranks) == set(job.live()):
+        ranks, reason = (), "all ranks are stopped, and none is left to rebuild them from"
     if not ranks:
         if not job.hang_warned:
             warn(job, out, f"training stands still: {reason}")

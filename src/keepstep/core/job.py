@@ -140,6 +140,9 @@ def agent_joined(job: Job, out: Out, name: str, hello: Hello) -> None:
     node.blobs, node.pid, node.session = hello.blobs, hello.pid, hello.session
     node.slots = hello.slots
     there = {state.worker: state for state in hello.workers}
+    for worker in job.workers.values():
+        if worker.node == name:
+            worker.stalled = None  # that it is over may be lost; what still stands is told again
     for worker in [w for w in job.workers.values() if w.node == name and w.alive]:
         state = there.get(worker.id)
         if state is not None:
@@ -154,7 +157,12 @@ def agent_joined(job: Job, out: Out, name: str, hello: Hello) -> None:
         else:
             processes.worker_ended(job, out, worker, -1, "was never started", "process-exit")
     for known in there:
-        if known not in job.workers or not job.workers[known].alive:
+        stray = job.workers.get(known)
+        if stray is not None and not stray.alive:
+            # It was given up with its node: until it is gone its slot is taken.
+            stray.alive, stray.role, stray.killed_at = True, "unwanted", out.now
+            out.send(name, KillWorker(worker=known))
+        elif stray is None:
             out.send(name, KillWorker(worker=known))
     _sweep(job, out, name, hello)
     if moved and job.mode == "running" and not job.replayed:
@@ -175,8 +183,7 @@ def _adopt(job: Job, out: Out, worker: Worker, state: WorkerState) -> None:
     worker.running = True
     note_progress(worker, state)
     _seen_resumed(job, worker, state)
-    if job.replayed:
-        worker.swapped = state.generation
+    worker.swapped = max(worker.swapped, state.generation)
     if worker.role == "standby" and not worker.parked and state.where == "parked":
         worker.parked = "unknown"
     if state.where == "done":
@@ -202,6 +209,9 @@ def _sweep(job: Job, out: Out, name: str, hello: Hello) -> None:
     if job.mode == "opening" and job.store_node == name:
         job.store_asked_at = 0
     keep = {job.generation} | ({attempt.generation} if attempt is not None else set())
+    if job.mode == "opening":
+        keep.add(job.generation_max)
+    node.stores |= set(hello.stores)
     for generation in sorted(node.stores - keep):
         out.send(name, CloseStore(generation=generation))
         node.stores.discard(generation)
@@ -243,6 +253,8 @@ def agent_said(job: Job, out: Out, name: str, message: AgentMessage) -> None:
         for state in message.workers:
             worker = _worker(job, name, state.worker)
             if worker is not None:
+                if state.tick > worker.tick:
+                    job.progress_at = out.now
                 note_progress(worker, state)
                 _seen_resumed(job, worker, state)
         _after_progress(job, out, name)
@@ -345,5 +357,4 @@ def _store_answered(job: Job, out: Out, name: str, message: StoreOpened | StoreF
         # Process groups, once built, do not need it; each new generation brings its own.
         warn(job, out, f"the store on {name} was lost: {message.error}; training does not need it")
     elif job.mode == "opening" and message.generation == job.generation_max:
-        reason = f"{name} could not open a store: {message.error}"
-        end_job(job, out, "failed", EXIT_GAVE_UP, reason)
+        start.store_failed(job, out, f"{name} could not open a store: {message.error}")

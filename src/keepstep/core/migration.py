@@ -22,7 +22,7 @@ from keepstep.core.phases import (
     phase_now,
 )
 from keepstep.core.processes import NOWHERE, close_stores, give_buddy, may_get_spare
-from keepstep.core.state import Attempt, Incident, Job, Kind, Out, Worker
+from keepstep.core.state import SECOND, Attempt, Incident, Job, Kind, Out, Worker
 from keepstep.core.triage import headline, judge_reports, name_ranks
 from keepstep.model.messages import (
     Abort,
@@ -42,6 +42,7 @@ DEATHS_MAX = 3  # of one rank without the tick advancing
 RECONNECTS_MAX = 5
 NEWCOMERS_MAX = 5  # that fail in one unplanned incident
 STAGE_FAILURES_MAX = 3
+STAGE_PATIENCE_NS = 300 * SECOND
 TICK_NEWEST = -2
 TICK_CHECKPOINT = -3
 
@@ -252,6 +253,8 @@ def blame_script(job: Job, out: Out, dead: list[int]) -> bool:
 def _worth_trying(job: Job, out: Out, attempt: Attempt, tick: int) -> bool:
     """Replacing a rank that dies each time at the same place only repeats the death."""
     for rank in attempt.moving:
+        if job.causes.get(rank, ("",))[0] == "node-lost":
+            continue  # that was its place, not the rank
         seen_tick, workers = job.deaths.get(rank, (tick, set()))
         workers = workers if seen_tick == tick else set()
         job.deaths[rank] = (tick, workers | {job.owners[rank]})
@@ -281,7 +284,11 @@ def _worth_trying(job: Job, out: Out, attempt: Attempt, tick: int) -> bool:
 
 
 def stage_row(job: Job, out: Out, attempt: Attempt) -> None:
-    if attempt.store is None or attempt.solo:
+    if attempt.store is None or attempt.solo or attempt.retry_at is not None:
+        return
+    # A rendezvous has a time limit, and it cannot complete without the newcomers: whoever is told
+    # to wait in it before they are there, or before a spare is found, gives up in vain.
+    if not all_filled(job, attempt) or not all(w.arrived for w in newcomers(job, attempt)):
         return
     stage = Stage(generation=attempt.generation, store=attempt.store)
     for worker in group_of(job, attempt):
@@ -289,11 +296,7 @@ def stage_row(job: Job, out: Out, attempt: Attempt) -> None:
             continue
         joining = worker.role == "newcomer"
         # A rank's old groups are gone once it has reported; a planned one keeps them.
-        if (
-            worker.arrived
-            if joining
-            else attempt.kind == "planned" or has_reported(worker, attempt)
-        ):
+        if joining or attempt.kind == "planned" or has_reported(worker, attempt):
             before = worker.asked.get("stage")
             out.ask(worker, "stage", attempt.generation, stage)
             if worker.asked.get("stage") != before:

@@ -10,7 +10,7 @@ import re
 
 import msgspec
 
-from keepstep.core import processes
+from keepstep.core import breaker, processes
 from keepstep.core.faults import newcomer_failed
 from keepstep.core.incidents import close_incident, end_job, open_incident
 from keepstep.core.recovery import apply_taint
@@ -233,15 +233,20 @@ def taint(job: Job, out: Out, request: Taint) -> None:
     _taint(job, out, request.target, request.reason)
     ranks = sorted(set(_ranks_in(job, node, slot)) - _moving(job))
     if ranks and job.mode == "running":
-        open_incident(
-            job,
-            out,
-            trigger="pre-emptive",
-            cause="taint",
-            victims=ranks,
-            reason=request.reason,
-            target=request.target,
-        )
+        breaker.move_away(job, out, request.target, ranks, request.reason)
+
+
+def retry_deferred(job: Job, out: Out) -> None:
+    """The breaker's minute is over: the oldest taints that are still there come first."""
+    for target, reason in list(job.deferred.items()):
+        node, slot = _target(job, target)
+        ranks = sorted(set(_ranks_in(job, node, slot)) - _moving(job))
+        if not ranks:
+            del job.deferred[target]
+            continue
+        breaker.move_away(job, out, target, ranks, reason)
+        if target in job.deferred:
+            return
 
 
 def untaint(job: Job, out: Out, request: Untaint) -> None:
@@ -253,6 +258,7 @@ def untaint(job: Job, out: Out, request: Untaint) -> None:
             f"{request.target} is not tainted", hint="`keepstep status --json` lists taints"
         )
     apply_taint(job, request.target, None)
+    job.deferred.pop(request.target, None)
     out.record(Untainted(job=job.id, at_ns=out.now, target=request.target))
     for incident in list(job.incidents):
         running = job.attempt is not None and job.attempt.incident is incident

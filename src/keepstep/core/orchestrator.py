@@ -93,6 +93,10 @@ class Core:
     def job(self, job_id: str) -> JobView:
         return job_view(self._job(job_id))
 
+    def state(self, job_id: str) -> Job:
+        """The facts themselves, for those who check and never change them."""
+        return self._job(job_id)
+
     def incidents(self, job_id: str | None = None) -> list[IncidentView]:
         jobs = [self._job(job_id)] if job_id is not None else list(self._jobs.values())
         views: list[IncidentView] = []

@@ -24,7 +24,7 @@ Within a phase everything that can be asked for is asked at once (rows, in this 
     OpenStore   an agent not hit         at once                              StoreOpened
     Assign      a parked standby         a moving rank has no newcomer        Arrived
     Decide      members                  all have reported, tick is on record Held
-    Stage       members, newcomers       store open; reported / arrived       Staged
+    Stage       members, newcomers       store open, all reported or arrived  Staged
     Position    newcomers                arrived and tick known               Ready
     Hold        members                  planned: all ready and staged        Held
     Copy        newcomers                ready, all members hold              Copied

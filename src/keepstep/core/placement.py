@@ -121,7 +121,7 @@ def holders(nodes: Mapping[str, Node], own: str, buddy: str) -> list[Address]:
     for name in order:
         node = nodes.get(name)
         # A disconnected agent only lost the orchestrator; its blobs may well be served.
-        if node is None or node.state not in ("connected", "disconnected"):
+        if node is None or node.state in ("absent", "dead"):
             continue
         if node.blobs is not None and node.blobs not in addresses:
             addresses.append(node.blobs)

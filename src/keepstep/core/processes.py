@@ -130,6 +130,11 @@ def refill(job: Job, out: Out, needed: int, forced: bool) -> None:
             worker.role = "unwanted"
             out.kill(worker)
     wanted = needed if forced else max(job.spec.spares, needed)
+    if not forced:
+        # Started for a move that came to nothing: the youngest go first.
+        for worker in reversed(job.standbys()[max(0, wanted) :]):
+            worker.role = "unwanted"
+            out.kill(worker)
     missing = wanted - len(job.standbys())
     for node_name, slot in placement.free_slots(job.nodes, job.workers.values())[: max(0, missing)]:
         start_worker(job, out, node_name, slot, -1, "standby")

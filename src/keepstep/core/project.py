@@ -151,7 +151,7 @@ def node_view(node: Node) -> NodeView:
         taints += [f"{node.name}/{slot}: {reason}" for reason in reasons]
     return NodeView(
         node=node.name,
-        state="disconnected" if node.state == "absent" else node.state,
+        state="disconnected" if node.state in ("absent", "unreachable") else node.state,
         pid=node.pid,
         session=node.session,
         slots=node.slots,

@@ -23,6 +23,7 @@ from keepstep.model.records import (
     CheckpointWritten,
     Committed,
     Decided,
+    Deferred,
     IncidentClosed,
     IncidentOpened,
     IncidentWidened,
@@ -75,6 +76,10 @@ def apply(jobs: dict[str, Job], record: Record) -> None:
         _apply_attempt(job, record)
     elif isinstance(record, Tainted | Untainted):
         apply_taint(job, record.target, record.reason if isinstance(record, Tainted) else None)
+        if isinstance(record, Untainted):
+            job.deferred.pop(record.target, None)
+    elif isinstance(record, Deferred):
+        job.deferred[record.target] = record.reason
     elif isinstance(record, CheckpointWritten):
         job.checkpoint, job.checkpoint_tick = record.path, record.tick
     elif isinstance(record, InjectDone):
@@ -139,6 +144,9 @@ def _apply_incident(job: Job, record: IncidentOpened | IncidentWidened | Inciden
             interrupted=True,
         )
         job.incidents.append(incident)
+        if record.trigger == "pre-emptive":
+            job.preempted.append((record.at_ns, len(record.victims)))
+            job.deferred.pop(record.target, None)
         job.incident_next = int(record.incident.rsplit("-", 1)[1]) + 1
     elif isinstance(record, IncidentWidened):
         for incident in job.incidents:

@@ -31,6 +31,7 @@ from keepstep.model.messages import Failure, OpenStore, StoreOpened
 from keepstep.model.records import JobStarted, StartBegun
 
 RESTARTS_MAX = 3
+STORE_FAILURES_MAX = 3
 JOIN_SPARES_NS = 2 * SECOND
 
 
@@ -39,7 +40,7 @@ def advance_start(job: Job, out: Out) -> None:
         _begin(job, out)
     elif job.mode == "opening":
         node = job.nodes[job.store_node]
-        if node.state == "dead":
+        if node.state in ("unreachable", "dead"):
             job.mode = "waiting"
             _begin(job, out)
         elif job.store_asked_at == 0 and out.send(
@@ -62,7 +63,7 @@ def _begin(job: Job, out: Out) -> None:
     if leaving:
         return  # being killed: their slots are needed
     homes = {node for node, _ in placement.home_slots(job.spec).values()}
-    if any(job.nodes[name].state in ("absent", "disconnected") for name in homes):
+    if any(job.nodes[name].state in ("absent", "disconnected", "unreachable") for name in homes):
         job.reason = "waiting for the agents to join"
         return
     placed, why = placement.start_slots(job.spec, job.nodes, job.workers.values())
@@ -80,7 +81,8 @@ def _begin(job: Job, out: Out) -> None:
         return
     if _clear(job, out, placed):
         return
-    store = placement.store_node(job.nodes, ())
+    close_stores(job, out, keep=set())
+    store = placement.store_node(job.nodes, (job.bad_store,))
     assert store is not None, "slots are only found on connected nodes"
     job.generation = job.new_generation()
     job.mode = "opening"
@@ -101,6 +103,7 @@ def store_opened(job: Job, out: Out, message: StoreOpened) -> None:
         job.reason = f"waiting: {why}"
         return
     job.master = message.store
+    job.bad_store, job.store_failures = "", 0
     if _clear(job, out, placed):
         job.mode = "waiting"
         return
@@ -114,6 +117,18 @@ def store_opened(job: Job, out: Out, message: StoreOpened) -> None:
         job.owners[rank] = worker.id
 
 
+def store_failed(job: Job, out: Out, why: str) -> None:
+    """Another node may be able to; nothing has been started yet."""
+    job.store_failures += 1
+    if job.store_failures >= STORE_FAILURES_MAX:
+        end_job(job, out, "failed", EXIT_GAVE_UP, why)
+        return
+    job.bad_store = job.store_node
+    job.mode = "waiting"
+    job.store_asked_at = 0
+    warn(job, out, f"{why}; asking another node")
+
+
 def _clear(job: Job, out: Out, placed: dict[int, tuple[str, int]]) -> bool:
     """Ranks go before standbys. True: some slots have to be emptied first."""
     in_the_way = [w for w in job.standbys() if (w.node, w.slot) in placed.values()]
@@ -125,7 +140,8 @@ def _clear(job: Job, out: Out, placed: dict[int, tuple[str, int]]) -> bool:
 
 def _begin_resume(job: Job, out: Out, placed: dict[int, tuple[str, int]]) -> None:
     job.mode = "starting"
-    job.generation = max(job.generation, 0)
+    # Generation 0 is what the page of a process says that has never swapped.
+    job.generation = job.generation_max = max(job.generation_max, 0)
     taken = {(w.node, w.slot) for w in job.workers.values() if w.alive}
     for place in placed.values():
         if place not in taken:

@@ -65,11 +65,13 @@ class Node:
     name: str
     index: int
     slots: int
-    state: Literal["absent", "connected", "disconnected", "dead"] = "absent"
+    # "unreachable": given up, but its ranks may still run until they must have ended themselves
+    state: Literal["absent", "connected", "disconnected", "unreachable", "dead"] = "absent"
     blobs: Address | None = None
     pid: int = 0
     session: int = 0
     gone_at: int = 0
+    fenced_at: int = 0  # unreachable: from then on nothing of it runs any more
     taints: list[str] = field(default_factory=list)
     slot_taints: dict[int, list[str]] = field(default_factory=dict)
     crashes: dict[int, int] = field(default_factory=dict)  # slot -> without training in between
@@ -154,6 +156,7 @@ class Incident:
     attempts: int = 0
     failures: int = 0  # planned attempts undone; unplanned: newcomers that failed
     stage_failures: int = 0
+    stage_failed_at: int = 0  # the first of them
     decision: str = ""
     steps_recomputed: int = 0
     source: str = ""
@@ -189,6 +192,8 @@ class Attempt:
     store_asked_at: int = 0
     store: Address | None = None
     staged_at: int = 0  # when Stage was last sent
+    retry_at: int | None = None  # its groups could not be built: when to try again
+    retry_why: str = ""
     tick: int | None = None
     decided_at: int = 0
     holding: bool = False  # planned: Hold was sent
@@ -234,18 +239,22 @@ class Job:
     hang_warned: bool = False
     injects: dict[str, InjectSpec] = field(default_factory=dict)
     fired: list[str] = field(default_factory=list)
+    preempted: list[tuple[int, int]] = field(default_factory=list)  # when, ranks told to leave
+    deferred: dict[str, str] = field(default_factory=dict)  # tainted target -> reason
     released: int | None = None  # generation of the last planned attempt that was undone
     # start-up
     start_failures: int = 0
     start_fault: tuple[int, str, str, str] | None = None  # when, kind, why, traceback
     store_node: str = ""
     bad_store: str = ""  # the node that failed last to open one
+    store_failures: int = 0  # in a row, at the start
     store_asked_at: int = 0
     ranks_joined_at: int | None = None
     ranks_started_at: int = 0
     attach_since: int | None = None  # some ranks wait in attach for others
     late_starts: int = 0  # starts given up because they waited too long
     start_warned: bool = False
+    progress_at: int = 0  # when a rank was last seen to get on
     # after a restart of the orchestrator
     replayed: bool = False
     rejoin_until: int | None = None

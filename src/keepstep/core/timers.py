@@ -7,14 +7,24 @@ Times derive from the one knob, `stall_timeout`.
 
 from __future__ import annotations
 
-from keepstep.core.faults import lose_node, newcomer_failed, stage_failed
+from keepstep.core import breaker
+from keepstep.core.faults import (
+    SILENT_NS,
+    give_up_node,
+    lose_node,
+    newcomer_failed,
+    ranks_on,
+    retry_stage,
+    stage_failed,
+)
 from keepstep.core.incidents import end_job, warn
 from keepstep.core.migration import EXIT_GAVE_UP
+from keepstep.core.operator import retry_deferred
 from keepstep.core.phases import has_copied, has_held, has_reported, members
 from keepstep.core.phases import newcomers as newcomers_of
 from keepstep.core.planned import fail_move
-from keepstep.core.start import JOIN_SPARES_NS, attach_is_late, start_is_slow
-from keepstep.core.state import SECOND, Attempt, Job, Out, Worker
+from keepstep.core.start import JOIN_SPARES_NS, attach_is_late, start_is_slow, store_failed
+from keepstep.core.state import SECOND, Attempt, Job, Node, Out, Worker
 from keepstep.model.messages import KillWorker
 
 LEAVE_NS = 10 * SECOND
@@ -32,7 +42,9 @@ def timers(job: Job) -> list[Timer]:
     rows: list[Timer] = []
     for node in job.nodes.values():
         if node.state == "disconnected":
-            rows.append((node.gone_at + job.stall_ns, "node", node.name))
+            rows += _gone_timer(job, node)
+        elif node.state == "unreachable":
+            rows.append((node.fenced_at, "fenced", node.name))
     for worker in job.workers.values():
         if not worker.alive or job.nodes[worker.node].state != "connected":
             continue
@@ -44,11 +56,25 @@ def timers(job: Job) -> list[Timer]:
             rows.append((worker.started_at + max(PARK_NS, job.stall_ns), "park", worker.id))
     if job.mode in ("waiting", "opening", "starting"):
         rows += _start_timers(job)
+    deferred = breaker.deadline(job)
+    if deferred is not None and job.mode == "running" and not job.replayed:
+        rows.append((deferred, "breaker", ""))
     if job.rejoin_until is not None:
         rows.append((job.rejoin_until, "rejoin", ""))
     if job.attempt is not None:
         rows += _attempt_timers(job, job.attempt)
     return rows
+
+
+def _gone_timer(job: Job, node: Node) -> list[Timer]:
+    """A node without its stream is not a dead node. As long as training gets on its ranks take part
+    in it; and if no rank is in reach, nobody could be rebuilt from anything: then we wait."""
+    if not ranks_on(job, node.name):
+        return [(node.gone_at + job.stall_ns, "node", node.name)]
+    owners = (worker for _, worker in job.owning() if worker.usable and not worker.done)
+    if not any(job.nodes[worker.node].state == "connected" for worker in owners):
+        return []
+    return [(max(node.gone_at, job.progress_at) + job.stall_ns, "node", node.name)]
 
 
 def _start_timers(job: Job) -> list[Timer]:
@@ -73,24 +99,26 @@ def _start_timers(job: Job) -> list[Timer]:
 def _attempt_timers(job: Job, attempt: Attempt) -> list[Timer]:
     rows: list[Timer] = []
     if attempt.committed_at is not None:
-        for _, worker in job.owning():
-            if worker.swapped < attempt.generation and not worker.done:
-                rows += _since(worker, "swap", attempt, job.reply_ns, "member")
+        owners = [worker for _, worker in job.owning() if not worker.done]
+        late = [w for w in owners if w.swapped < attempt.generation]
+        reply_ns = _reply_ns(job, len(late) < len(owners))
+        for worker in late:
+            rows += _since(job, worker, "swap", attempt, reply_ns, "member")
         return rows
     if attempt.incident.give_up:
         rows.append((attempt.incident.give_up_at + job.build_ns, "give-up", ""))
     if attempt.no_checkpoint and attempt.checkpoint_failed_at:
         rows.append((attempt.checkpoint_failed_at + job.build_ns, "checkpoint", ""))
-    if attempt.store is None and attempt.store_asked_at:
+    if attempt.retry_at is not None:
+        if not attempt.incident.give_up:
+            rows.append((attempt.retry_at, "retry", ""))
+    elif attempt.store is None and attempt.store_asked_at:
         if job.nodes[attempt.store_node].state == "connected":  # else it is asked again later
             rows.append((attempt.store_asked_at + STORE_NS, "store", ""))
     elif attempt.staged_at and not attempt.solo and not _all_asked_staged(job, attempt):
         rows.append((attempt.staged_at + job.build_ns, "stage", ""))
-    for worker in members(job, attempt):
-        if attempt.kind == "unplanned" and not has_reported(worker, attempt):
-            rows += _since(worker, "abort", attempt, job.reply_ns, "member")
-        elif attempt.kind == "unplanned" and not has_held(worker, attempt):
-            rows += _since(worker, "decide", attempt, job.reply_ns, "member")
+    if attempt.kind == "unplanned":
+        rows += _member_timers(job, attempt)
     if attempt.kind == "planned" and attempt.holding and attempt.tick is None:
         rows.append((attempt.hold_at + max(job.build_ns, 4 * job.stall_ns), "hold", ""))
     for worker in newcomers_of(job, attempt):
@@ -101,25 +129,38 @@ def _attempt_timers(job: Job, attempt: Attempt) -> list[Timer]:
         elif worker.ready is None and worker.positioned_at is not None:
             rows.append((worker.positioned_at + job.build_ns, "newcomer", worker.id))
         elif worker.ready is not None and not has_copied(worker, attempt):
-            rows += _since(worker, "copy", attempt, job.build_ns, "newcomer")
+            rows += _since(job, worker, "copy", attempt, job.build_ns, "newcomer")
     return rows
 
 
+def _member_timers(job: Job, attempt: Attempt) -> list[Timer]:
+    group = members(job, attempt)
+    what, answered = "abort", [w for w in group if has_reported(w, attempt)]
+    if len(answered) == len(group):
+        what, answered = "decide", [w for w in group if has_held(w, attempt)]
+    reply_ns = _reply_ns(job, bool(answered))
+    late = (worker for worker in group if worker not in answered)
+    return [row for w in late for row in _since(job, w, what, attempt, reply_ns, "member")]
+
+
+def _reply_ns(job: Job, somebody_answered: bool) -> int:
+    """If nobody answers, all streams may be dead and not known to be: only when that would have
+    been noticed is silence the ranks' own. Fencing all of them would lose what they hold."""
+    return job.reply_ns if somebody_answered else job.reply_ns + SILENT_NS
+
+
 def _all_asked_staged(job: Job, attempt: Attempt) -> bool:
-    """A rendezvous that still waits for a newcomer's construction is not late."""
-    if any(not w.arrived for w in newcomers_of(job, attempt)):
-        return True
-    if any(rank not in attempt.newcomers for rank in attempt.moving):
-        return True
     group = members(job, attempt) + newcomers_of(job, attempt)
     asked = [w for w in group if w.asked.get("stage", (-1, 0))[0] == attempt.generation]
     return all(worker.staged == attempt.generation for worker in asked)
 
 
-def _since(worker: Worker, what: str, attempt: Attempt, ns: int, row: str) -> list[Timer]:
+def _since(job: Job, worker: Worker, what: str, attempt: Attempt, ns: int, row: str) -> list[Timer]:
     asked = worker.asked.get(what)
     if asked is None or asked[0] != attempt.generation or not worker.usable:
         return []
+    if job.nodes[worker.node].state != "connected":
+        return []  # it is asked again when its agent is back, or lost with its node
     return [(asked[1] + ns, row, worker.id)]
 
 
@@ -139,19 +180,22 @@ def fire(job: Job, out: Out) -> None:
 def _fire_one(job: Job, out: Out, what: str, subject: str) -> None:
     attempt = job.attempt
     if what == "node":
-        lose_node(job, out, subject, "did not come back within the stall timeout")
+        give_up_node(job, out, subject, "did not come back within the stall timeout")
+    elif what == "fenced":
+        lose_node(job, out, subject, "did not come back, and must have ended its ranks")
     elif what in ("kill", "leave", "park", "member", "newcomer"):
         _fire_worker(job, out, what, job.workers[subject])
     elif what == "join":
         absent = [node.name for node in job.nodes.values() if node.state == "absent"]
         for name in absent:
             lose_node(job, out, name, "never joined")
+    elif what == "breaker":
+        job.preempted = [one for one in job.preempted if one[0] + breaker.WINDOW_NS > out.now]
+        retry_deferred(job, out)
     elif what == "rejoin":
         job.rejoin_until = None
     elif what == "start-store":
-        job.mode = "waiting"  # look again for a node that can open it
-        job.store_asked_at = 0
-        warn(job, out, f"{job.store_node} did not open the store in time, asking again")
+        store_failed(job, out, f"{job.store_node} did not open the store in time")
     elif what == "attach":
         attach_is_late(job, out)
     elif what == "slow-start":
@@ -159,6 +203,8 @@ def _fire_one(job: Job, out: Out, what: str, subject: str) -> None:
     elif attempt is not None:
         if what == "store":
             stage_failed(job, out, attempt, f"{attempt.store_node} did not open the store in time")
+        elif what == "retry":
+            retry_stage(job, out, attempt)
         elif what == "stage":
             stage_failed(job, out, attempt, "not all ranks had their new groups in time")
         elif what == "hold":

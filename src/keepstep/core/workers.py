@@ -184,6 +184,7 @@ def _resumed(job: Job, out: Out, worker: Worker, said: Resumed) -> None:
         return
     worker.version = max(worker.version, said.version)
     worker.tick = max(worker.tick, said.tick)
+    job.progress_at = out.now
     job.nodes[worker.node].crashes.pop(worker.slot, None)
     attempt = job.attempt
     if attempt is None or not attempt.committed or worker.resumed is said:
@@ -201,6 +202,8 @@ def _copy_failed(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Cop
         fail_move(job, out, attempt, why)
     elif said.reason == "source-lost":
         _other_source(job, out, attempt, worker, said, why)
+    elif said.reason == "side-state-unreachable":
+        worker.asked.pop("copy", None)  # the newcomer has waited; ask those who are there now
     elif said.reason == "side-state-missing" and attempt.kind == "unplanned":
         end_job(
             job,

@@ -134,7 +134,14 @@ class Copied(Message, frozen=True):
 
 class CopyFailed(Message, frozen=True):
     generation: int
-    reason: Literal["source-lost", "digest", "side-state-missing", "position", "error"]
+    reason: Literal[
+        "source-lost",
+        "digest",
+        "side-state-missing",  # everybody who might have it was asked
+        "side-state-unreachable",  # somebody who might have it did not answer
+        "position",
+        "error",
+    ]
     error: str
     source: int = -1  # rank, for source-lost and digest
 
@@ -406,6 +413,7 @@ class Hello(Message, frozen=True):
     retained: list[
         tuple[str, int]
     ] = []  # dead workers whose side state is still held: (worker, rank)
+    stores: list[int] = []  # generations whose store is hosted here
 
 
 class WorkerStarted(Message, frozen=True):
@@ -440,7 +448,7 @@ class Stalled(Message, frozen=True):
     rank: int
     version: int
     tick: int
-    marks: int  # progress marks since the process began (collectives, forwards, fences, ...)
+    marks: int  # progress marks since the tick began (collectives, forwards, fences, ...)
     where: str
     heartbeat_age_ns: int  # the daemon thread's: large means stopped or stuck holding the GIL
     stopped: bool  # process state T

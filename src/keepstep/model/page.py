@@ -17,10 +17,15 @@ from __future__ import annotations
 
 import struct
 
+import msgspec
+
 MAGIC = 0x4B50_5347_4501
 PAGE_BYTES = 4096
 SLOT_HEADER = struct.Struct("<QqQQ")
 CAPACITY_DEFAULT = 256 << 10
+
+INIT_TICK = -1  # record of a rank's init-time collectives
+NEWEST = -2  # asks for the highest tick there is
 
 # name -> offset in the header; all are unsigned 64-bit
 FIELDS = {
@@ -33,10 +38,11 @@ FIELDS = {
     "tick": 48,
     "generation": 56,
     "where": 64,  # index into WHERE
-    "stepping": 72,  # 1 once the first transaction has begun: stall detection is on
+    "stepping": 72,  # 1 from the first transaction or swap on: stall detection is on
     "commit_ns": 80,  # CLOCK_MONOTONIC of the last commit
     "step_ns": 88,  # smoothed step time
-    "hold": 96,  # 1 while the rank holds (a stall is not a hang)
+    "hold": 96,  # 1 while it only waits for commands: a stall is not a hang, and it cannot train
+    "tick_marks": 104,  # `marks` when the tick began: what came since can be compared between ranks
 }
 
 WHERE = (
@@ -53,3 +59,20 @@ WHERE = (
     "done",
     "attaching",  # waits in attach for the other ranks
 )
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """The header at one moment. Fields are as in `FIELDS`."""
+
+    heartbeat_ns: int
+    progress_ns: int
+    marks: int
+    version: int
+    tick: int
+    generation: int
+    where: str
+    stepping: bool
+    commit_ns: int
+    step_ns: int
+    hold: bool
+    tick_marks: int = 0

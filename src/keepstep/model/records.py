@@ -120,6 +120,14 @@ class Tainted(BaseRecord, frozen=True, kw_only=True):
     reason: str
 
 
+class Deferred(BaseRecord, frozen=True, kw_only=True):
+    """A taint that nobody acts on yet, because too many came at once."""
+
+    target: str
+    reason: str
+    why: str
+
+
 class Untainted(BaseRecord, frozen=True, kw_only=True):
     target: str
 
@@ -166,6 +174,7 @@ Record = (
     | Committed
     | IncidentClosed
     | Tainted
+    | Deferred
     | Untainted
     | SignalSeen
     | Warned

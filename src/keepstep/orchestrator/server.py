@@ -205,6 +205,8 @@ class AgentServer:
         try:
             while True:
                 message = await stream.receive()
+                if self._peers.get(key, (None, None))[1] is not stream:
+                    return  # replaced: what is left in its buffer is older than the new Hello
                 if isinstance(message, Hello):
                     raise RemoteProtocolError("a second Hello on the same stream")
                 self._say(AgentSaid(job=hello.job, node=hello.node, message=message))

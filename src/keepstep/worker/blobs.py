@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
 
-from keepstep.errors import PermanentError
+from keepstep.errors import PermanentError, TransientError
 from keepstep.model import messages as m
 from keepstep.model import wire
 from keepstep.worker import peers
 
 _decoder: msgspec.msgpack.Decoder[m.BlobReply] = msgspec.msgpack.Decoder(m.BlobReply)
 CONNECT_TIMEOUT_S = 5.0
+PATIENCE_S = 5.0
+RETRY_S = 0.5
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:
@@ -88,14 +91,39 @@ class BuddyLine:
             self._connection = self._address = None
 
 
+class HoldersUnreachable(TransientError):
+    """Nobody who answered has it, but not everybody answered: it need not be lost."""
+
+
 def fetch(holders: list[m.Address], token: str, rank: int, tick: int) -> m.BlobData | None:
-    """Ask every holder in turn; None when no one has it."""
-    for holder in holders:
-        try:
-            with peers.connect(holder, CONNECT_TIMEOUT_S) as line:
-                reply = _ask(line, m.BlobGet(token=token, rank=rank, tick=tick))
-        except OSError:
-            continue
-        if isinstance(reply, m.BlobData):
-            return reply
+    """Ask every holder in turn; None when no one who answers has it."""
+    try:
+        return fetch_surely(holders, token, rank, tick, patience_s=0.0)
+    except HoldersUnreachable:
+        return None
+
+
+def fetch_surely(
+    holders: list[m.Address], token: str, rank: int, tick: int, patience_s: float = PATIENCE_S
+) -> m.BlobData | None:
+    """None means that everybody was asked and no one has it. Those that cannot be reached are
+    asked again for a while."""
+    deadline = time.monotonic() + patience_s
+    silent = list(holders)
+    while silent:
+        asked, silent = silent, []
+        for holder in asked:
+            try:
+                with peers.connect(holder, CONNECT_TIMEOUT_S) as line:
+                    reply = _ask(line, m.BlobGet(token=token, rank=rank, tick=tick))
+            except OSError:
+                silent.append(holder)
+                continue
+            if isinstance(reply, m.BlobData):
+                return reply
+        if silent and time.monotonic() >= deadline:
+            names = ", ".join(f"{holder.host}:{holder.port}" for holder in silent)
+            raise HoldersUnreachable(f"side state {tick} of rank {rank}: no answer from {names}")
+        if silent:
+            time.sleep(RETRY_S)  # a peer's recovery gives no sign that could be waited for
     return None

@@ -27,6 +27,22 @@ _decoder: msgspec.msgpack.Decoder[m.WorkerCommand] = msgspec.msgpack.Decoder(m.W
 
 HEARTBEAT_S = 0.2
 
+# A command may be sent again because its answer was lost with a stream. If it was answered for the
+# same generation, the answer is said again and the command is done with.
+_ANSWERS: dict[type[m.Message], type[m.Message]] = {
+    m.Abort: m.Report,
+    m.Decide: m.Held,
+    m.Hold: m.Held,
+    m.Stage: m.Staged,
+    m.Copy: m.Copied,
+    m.Swap: m.Swapped,
+}
+# A newcomer does these once in its life, whatever the generation.
+_ANSWERED_ONCE: dict[type[m.Message], type[m.Message]] = {
+    m.Assign: m.Arrived,
+    m.Position: m.Ready,
+}
+
 
 class Channel:
     def __init__(self, fd: int, page: Page) -> None:
@@ -41,6 +57,7 @@ class Channel:
         self.buddy: m.Address | None = None
         self.buddy_known = False
         self.armed: list[m.Arm] = []
+        self._answers: dict[type[m.Message], m.WorkerMessage] = {}
         # called in the daemon thread; set by the session before it matters
         self.on_abort: Callable[[m.Abort], None] = lambda _: None
         self.on_stage: Callable[[m.Stage], None] = lambda _: None
@@ -52,6 +69,7 @@ class Channel:
     def send(self, message: m.WorkerMessage) -> None:
         data = wire.frame(message)
         with self._send_lock:
+            self._answers[type(message)] = message
             try:
                 self._socket.sendall(data)
             except OSError:
@@ -119,6 +137,10 @@ class Channel:
         generation: int = getattr(command, "generation", -1)
         if generation >= 0 and generation < self.abort_generation:
             return
+        answer = self._answer(command, generation)
+        if answer is not None:
+            self.send(answer)
+            return
         match command:
             case m.Abort():
                 with self.changed:
@@ -133,6 +155,16 @@ class Channel:
                 with self.changed:
                     self._note(command)
                     self.changed.notify_all()
+
+    def _answer(self, command: m.WorkerCommand, generation: int) -> m.WorkerMessage | None:
+        kind = type(command)
+        if kind in _ANSWERED_ONCE:
+            return self._answers.get(_ANSWERED_ONCE[kind])
+        answer = self._answers.get(_ANSWERS[kind]) if kind in _ANSWERS else None
+        if answer is None or getattr(answer, "generation", None) != generation:
+            return None
+        # A rank that was released does not hold any more; then the Hold is a new one.
+        return answer if kind is not m.Hold or self._page.get("hold") else None
 
     def _stale(self, command: m.WorkerCommand) -> bool:
         # A Swap is a committed fact: it is obeyed even if an Abort came right after it.

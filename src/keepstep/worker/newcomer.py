@@ -204,6 +204,9 @@ class Newcomer:
         except transfer.SourceLost as error:
             self._failed(copy, "source-lost", str(error), error.rank)
             return False
+        except blobs.HoldersUnreachable as error:
+            self._failed(copy, "side-state-unreachable", str(error))
+            return False
         except transfer.DigestMismatch as error:
             self._failed(copy, "digest", str(error), error.rank)
             return False
@@ -227,7 +230,8 @@ class Newcomer:
             return "natural", None
         if copy.checkpoint:
             return "checkpoint", self._fetch(-3, [])
-        blob = blobs.fetch(copy.holders, self.seat.welcome.token, self.seat.rank, copy.tick)
+        token, rank = self.seat.welcome.token, self.seat.rank
+        blob = blobs.fetch_surely(copy.holders, token, rank, copy.tick)
         if blob is None:
             return "missing", None
         return "own-agent" if blob.own else "buddy", codec.loads_inline(blob.data)

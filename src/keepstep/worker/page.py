@@ -58,6 +58,10 @@ class Page:
         self._words[_INDEX["marks"]] = self._marks
         self._words[_INDEX["progress_ns"]] = time.monotonic_ns()
 
+    def new_tick(self) -> None:
+        """All ranks begin to count from here: a newcomer has made fewer marks in its life."""
+        self._words[_INDEX["tick_marks"]] = self._marks
+
     def heartbeat(self) -> None:
         self._words[_INDEX["heartbeat_ns"]] = time.monotonic_ns()
 

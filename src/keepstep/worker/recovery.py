@@ -28,6 +28,8 @@ from keepstep.worker import checkpoint, faults, groups
 from keepstep.worker.seat import Seat
 from keepstep.worker.transfer import StateServer
 
+FAILURE_AGAIN_S = 5.0
+
 
 class Retry(BaseException):
     """Unwinds the user's step function after a RETRY decision taken inside its fence.
@@ -67,6 +69,8 @@ class Recovery:
         generation = seat.channel.abort_generation
         computing = roll_back is not None
         while True:
+            # It does nothing more by itself: an agent that fences its node may spare it.
+            seat.page.set("hold", 1)
             self._leave_groups()
             report = m.Report(
                 generation=generation,
@@ -85,6 +89,7 @@ class Recovery:
                 generation = seat.channel.abort_generation
                 continue
             if tick == seat.tick + 1 and in_fence:
+                seat.page.set("hold", 0)
                 self.owed = generation
                 return "COMMIT"
             if tick != seat.tick:
@@ -132,10 +137,13 @@ class Recovery:
         seat = self.seat
         if kind == "comm" and seat.channel.wait_until(seat.aborted, 0.2):
             return
-        seat.channel.send(
-            m.Failure(generation=seat.generation, error_kind=kind, error=text, version=seat.version)
+        failure = m.Failure(
+            generation=seat.generation, error_kind=kind, error=text, version=seat.version
         )
-        seat.channel.wait_until(seat.aborted)
+        seat.page.set("hold", 1)
+        seat.channel.send(failure)
+        while not seat.channel.wait_until(seat.aborted, FAILURE_AGAIN_S):
+            seat.channel.send(failure)  # the first one may be lost with the agent's stream
 
     def _leave_groups(self) -> None:
         groups.abort()
@@ -229,6 +237,8 @@ class Recovery:
         seat.alone = command.solo or seat.world == 1
         seat.generation = seat.resumed = command.generation
         seat.page.set("generation", command.generation)
+        seat.page.set("stepping", 1)  # a newcomer that stands still from here on hangs
+        seat.page.new_tick()
         if seat.channel.hold_generation <= command.generation:
             seat.channel.hold_generation = -1
         seat.channel.buddy = command.buddy

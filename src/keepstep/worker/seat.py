@@ -52,8 +52,12 @@ class Stager:
         self._world = world
         self._lock = threading.Lock()
         self._staged: tuple[int, groups.StagedGroups] | None = None
+        self._building = -1  # generation
 
     def begin(self, command: m.Stage) -> None:
+        if self._building == command.generation:
+            return  # asked again while it is being done
+        self._building = command.generation
         threading.Thread(
             target=self._build, args=(command,), name="keepstep-stage", daemon=True
         ).start()
@@ -71,6 +75,7 @@ class Stager:
                 STAGE_TIMEOUT_S,
             )
         except Exception as error:
+            self._building = -1
             if self._channel.abort_generation <= generation:
                 self._channel.send(m.StageFailed(generation=generation, error=str(error)[:2000]))
             return
@@ -310,6 +315,7 @@ class Seat:
         page.set("tick", self.tick)
         page.set("version", self.version)
         page.set("commit_ns", now)
+        page.new_tick()
         if self.resumed == self.generation:
             self._announce(now)
         elif step and self.last_commit_ns:

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from keepstep.agent.page import Sample
 from keepstep.model.messages import Stalled, Unstalled
+from keepstep.model.page import Sample
 
 # A rank waiting in a collective sleeps; one in an endless loop uses a core. A quarter of the
 # stall leaves room for a machine with more busy processes than cores.
@@ -106,7 +106,7 @@ class StallDetector:
             rank=rank,
             version=sample.version,
             tick=sample.tick,
-            marks=sample.marks,
+            marks=sample.marks - sample.tick_marks,
             where=sample.where,
             heartbeat_age_ns=max(0, now_ns - sample.heartbeat_ns),
             stopped=stopped,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from keepstep.agent.page import Sample
+from keepstep.model.page import Sample
 
 SMOOTHING_NS = 3_000_000_000
 

@@ -1,0 +1,568 @@
+"""What an agent does about what it sees and hears: pure, without processes, sockets or a clock.
+
+    effects = machine.handle(now_ns, given)     # carry them out in this order
+    machine.deadline()                          # when to hand in Looked() next
+
+Theory of operation. The agent decides nothing about migrations. It owns facts that only the node
+can have (a process ended, a rank stands still) and carries out single commands, each of them safe
+to repeat: a command whose work is done already is answered again, because the first answer may
+have been lost with a stream.
+
+What is said to the orchestrator comes in two kinds. What it must not miss (a worker's words, an
+exit, a store) is queued while the stream is away and follows the next Hello. What the next look
+shows anyway (progress, stalls) is said now or not at all. Behind the queue every stall that was
+reported and not taken back is told again.
+
+Self-fencing: out of reach of the orchestrator *and* without progress for `stall_timeout`, the
+node may have been given up and its ranks rebuilt elsewhere; ending them here makes sure that no
+rank has two owners. Either condition alone is harmless: a restarting orchestrator does not stop
+training, and a stall that the orchestrator can see is its own to judge. A rank that holds has
+given up its groups and can not train behind anybody's back, and its state may be the only one
+left: it is spared, and only the other ranks of its node are ended.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from keepstep.core.agent.rate import Rate
+from keepstep.core.agent.stall import StallDetector, may_stand_still
+from keepstep.model.messages import (
+    PROTOCOL,
+    Abort,
+    Address,
+    AgentCommand,
+    AgentMessage,
+    Assign,
+    CloseStore,
+    Forget,
+    Hello,
+    Hold,
+    KillNode,
+    KillWorker,
+    OpenStore,
+    Progress,
+    Release,
+    Signal,
+    Stalled,
+    StartWorker,
+    Stop,
+    StopDone,
+    StoreFailed,
+    StoreOpened,
+    Swap,
+    Tell,
+    WorkerCommand,
+    WorkerExited,
+    WorkerMessage,
+    WorkerSaid,
+    WorkerStarted,
+    WorkerState,
+)
+from keepstep.model.page import Sample
+
+PROGRESS_NS = 250_000_000
+QUEUED_MAX = 10_000
+SIGKILL = 9
+START_FAILED = 127  # exit code told for a process that could not be started, as shells do
+
+EXIT_DONE = 0
+EXIT_FENCED = 3
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    job: str
+    node: str
+    slots: int
+    stall_timeout_ns: int
+    progress_ns: int = PROGRESS_NS
+
+
+# ------------------------------------------------------------------ inputs
+
+
+class Input(msgspec.Struct, frozen=True):
+    pass
+
+
+class Accepted(Input, frozen=True):
+    """The orchestrator took our Hello: from now on what is said reaches it."""
+
+
+class Lost(Input, frozen=True):
+    """The stream is gone. `last_word_ns`: when the orchestrator was heard for the last time, where
+    it has promised to be heard (an office held by a lease); 0: now."""
+
+    last_word_ns: int = 0
+
+
+class Heard(Input, frozen=True):
+    command: AgentCommand
+
+
+class Spawned(Input, frozen=True):
+    start: StartWorker
+    pid: int
+
+
+class Adopted(Input, frozen=True):
+    """An earlier agent of this node has started it. The next Hello tells of it."""
+
+    worker: str
+    slot: int
+    rank: int
+    pid: int
+
+
+class NotSpawned(Input, frozen=True):
+    start: StartWorker
+    error: str
+
+
+class Said(Input, frozen=True):
+    worker: str
+    said: WorkerMessage
+
+
+class Exited(Input, frozen=True):
+    exited: WorkerExited
+
+
+class Seen(msgspec.Struct, frozen=True):
+    worker: str
+    sample: Sample | None
+    cpu_ns: int = 0  # used by its main thread
+    stopped: bool = False
+
+
+class Looked(Input, frozen=True):
+    workers: Sequence[Seen]
+
+
+class StoreSaid(Input, frozen=True):
+    message: StoreOpened | StoreFailed
+
+
+class StopNow(Input, frozen=True):
+    """Asked for on this machine, not by the orchestrator."""
+
+    grace_ns: int
+
+
+class Emptied(Input, frozen=True):
+    """Answer to EndWorkers."""
+
+    all_gone: bool
+
+
+Given = (
+    Accepted
+    | Lost
+    | Heard
+    | Spawned
+    | Adopted
+    | NotSpawned
+    | Said
+    | Exited
+    | Looked
+    | StoreSaid
+    | StopNow
+    | Emptied
+)
+
+# ------------------------------------------------------------------ effects
+
+
+class Effect(msgspec.Struct, frozen=True):
+    pass
+
+
+class Say(Effect, frozen=True):
+    """Write it to the stream. If that fails and `keep` is set, hand it to `unsent`."""
+
+    message: AgentMessage
+    keep: bool = True
+
+
+class Spawn(Effect, frozen=True):
+    """Answered by Spawned or NotSpawned."""
+
+    start: StartWorker
+
+
+class Kill(Effect, frozen=True):
+    worker: str
+
+
+class Relay(Effect, frozen=True):
+    worker: str
+    command: WorkerCommand
+
+
+class Raise(Effect, frozen=True):
+    worker: str
+    signal: int
+    resume_after_ns: int
+
+
+class HostStore(Effect, frozen=True):
+    generation: int
+
+
+class DropStore(Effect, frozen=True):
+    generation: int
+
+
+class Drop(Effect, frozen=True):
+    """Nobody needs the side state of this dead worker any more."""
+
+    worker: str
+
+
+class EndWorkers(Effect, frozen=True):
+    """Answered by Emptied. `finished`: they are ending by themselves."""
+
+    grace_ns: int
+    finished: bool
+
+
+class End(Effect, frozen=True):
+    """End what is left of the node, then the agent."""
+
+    code: int
+    why: str
+
+
+class KillSession(Effect, frozen=True):
+    """At once and all of it, the agent included."""
+
+
+AnyEffect = (
+    Say
+    | Spawn
+    | Kill
+    | Relay
+    | Raise
+    | HostStore
+    | DropStore
+    | Drop
+    | EndWorkers
+    | End
+    | KillSession
+)
+
+
+@dataclass(slots=True)
+class Process:
+    name: str
+    slot: int
+    rank: int
+    pid: int
+    rate: Rate
+    sent_on: bool = False  # told to train: a rank that holds from then on hangs
+    exited: WorkerExited | None = None
+
+
+class AgentMachine:
+    def __init__(self, setting: Setting, now_ns: int) -> None:
+        self._setting = setting
+        self._detector = StallDetector(setting.stall_timeout_ns)
+        self._processes: dict[str, Process] = {}  # in order of their start
+        self._queued: deque[AgentMessage] = deque()
+        self._connected = False
+        self._away_since_ns = now_ns
+        self._shown: list[WorkerState] = []
+        self._stopping = False
+        self._period_ns = min(setting.progress_ns, setting.stall_timeout_ns // 8)
+        self._look_at_ns = now_ns + self._period_ns
+        self._show_at_ns = now_ns
+        self._effects: list[AnyEffect] = []
+
+    # ----------------------------------------------------------------- as the shell sees it
+
+    def handle(self, now_ns: int, given: Given) -> list[AnyEffect]:
+        self._effects = []
+        match given:
+            case Looked():
+                self._look(now_ns, given.workers)
+            case Said():
+                self._said(given)
+            case Heard():
+                self._command(given.command)
+            case Exited():
+                self._exited(given.exited)
+            case Spawned():
+                self._spawned(given.start, given.pid)
+            case NotSpawned():
+                self._not_spawned(given.start, given.error)
+            case StoreSaid():
+                self._send(given.message)
+            case Accepted():
+                self._accepted()
+            case Lost():
+                if self._connected:
+                    self._connected = False
+                    self._away_since_ns = given.last_word_ns or now_ns
+            case Adopted():
+                process = Process(given.worker, given.slot, given.rank, given.pid, Rate())
+                self._processes[given.worker] = process
+            case StopNow():
+                self._stop(given.grace_ns, False)
+            case Emptied():
+                self._emptied(given.all_gone)
+        return self._effects
+
+    def deadline(self) -> int:
+        return self._look_at_ns
+
+    def unsent(self, message: AgentMessage) -> None:
+        """A Say failed: the stream broke and nobody has told us yet."""
+        if len(self._queued) >= QUEUED_MAX:
+            self._queued.popleft()
+        self._queued.append(message)
+
+    def alive(self) -> list[str]:
+        return [p.name for p in self._processes.values() if p.exited is None]
+
+    def hello(
+        self,
+        now_ns: int,
+        *,
+        token: str,
+        pid: int,
+        session: int,
+        blobs: Address,
+        workers: Sequence[Seen],
+        retained: Sequence[str],
+        stores: Sequence[int],
+    ) -> Hello:
+        """The first frame of a new stream; `retained` are dead workers whose page is still open."""
+        setting = self._setting
+        ranks = {p.name: p.rank for p in self._processes.values() if p.exited is not None}
+        return Hello(
+            protocol=PROTOCOL,
+            token=token,
+            job=setting.job,
+            node=setting.node,
+            pid=pid,
+            session=session,
+            blobs=blobs,
+            slots=setting.slots,
+            workers=self._states(now_ns, workers),
+            retained=[(name, ranks[name]) for name in retained if name in ranks],
+            stores=sorted(stores),
+        )
+
+    # ----------------------------------------------------------------- to the orchestrator
+
+    def _send(self, message: AgentMessage) -> None:
+        """Now, or after the next Hello."""
+        if self._connected:
+            self._effects.append(Say(message))
+        else:
+            self.unsent(message)
+
+    def _offer(self, message: AgentMessage) -> bool:
+        """Now, or not at all."""
+        if self._connected:
+            self._effects.append(Say(message, keep=False))
+        return self._connected
+
+    def _accepted(self) -> None:
+        self._connected = True
+        self._shown = []
+        while self._queued:
+            self._send(self._queued.popleft())
+        for report in self._detector.reports():
+            self._offer(report)
+
+    def _said(self, given: Said) -> None:
+        process = self._processes.get(given.worker)
+        rank = process.rank if process is not None else -1
+        self._send(WorkerSaid(worker=given.worker, rank=rank, said=given.said))
+
+    def _exited(self, exited: WorkerExited) -> None:
+        self._detector.forget(exited.worker)
+        process = self._processes.get(exited.worker)
+        if process is not None:
+            process.exited = exited
+        self._send(exited)
+
+    # ----------------------------------------------------------------- from the orchestrator
+
+    def _command(self, command: AgentCommand) -> None:
+        match command:
+            case Tell():
+                self._tell(command)
+            case StartWorker():
+                self._start(command)
+            case KillWorker():
+                self._kill(command.worker)
+            case Signal():
+                if self._is_alive(command.worker):
+                    effect = Raise(command.worker, command.signal, command.resume_after_ns)
+                    self._effects.append(effect)
+            case OpenStore():
+                self._effects.append(HostStore(command.generation))
+            case CloseStore():
+                self._effects.append(DropStore(command.generation))
+            case Forget():
+                self._forget(command.workers)
+            case Stop():
+                self._stop(command.grace_ns, command.finished)
+            case KillNode():
+                self._effects.append(KillSession())
+            case _:
+                pass  # Accepted and Refused belong to the stream's beginning
+
+    def _is_alive(self, worker: str) -> bool:
+        process = self._processes.get(worker)
+        return process is not None and process.exited is None
+
+    def _tell(self, tell: Tell) -> None:
+        if not self._is_alive(tell.worker):
+            return
+        process, command = self._processes[tell.worker], tell.command
+        if isinstance(command, Assign):
+            process.rank = command.rank
+        elif isinstance(command, Swap | Release):
+            process.sent_on = True
+        elif isinstance(command, Abort | Hold):
+            process.sent_on = False
+        self._effects.append(Relay(tell.worker, tell.command))
+
+    def _start(self, start: StartWorker) -> None:
+        process = self._processes.get(start.worker)
+        if process is None:
+            if self._stopping:
+                self._not_spawned(start, "the node is being stopped")
+            else:
+                self._effects.append(Spawn(start))
+        elif process.exited is not None:
+            self._send(process.exited)
+        else:
+            self._send(WorkerStarted(worker=process.name, slot=process.slot, pid=process.pid))
+
+    def _spawned(self, start: StartWorker, pid: int) -> None:
+        name = start.worker
+        self._processes[name] = Process(name, start.slot, start.rank, pid, Rate())
+        self._send(WorkerStarted(worker=name, slot=start.slot, pid=pid))
+
+    def _not_spawned(self, start: StartWorker, error: str) -> None:
+        tail = f"keepstep agent: cannot start this worker: {error}"
+        exited = WorkerExited(worker=start.worker, rank=start.rank, code=START_FAILED, tail=tail)
+        self._send(exited)
+
+    def _kill(self, name: str) -> None:
+        process = self._processes.get(name)
+        if process is None:
+            # Whoever fences waits for this answer, and it is true: there is no such process.
+            tail = "keepstep agent: there is no such worker"
+            self._send(WorkerExited(worker=name, rank=-1, code=-SIGKILL, tail=tail))
+        elif process.exited is not None:
+            self._send(process.exited)
+        else:
+            self._effects.append(Kill(name))
+
+    def _forget(self, names: Sequence[str]) -> None:
+        for name in names:
+            process = self._processes.get(name)
+            if process is not None and process.exited is not None:
+                del self._processes[name]
+                self._effects.append(Drop(name))
+
+    # ----------------------------------------------------------------- watching
+
+    def _states(self, now_ns: int, workers: Sequence[Seen]) -> list[WorkerState]:
+        states = []
+        for seen in workers:
+            process, sample = self._processes[seen.worker], seen.sample
+            if sample is None:
+                state = WorkerState(
+                    worker=seen.worker, slot=process.slot, pid=process.pid, rank=process.rank
+                )
+            else:
+                state = WorkerState(
+                    worker=seen.worker,
+                    slot=process.slot,
+                    pid=process.pid,
+                    rank=process.rank,
+                    generation=sample.generation,
+                    version=sample.version,
+                    tick=sample.tick,
+                    where=sample.where,
+                    steps_per_s=process.rate.observe(now_ns, sample),
+                )
+            states.append(state)
+        return states
+
+    def _look(self, now_ns: int, workers: Sequence[Seen]) -> None:
+        self._look_at_ns = now_ns + self._period_ns
+        workers = [self._judge_hold(seen) for seen in workers]
+        for seen in workers:
+            news = self._detector.observe(
+                now_ns,
+                seen.worker,
+                self._processes[seen.worker].rank,
+                seen.sample,
+                cpu_ns=seen.cpu_ns,
+                stopped=seen.stopped,
+            )
+            if news is None:
+                continue
+            # Stalls are told anew after every Hello; that one is over is told only here.
+            if isinstance(news, Stalled):
+                self._offer(news)
+            else:
+                self._send(news)
+        if now_ns >= self._show_at_ns:
+            self._show_at_ns = now_ns + self._setting.progress_ns * 9 // 10
+            states = self._states(now_ns, workers)
+            if states != self._shown and self._offer(Progress(workers=states)):
+                self._shown = states
+        if not self._connected:
+            self._fence(now_ns, workers)
+
+    def _judge_hold(self, seen: Seen) -> Seen:
+        process, sample = self._processes[seen.worker], seen.sample
+        if sample is None or not process.sent_on:
+            return seen
+        if not sample.hold:
+            process.sent_on = False
+            return seen
+        return msgspec.structs.replace(seen, sample=msgspec.structs.replace(sample, hold=False))
+
+    def _fence(self, now_ns: int, workers: Sequence[Seen]) -> None:
+        if now_ns - self._away_since_ns < self._setting.stall_timeout_ns:
+            return
+        holding = False
+        ranks = []
+        for seen in workers:
+            if seen.sample is None or self._processes[seen.worker].rank < 0:
+                continue
+            holding = holding or seen.sample.hold
+            if not may_stand_still(seen.sample):
+                ranks.append(seen.worker)
+        if not self._detector.all_stalled(ranks):
+            return
+        if holding:
+            self._effects += [Kill(worker) for worker in ranks]
+        else:
+            why = "no orchestrator and no progress: fencing this node"
+            self._effects.append(End(EXIT_FENCED, why))
+
+    # ----------------------------------------------------------------- ending
+
+    def _stop(self, grace_ns: int, finished: bool) -> None:
+        if not self._stopping:
+            self._stopping = True
+            self._effects.append(EndWorkers(grace_ns, finished))
+
+    def _emptied(self, all_gone: bool) -> None:
+        if all_gone:
+            self._offer(StopDone())
+        self._effects.append(End(EXIT_DONE, "" if all_gone else "some workers could not be ended"))

@@ -1,0 +1,287 @@
+"""What must hold, looked at after every event. A violation ends the world.
+
+Safety: one owner per rank; generations only grow; no committed step is lost or applied twice;
+records are durable before their effects; no two migrations of one rank; a fenced process never
+trains again. Content: every commit of every rank is compared with the undisturbed run. At the end:
+the job is done (or ended for a reason that the world justifies), and nothing has leaked.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from keepstep.model import messages as m
+from keepstep.model import records as r
+
+if TYPE_CHECKING:
+    from keepstep.sim.node import SimNode
+    from keepstep.sim.rank import Rank
+    from keepstep.sim.world import World
+
+
+class Violation(AssertionError):
+    """Something happened that must never happen."""
+
+
+class Checker:
+    def __init__(self, world: World) -> None:
+        self.world = world
+        # what is on the disk
+        self.placed: set[str] = set()
+        self.ended_on_record: set[str] = set()
+        self.attempts: dict[int, r.AttemptStarted] = {}
+        self.decided: dict[int, int] = {}
+        self.commits: dict[int, r.Committed] = {}
+        self.owners: dict[int, str] = {}
+        self.generation = -1
+        self.generation_max = -1
+        self.begun: set[int] = set()
+        self.job_ended: r.JobEnded | None = None
+        self.open_incidents: dict[str, r.IncidentOpened] = {}
+        # what was sent
+        self.killed: set[str] = set()
+        self.seats: dict[int, str] = {}  # rank -> newcomer that was assigned it last
+        # what happened
+        self.best: dict[int, int] = {}  # rank -> highest tick any of its processes committed
+        self.commit_count = 0
+        self.preempted: list[tuple[int, int]] = []
+
+    def violated(self, what: str) -> None:
+        raise Violation(what)
+
+    def ensure(self, condition: bool, what: str) -> None:
+        if not condition:
+            raise Violation(what)
+
+    # ------------------------------------------------------------------ the ledger
+
+    def durable(self, records: list[r.Record]) -> None:
+        for record in records:
+            check = getattr(self, f"_on_{type(record).__name__}", None)
+            if check is not None:
+                check(record)
+
+    def _new_generation(self, generation: int) -> None:
+        self.ensure(
+            generation > self.generation_max,
+            f"generation {generation} after {self.generation_max}: generations only grow",
+        )
+        self.generation_max = generation
+
+    def _on_StartBegun(self, record: r.StartBegun) -> None:
+        self._new_generation(record.generation)
+        self.begun.add(record.generation)
+        self.generation = record.generation
+        self.owners.clear()
+
+    def _on_Placed(self, record: r.Placed) -> None:
+        self.ensure(record.worker not in self.placed, f"{record.worker} is used twice")
+        self.placed.add(record.worker)
+        if record.rank >= 0:
+            self.owners[record.rank] = record.worker
+
+    def _on_WorkerEnded(self, record: r.WorkerEnded) -> None:
+        self.ended_on_record.add(record.worker)
+
+    def _on_NodeLost(self, record: r.NodeLost) -> None:
+        for worker in self.placed:
+            if worker.startswith(f"{record.node}."):
+                self.ended_on_record.add(worker)
+
+    def _on_AttemptStarted(self, record: r.AttemptStarted) -> None:
+        self._new_generation(record.generation)
+        self.attempts[record.generation] = record
+
+    def _on_Decided(self, record: r.Decided) -> None:
+        self.ensure(record.generation == self.generation_max, "decided for an old attempt")
+        self.ensure(record.generation not in self.decided, "two decisions in one attempt")
+        self.decided[record.generation] = record.tick
+
+    def _on_SignalSeen(self, record: r.SignalSeen) -> None:
+        """While one rank hangs, no healthy one is blamed for it."""
+        if record.signal != "hang":
+            return
+        blamed = self.world.ranks[record.worker]
+        owners = [self.world.ranks[worker] for worker in self.owners.values()]
+        hung = [p.id for p in owners if p.alive and (p.hung or p.stopped)]
+        guilty = blamed.hung or blamed.stopped or blamed.slow > 1
+        ill = self.world.net.disturbed or any(p.slow > 1 for p in owners)
+        if hung and not guilty and not ill:
+            self.violated(f"{record.worker} is blamed for a hang of {', '.join(hung)}")
+
+    def _on_IncidentOpened(self, record: r.IncidentOpened) -> None:
+        for other in self.open_incidents.values():
+            both = set(other.victims) & set(record.victims)
+            planned = other.trigger != "unplanned" and record.trigger != "unplanned"
+            self.ensure(
+                not (both and planned), f"{record.incident} and {other.incident} move {both}"
+            )
+        self.open_incidents[record.incident] = record
+        if record.trigger == "pre-emptive":
+            self.preempted.append((record.at_ns, len(record.victims)))
+            minute = [n for at, n in self.preempted if at > record.at_ns - 60_000_000_000]
+            most = max(self.world.plan.ranks // 5, self.world.plan.per_node)
+            storm = len(minute) > 1 and sum(minute) > most
+            self.ensure(not storm, f"{sum(minute)} ranks told to move in one minute: a storm")
+
+    def _on_IncidentClosed(self, record: r.IncidentClosed) -> None:
+        self.open_incidents.pop(record.view.id, None)
+        self.ensure(bool(record.view.reason), f"{record.view.id} closed without a reason")
+
+    def _on_Committed(self, record: r.Committed) -> None:
+        generation = record.generation
+        self.ensure(generation == self.generation_max, f"committed old generation {generation}")
+        self.ensure(generation in self.attempts, f"commit {generation} without an attempt")
+        kind = self.attempts[generation].kind
+        workers = list(record.placement.values())
+        self.ensure(len(set(workers)) == len(workers), "one process owns two ranks")
+        tick = record.tick if kind != "resume" else self.world.plan.resume_tick
+        whole = min((self.best.get(rank, 0) for rank in range(self.world.plan.ranks)), default=0)
+        self.ensure(tick >= whole, f"committed tick {tick}, but all ranks had finished {whole}")
+        if kind == "unplanned":
+            self.ensure(self.decided.get(generation) == tick, "committed without its decision")
+        for rank, worker in sorted(record.placement.items()):
+            old = self.owners.get(rank)
+            if old is not None and old != worker:
+                self._check_replaced(rank, old, kind)
+            self._check_new(rank, worker, tick, generation)
+        moved = {rank for rank, w in record.placement.items() if self.owners.get(rank) != w}
+        for name, incident in self.open_incidents.items():
+            left = [rank for rank in incident.victims if rank not in moved]
+            self.open_incidents[name] = msgspec.structs.replace(incident, victims=left)
+        self.owners = dict(record.placement)
+        self.commits[generation] = record
+        self.generation = generation
+
+    def _check_replaced(self, rank: int, old: str, kind: str) -> None:
+        process = self.world.ranks[old]
+        if not process.alive:
+            return
+        if kind == "planned":
+            self.ensure(process.mode == "held", f"{old} leaves rank {rank} but is {process.mode}")
+            return
+        if process.hold or process.mode in ("joining", "swapping") or process.node.paused:
+            # It has left its groups and does nothing without a command: it may outlive its loss,
+            # as its agent cannot tell whether its state is the only one left.
+            return
+        self.ensure(
+            False, f"rank {rank} has two owners: {old} is alive ({process.mode}) and was replaced"
+        )
+
+    def _check_new(self, rank: int, worker: str, tick: int, generation: int) -> None:
+        process = self.world.ranks.get(worker)
+        if process is None or not process.alive or process.done:
+            return
+        self.ensure(process.rank == rank, f"{worker} is rank {process.rank}, not {rank}")
+        self.ensure(
+            process.tick == tick,
+            f"committed tick {tick}, but {worker} (rank {rank}) stands at {process.tick}",
+        )
+
+    def _on_JobEnded(self, record: r.JobEnded) -> None:
+        self.job_ended = record
+        self.world.job_ended(record)
+
+    # ------------------------------------------------------------------ effects
+
+    def sent(self, node: str, command: m.AgentCommand) -> None:
+        """On its way: its record is on the disk, or it needs none."""
+        if isinstance(command, m.KillWorker):
+            self.killed.add(command.worker)
+        elif isinstance(command, m.StartWorker):
+            self.ensure(command.worker in self.placed, f"{command.worker} started, not on record")
+        elif isinstance(command, m.OpenStore):
+            known = command.generation in self.attempts or command.generation in self.begun
+            self.ensure(known, f"store {command.generation} opened, not on record")
+        elif isinstance(command, m.Tell):
+            self._told(command.worker, command.command)
+
+    def _told(self, worker: str, command: m.WorkerCommand) -> None:
+        self.ensure(
+            worker not in self.ended_on_record,
+            f"{type(command).__name__} to {worker}, which has ended on record",
+        )
+        if isinstance(command, m.Swap):
+            self.ensure(command.generation in self.commits, f"swap {command.generation}: no record")
+            placement = self.commits[command.generation].placement
+            self.ensure(worker in placement.values(), f"swap to {worker}, which owns nothing")
+        elif isinstance(command, m.Leave):
+            self.ensure(
+                worker not in self.owners.values(), f"{worker} told to leave, but owns a rank"
+            )
+        elif isinstance(command, m.Decide):
+            self.ensure(
+                self.decided.get(command.generation) == command.tick,
+                f"decide {command.generation} at {command.tick}: not on record",
+            )
+        elif isinstance(command, m.Abort | m.Hold | m.Stage):
+            self.ensure(
+                command.generation in self.attempts,
+                f"{type(command).__name__} {command.generation}: not on record",
+            )
+        elif isinstance(command, m.Assign):
+            old = self.seats.get(command.rank)
+            over = old is None or old == worker or old in self.killed | self.ended_on_record
+            over = over or not self.world.orchestrator.core.state("j").workers[str(old)].usable
+            owner = old is not None and old in self.owners.values()
+            self.ensure(
+                over or owner, f"rank {command.rank} is given to {worker} and still to {old}"
+            )
+            self.seats[command.rank] = worker
+
+    def obeyed(self, node: SimNode, command: m.AgentCommand) -> None:
+        """A command reached its agent."""
+
+    def spawned(self, node: SimNode, process: Rank) -> None:
+        for other in node.processes.values():
+            taken = other is not process and other.alive and other.slot == process.slot
+            self.ensure(not taken, f"{process.id} started in the slot of {other.id}")
+
+    # ------------------------------------------------------------------ ranks
+
+    def said(self, process: Rank, message: m.WorkerMessage) -> None:
+        self.ensure(process.alive, f"{process.id} speaks after its end")
+
+    def ended(self, process: Rank) -> None:
+        pass
+
+    def swapped(self, process: Rank) -> None:
+        """Content at resume: whoever takes part in a new generation is right from the start."""
+        self.ensure(
+            process.generation in self.commits,
+            f"{process.id} swapped to {process.generation}, not on record",
+        )
+        self._check_content(process)
+
+    def committed(self, process: Rank) -> None:
+        self.commit_count += 1
+        rank, tick = process.rank, process.tick
+        self.ensure(
+            process.id not in self.ended_on_record,
+            f"{process.id} (rank {rank}) trains after its end is on record",
+        )
+        owner = self.owners.get(rank)
+        newer = self.generation > process.generation and owner != process.id
+        self.ensure(
+            not newer or process.owed >= 0,
+            f"{process.id} trains as rank {rank} in {process.generation}, but {owner} owns it",
+        )
+        self._check_content(process)
+        self.best[rank] = max(self.best.get(rank, 0), tick)
+
+    def _check_content(self, process: Rank) -> None:
+        truth, tick = self.world.truth, process.tick
+        truth.upto(tick)
+        right = (
+            process.shared == truth.shared[tick]
+            and process.own == truth.own[tick][process.rank]
+            and process.version == truth.version[tick]
+        )
+        if not right:
+            what = "shared" if process.shared != truth.shared[tick] else "own"
+            self.violated(
+                f"rank {process.rank} ({process.id}) has other {what} state at tick {tick} than "
+                "the undisturbed run"
+            )

@@ -1,0 +1,130 @@
+"""Process groups: rendezvous in a store, collectives, and how they break.
+
+A group belongs to one generation and to the processes that met in its store. A collective of a
+tick completes when all ranks of the group have entered it; then each rank learns of it at its own
+time, so a fault can find some ranks behind the fence and others still in it. When a process leaves
+the group (it died, or was told to abort), the others' collectives fail, each at its own time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from keepstep.sim.net import MS, SECOND, SILENT_NS
+
+if TYPE_CHECKING:
+    from keepstep.sim.rank import Rank
+    from keepstep.sim.world import World
+
+POLL_NS = 500 * MS
+
+
+class Group:
+    def __init__(self, world: World, generation: int, members: dict[int, Rank]) -> None:
+        self.world = world
+        self.generation = generation
+        self.members = members
+        self.left: set[int] = set()
+        self.entered: dict[int, dict[int, tuple[int, int]]] = {}  # tick -> rank -> (value, hold)
+
+    def enter(self, rank: Rank, value: int, hold: int) -> None:
+        if rank.rank in self.left or self.left:
+            self._tell_broken(rank, 0)
+            return
+        here = self.entered.setdefault(rank.tick, {})
+        here[rank.rank] = (value, hold)
+        for tick in [tick for tick in self.entered if tick < rank.tick - 2]:
+            del self.entered[tick]
+        if len(here) == len(self.members):
+            for member in self.members.values():
+                delay = 300_000 + self.world.random.randrange(1_200_000)
+                self.world.after(delay, self._pass, member, rank.tick)
+
+    def complete(self, tick: int) -> list[int] | None:
+        """Contributions of all ranks to that collective, if it is complete."""
+        here = self.entered.get(tick, {})
+        if len(here) != len(self.members):
+            return None
+        return [here[rank][0] for rank in sorted(here)]
+
+    def hold_word(self, tick: int) -> int:
+        words = {hold for _, hold in self.entered[tick].values() if hold >= 0}
+        assert len(words) <= 1, f"ranks hold for different generations: {sorted(words)}"
+        return words.pop() if words else -1
+
+    def _pass(self, member: Rank, tick: int) -> None:
+        if member.group is not self or not member.alive:
+            return
+        nodes = {other.node.name for other in self.members.values()}
+        if not all(self.world.net.both_ways(member.node.name, node) for node in nodes):
+            self.world.after(POLL_NS, self._pass, member, tick)
+            return
+        member.fence_passed(self, tick)
+
+    def leave(self, rank: Rank) -> None:
+        """The first one to leave breaks it for all; whoever leaves later changes nothing."""
+        first = not self.left
+        self.left.add(rank.rank)
+        if first:
+            now = self.world.now
+            for other in self.members.values():
+                if other is not rank:
+                    delay = self.world.net.delay(rank.node.name, other.node.name)
+                    self.world.after(delay, self._break, rank.node.name, other, now)
+
+    def _break(self, source: str, other: Rank, since: int) -> None:
+        if not other.alive or other.group is not self:
+            return
+        silent = self.world.now - since > SILENT_NS
+        if self.world.net.is_cut(source, other.node.name) and not silent:
+            self.world.after(POLL_NS, self._break, source, other, since)
+            return
+        other.connection_lost(self)
+
+    def _tell_broken(self, rank: Rank, delay: int) -> None:
+        self.world.after(delay + MS, self._break, rank.node.name, rank, self.world.now)
+
+    def reset(self) -> None:
+        """Fault: connections inside the group break although everybody lives."""
+        for member in self.members.values():
+            self._tell_broken(member, self.world.random.randrange(20 * MS))
+        self.left.add(-1)
+
+
+class Store:
+    """The rendezvous of one generation, on one node."""
+
+    def __init__(self, world: World, generation: int) -> None:
+        self.world = world
+        self.generation = generation
+        self.waiting: dict[int, Rank] = {}
+        self.open = True
+
+    def meet(self, rank: Rank) -> None:
+        if not self.open:
+            rank.stage_failed(self.generation, "connection refused")
+            return
+        self.waiting[rank.rank] = rank
+        self.world.after(60 * SECOND, self._late, rank)
+        if len(self.waiting) < self.world.plan.ranks:
+            return
+        members = dict(sorted(self.waiting.items()))
+        self.waiting = {}
+        group = Group(self.world, self.generation, members)
+        for number, member in members.items():
+            if not member.alive:
+                group.left.add(number)
+        for member in members.values():
+            delay = 5 * MS + self.world.random.randrange(60 * MS)
+            self.world.after(delay, member.met, group)
+
+    def _late(self, rank: Rank) -> None:
+        if self.waiting.get(rank.rank) is rank:
+            del self.waiting[rank.rank]
+            rank.stage_failed(self.generation, "timed out")
+
+    def close(self) -> None:
+        self.open = False
+        for rank in self.waiting.values():
+            self.world.after(MS, rank.stage_failed, self.generation, "connection reset")
+        self.waiting = {}

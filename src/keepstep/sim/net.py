@@ -1,0 +1,206 @@
+"""The network between the orchestrator and the nodes, one directed link for each pair and way.
+
+Streams are TCP: what is sent on one connection arrives in order or not at all. Loss and reordering
+on the wire therefore show as delay, as a stream that breaks with messages in it, and as messages
+that are sent again on the next stream. A cut link keeps what was sent until it heals; a stream
+that is cut for `SILENT_NS` is given up, by each end on its own, so one end may believe in it while
+the other has a new one already.
+
+Requests (side state, copies, rendezvous) are one round trip that can fail on either way: the
+far side may have done what was asked although the answer is lost.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from keepstep.model.messages import AgentCommand, AgentMessage
+
+if TYPE_CHECKING:
+    from keepstep.sim.node import SimNode
+    from keepstep.sim.world import World
+
+MS = 1_000_000
+SECOND = 1_000_000_000
+SILENT_NS = 20 * SECOND  # as adapters/transport/stream.py
+ASK_TIMEOUT_NS = 5 * SECOND
+ORCHESTRATOR = "orchestrator"
+
+
+class Net:
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._cut: dict[tuple[str, str], int] = {}  # link -> since when
+        self._slow: dict[tuple[str, str], int] = {}  # link -> additional delay
+        self.connections: list[Connection] = []
+        self.messages = 0
+        self.disturbed = False  # ever
+
+    def delay(self, source: str, target: str) -> int:
+        base = 200_000 + int(self._world.random.random() * 800_000)
+        if self._slow:
+            base += int(self._slow.get((source, target), 0) * self._world.random.random())
+        return base
+
+    def is_cut(self, source: str, target: str) -> bool:
+        return bool(self._cut) and (source, target) in self._cut
+
+    def both_ways(self, one: str, other: str) -> bool:
+        if not self._cut:
+            return True
+        return (one, other) not in self._cut and (other, one) not in self._cut
+
+    def cut(self, source: str, target: str) -> None:
+        if (source, target) in self._cut:
+            return
+        self.disturbed = True
+        self._cut[source, target] = self._world.now
+        if ORCHESTRATOR in (source, target):
+            for end in ("agent", "orchestrator"):
+                wait = SILENT_NS + self._world.random.randrange(2 * SECOND)
+                self._world.after(wait, self._silent, source, target, self._world.now, end)
+
+    def heal(self, source: str, target: str) -> None:
+        if self._cut.pop((source, target), None) is None:
+            return
+        for connection in list(self.connections):
+            connection.flush()
+
+    def heal_all(self) -> None:
+        self._slow.clear()
+        for link in list(self._cut):
+            self.heal(*link)
+
+    def slow(self, source: str, target: str, ns: int) -> None:
+        if ns:
+            self.disturbed = True
+            self._slow[source, target] = ns
+        else:
+            self._slow.pop((source, target), None)
+
+    def _silent(self, source: str, target: str, since: int, end: str) -> None:
+        if self._cut.get((source, target)) != since:
+            return
+        node = target if source == ORCHESTRATOR else source
+        for connection in list(self.connections):
+            if connection.node.name == node and connection.born <= since:
+                connection.close(end)
+
+    def ask(
+        self,
+        source: str,
+        target: SimNode,
+        work: Callable[[], Any],
+        answer: Callable[[Any], None],
+        fail: Callable[[str], None],
+    ) -> None:
+        """One round trip to a node's agent that gives up after a while."""
+        there = self.delay(source, target.name)
+        back = self.delay(target.name, source)
+        self._world.after(there + back, self._asked, source, target, work, answer, fail)
+
+    def _asked(
+        self,
+        source: str,
+        target: SimNode,
+        work: Callable[[], Any],
+        answer: Callable[[Any], None],
+        fail: Callable[[str], None],
+    ) -> None:
+        if not target.alive and self.both_ways(source, target.name) and not target.vanished:
+            fail("connection refused")
+            return
+        arrived = target.alive and not target.paused and not self.is_cut(source, target.name)
+        result = work() if arrived else None
+        if not arrived or self.is_cut(target.name, source):
+            self._world.after(ASK_TIMEOUT_NS, fail, "timed out")
+        else:
+            answer(result)
+
+
+class Connection:
+    """One stream between an agent and the orchestrator, with an end of its own at each."""
+
+    def __init__(self, world: World, node: SimNode, epoch: int) -> None:
+        self.world = world
+        self.node = node
+        self.epoch = epoch  # of the orchestrator's process
+        self.born = world.now
+        self.agent_open = True
+        self.server_open = True
+        self._up_at = self._down_at = 0
+        self._up: deque[AgentMessage] = deque()  # kept by a cut link
+        self._down: deque[AgentCommand] = deque()
+        world.net.connections.append(self)
+
+    def up(self, message: AgentMessage) -> None:
+        if self.agent_open:
+            world = self.world
+            delay = world.net.delay(self.node.name, ORCHESTRATOR)
+            self._up_at = max(self._up_at + 1, world.now + delay)
+            world.at(self._up_at, self._arrive_up, message)
+
+    def down(self, command: AgentCommand) -> None:
+        if self.server_open:
+            world = self.world
+            delay = world.net.delay(ORCHESTRATOR, self.node.name)
+            self._down_at = max(self._down_at + 1, world.now + delay)
+            world.at(self._down_at, self._arrive_down, command)
+
+    def _arrive_up(self, message: AgentMessage) -> None:
+        if self._up or self.world.net.is_cut(self.node.name, ORCHESTRATOR):
+            self._up.append(message)
+        elif self.server_open:
+            self.world.net.messages += 1
+            self.world.orchestrator.receive(self, message)
+
+    def _arrive_down(self, command: AgentCommand) -> None:
+        if self._down or self.world.net.is_cut(ORCHESTRATOR, self.node.name):
+            self._down.append(command)
+        elif self.agent_open:
+            self.world.net.messages += 1
+            self.node.receive(self, command)
+
+    def flush(self) -> None:
+        """A link healed: what it kept arrives now, in order."""
+        if self._up and not self.world.net.is_cut(self.node.name, ORCHESTRATOR):
+            kept, self._up = self._up, deque()
+            for message in kept:
+                self.up(message) if self.agent_open else self._late_up(message)
+        if self._down and not self.world.net.is_cut(ORCHESTRATOR, self.node.name):
+            commands, self._down = self._down, deque()
+            for command in commands:
+                self.down(command)
+        if self.agent_open != self.server_open:
+            # One end has given up already; the next probe of the other tells it.
+            end = "agent" if self.agent_open else "orchestrator"
+            self.world.after(self.world.random.randrange(5 * SECOND), self.close, end)
+
+    def _late_up(self, message: AgentMessage) -> None:
+        """Sent before its sender gave the stream up: it is still on its way."""
+        self._up_at = max(self._up_at + 1, self.world.now + MS)
+        self.world.at(self._up_at, self._arrive_up, message)
+
+    def close(self, end: str) -> None:
+        """One end closes; the other learns of it if the link lets it. A closed end loses what it
+        had not been given yet."""
+        net, name = self.world.net, self.node.name
+        if end == "agent" and self.agent_open:
+            self.agent_open = False
+            self.node.stream_lost(self)
+            if self.server_open and not net.is_cut(name, ORCHESTRATOR):
+                # Behind what was sent before: FIN keeps the order, RST may overtake it.
+                wait = (
+                    max(self._up_at - self.world.now, 0) if self.world.random.random() < 0.5 else 0
+                )
+                delay = wait + net.delay(name, ORCHESTRATOR)
+                self.world.after(delay, self.close, "orchestrator")
+        elif end == "orchestrator" and self.server_open:
+            self.server_open = False
+            self.world.orchestrator.stream_lost(self)
+            if self.agent_open and not net.is_cut(ORCHESTRATOR, name):
+                self.world.after(net.delay(ORCHESTRATOR, name), self.close, "agent")
+        if not self.agent_open and not self.server_open and self in net.connections:
+            net.connections.remove(self)

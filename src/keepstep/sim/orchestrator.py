@@ -1,0 +1,208 @@
+"""The orchestrator's process: the production core, a disk, and the rule of runtime/driver.py.
+
+Inputs are handled one at a time: decide, make durable, act. An append takes time during which
+nothing else happens; a crash in it leaves the batch on the disk or not, a crash behind it loses
+some of the effects. A disk that is full ends the process, because a decision that is not durable
+must not be acted on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from keepstep.core.orchestrator import Core, Outcome
+from keepstep.errors import UsageError
+from keepstep.model import messages as m
+from keepstep.model.job import AgentGone, AgentJoined, AgentSaid, CoreInput, Wake
+from keepstep.model.records import Record
+from keepstep.sim.net import MS, SECOND, Connection
+
+if TYPE_CHECKING:
+    from keepstep.sim.world import World
+
+Given = tuple[CoreInput, Connection | None]
+
+
+class SimOrchestrator:
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.disk: list[Record] = []
+        self.core = Core()
+        self.alive = True
+        self.paused = False
+        self.epoch = 0
+        self.append_ns = MS // 2
+        self.disk_full = False
+        self.clock_ns = 1_000_000 * SECOND  # wall clock minus virtual time; a restart may change it
+        self.inputs = 0
+        self.crash_at: str = ""  # fault: "record" or "effect", at the next batch
+        self.peers: dict[str, Connection] = {}
+        self._queue: deque[Given] = deque()
+        self._writing: list[Record] | None = None
+        self._wake_at = -1
+
+    # ------------------------------------------------------------------ process
+
+    def crash(self) -> None:
+        """kill -9. What was being written may be there or not."""
+        if not self.alive:
+            return
+        self.alive = False
+        self.epoch += 1
+        if self._writing is not None and self.world.random.random() < 0.5:
+            self._durable(self._writing)
+        self._writing = None
+        self._queue.clear()
+        self.peers.clear()
+        self.paused = False
+        for connection in list(self.world.net.connections):
+            connection.server_open = False
+            self.world.after(2 * MS, connection.close, "agent")
+        self.world.trace("orchestrator crashed")
+
+    def restart(self) -> None:
+        if self.alive:
+            return
+        self.alive = True
+        self.disk_full = False
+        self.core = Core()
+        self.core.replay(self.disk)
+        newest = max((record.at_ns for record in self.disk), default=0)
+        # The wall clock may have been set back; the driver never starts before its ledger's end.
+        self.clock_ns += self.world.random.choice((0, 0, -30 * SECOND, 5 * SECOND))
+        self.clock_ns += max(0, newest - self._now())
+        self.world.trace("orchestrator restarted")
+        self._arm()
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        if self.paused:
+            self.paused = False
+            self._next()
+
+    # ------------------------------------------------------------------ streams, as server.py
+
+    def receive(self, connection: Connection, message: m.AgentMessage) -> None:
+        if not self.alive or connection.epoch != self.epoch:
+            return
+        node = connection.node.name
+        given: CoreInput
+        if isinstance(message, m.Hello):
+            old = self.peers.pop(node, None)
+            if old is not None:
+                old.server_open = False
+                old.close("agent")
+            self.peers[node] = connection
+            given = AgentJoined(job=self.world.plan.job, node=node, hello=message)
+        elif self.peers.get(node) is connection:
+            given = AgentSaid(job=self.world.plan.job, node=node, message=message)
+        else:
+            return
+        self.submit(given, connection)
+
+    def stream_lost(self, connection: Connection) -> None:
+        node = connection.node.name
+        if self.alive and self.peers.get(node) is connection:
+            del self.peers[node]
+            self.submit(AgentGone(job=self.world.plan.job, node=node))
+
+    # ------------------------------------------------------------------ driver
+
+    def submit(self, given: CoreInput, connection: Connection | None = None) -> None:
+        if not self.alive:
+            return
+        self._queue.append((given, connection))
+        self._next()
+
+    def _next(self) -> None:
+        while self._queue and self.alive and not self.paused and self._writing is None:
+            given, connection = self._queue.popleft()
+            self._handle(given, connection)
+
+    def _handle(self, given: CoreInput, connection: Connection | None) -> None:
+        self.inputs += 1
+        try:
+            outcome = self.core.handle(self._now(), given)
+        except UsageError as error:
+            self.world.trace(f"refused: {error.message}")
+            return
+        self.world.handled(given, outcome)
+        if not outcome.records:
+            self._act(outcome, given, connection)
+            return
+        if self.disk_full:
+            self._writing = None
+            self.crash()
+            self.world.after(3 * SECOND, self.restart)
+            return
+        self._writing = outcome.records
+        if self.crash_at == "record":
+            self.crash_at = ""
+            self.world.fired("orchestrator crashed while writing")
+            self.world.after(self.append_ns // 2, self._crash_now, self.epoch)
+        wait = self.append_ns + self.world.random.randrange(self.append_ns)
+        self.world.after(wait, self._written, self.epoch, outcome, given, connection)
+
+    def _crash_now(self, epoch: int) -> None:
+        if epoch == self.epoch:
+            self.crash()
+            self.world.after(SECOND, self.restart)
+
+    def _written(
+        self, epoch: int, outcome: Outcome, given: CoreInput, connection: Connection | None
+    ) -> None:
+        if epoch != self.epoch or not self.alive:
+            return
+        self._writing = None
+        self._durable(outcome.records)
+        if self.crash_at == "effect":
+            self.crash_at = ""
+            self.world.fired("orchestrator crashed between a record and its effect")
+            del outcome.sends[self.world.random.randrange(len(outcome.sends) + 1) :]
+            self._act(outcome, given, connection)
+            self.crash()
+            self.world.after(SECOND, self.restart)
+            return
+        self._act(outcome, given, connection)
+        self._next()
+
+    def _durable(self, records: list[Record]) -> None:
+        self.disk.extend(records)
+        self.world.checker.durable(records)
+
+    def _act(self, outcome: Outcome, given: CoreInput, connection: Connection | None) -> None:
+        if isinstance(given, AgentJoined) and connection is not None:
+            connection.down(m.Accepted())
+        for send in outcome.sends:
+            self.world.checker.sent(send.node, send.command)
+            peer = self.peers.get(send.node)
+            if peer is not None:
+                peer.down(send.command)
+        self.world.acted()
+        self._arm()
+
+    def _now(self) -> int:
+        return self.clock_ns + self.world.now
+
+    def _arm(self) -> None:
+        deadline = self.core.deadline()
+        if deadline is None:
+            return
+        wake = max(deadline - self.clock_ns, self.world.now + MS)
+        if self.world.now < self._wake_at <= wake:
+            return  # one is on its way, and will arm the next
+        self._wake_at = wake
+        self.world.at(wake, self._wake, self.epoch, wake)
+
+    def _wake(self, epoch: int, wake: int) -> None:
+        if epoch != self.epoch or not self.alive or wake != self._wake_at:
+            return
+        self._wake_at = -1
+        deadline = self.core.deadline()
+        if deadline is not None and deadline <= self._now():
+            self.submit(Wake())
+        else:
+            self._arm()

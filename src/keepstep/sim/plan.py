@@ -1,0 +1,60 @@
+"""What a world is like, drawn from its seed: size, speeds, and what will go wrong when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from keepstep.model.job import JobSpec, NodeSpec
+from keepstep.sim.net import MS, SECOND
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """`actor` suffers `kind`. When: in `phase` of a migration, or `at_ns` after the start of
+    training; `delay_ns` later in either case."""
+
+    actor: str
+    kind: str
+    phase: str = ""
+    at_ns: int = 0
+    delay_ns: int = 0
+    length_ns: int = 0
+    nth: int = 1  # COMMIT only: the how manieth of this world
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    seed: int
+    ranks: int = 8
+    per_node: int = 2
+    spare_nodes: int = 2
+    spares: int = 2
+    stall_ns: int = 10 * SECOND
+    progress_ns: int = SECOND
+    step_ns: int = 300 * MS
+    copy_ns: int = 500 * MS
+    notice_ns: int = SECOND
+    late_nodes: tuple[int, ...] = ()  # spare nodes that join later, after so many ns
+    from_start: bool = False  # faults come while the ranks are being started
+    resume_tick: int = 0  # the job starts from a checkpoint of this tick
+    migration: str = "unplanned"  # planned, pre-emptive, unplanned: what is going on
+    faults: tuple[Fault, ...] = field(default_factory=tuple)
+    job: str = "j"
+
+    @property
+    def rank_nodes(self) -> int:
+        return self.ranks // self.per_node
+
+    def spec(self) -> JobSpec:
+        names = [f"n{index}" for index in range(self.rank_nodes + self.spare_nodes)]
+        return JobSpec(
+            job=self.job,
+            world=self.ranks,
+            local_world=self.per_node,
+            nodes=[NodeSpec(name=name, slots=self.per_node) for name in names],
+            spares=self.spares,
+            stall_timeout_ns=self.stall_ns,
+            script=["train.py"],
+            directory="/jobs/j",
+            resume="/jobs/i/checkpoint" if self.resume_tick else "",
+        )

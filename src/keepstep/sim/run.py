@@ -1,0 +1,363 @@
+"""Running one world to its end: disturb it, heal it, and see whether it trains again.
+
+    start -> training -> the migration of the plan -> faults -> healed -> quiet -> the end
+
+*Healed* means that links, disks and paused processes are well again and that there are enough
+slots; what died stays dead and what hung stays hung. From then on the job has `QUIET_NS` to train
+as if nothing had happened, with every spare back and nothing left over.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from keepstep.core.orchestrator import Outcome
+from keepstep.core.state import Job
+from keepstep.model.job import Untaint
+from keepstep.model.records import Committed
+from keepstep.sim import faults
+from keepstep.sim.check import Violation
+from keepstep.sim.net import SECOND
+from keepstep.sim.plan import Fault, Plan
+from keepstep.sim.reasons import heard
+from keepstep.sim.world import World
+
+START_NS = 500 * SECOND  # a standby that never parks is given up after 300
+FIRE_NS = 25 * SECOND  # a fault that waits for its phase longer than this strikes anyway
+QUIET_NS = 400 * SECOND
+END_NS = 120 * SECOND
+CALM_NS = 3 * SECOND
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    seed: int
+    scenario: str
+    scenario_given: str  # as it was asked for; empty: drawn from the seed
+    events: int
+    inputs: int
+    virtual_s: float
+    digest: str
+    fired: tuple[str, ...]
+    in_phase: bool  # every fault struck in the phase it was meant for
+    outcome: str
+    reasons: frozenset[str]
+    violation: str = ""
+
+
+class Run:
+    def __init__(self, plan: Plan, tracing: Callable[[str], None] | None = None) -> None:
+        self.plan = plan
+        self.world = World(plan, tracing)
+        self.waiting: list[Fault] = []
+        self.pending = 0  # faults that have not struck
+        self.missed = 0
+        self.commits = 0
+        self.calm_at = 0
+        self._previous: object = None
+        self._quiet_since: int | None = None
+
+    # ------------------------------------------------------------------ the story
+
+    def play(self) -> None:
+        world, plan = self.world, self.plan
+        for index in range(plan.rank_nodes + plan.spare_nodes):
+            late = index - plan.rank_nodes
+            wait = plan.late_nodes[late] if 0 <= late < len(plan.late_nodes) else 0
+            if wait:
+                world.after(wait, world.join_node, f"n{index}", plan.per_node)
+            else:
+                world.add_node(f"n{index}", plan.per_node)
+        world.submit()
+        if plan.from_start:
+            self._disturb()
+            world.run(lambda: world.over or self._calm(), world.now + QUIET_NS)
+            self._heal()
+        self._must(lambda: self._tick() >= plan.resume_tick + 3, START_NS, "no start")
+        if not plan.from_start:
+            self._disturb()
+        world.run(lambda: world.over or self._calm(), world.now + 4 * QUIET_NS)
+        if world.over:
+            self._check_end()
+            return
+        if not plan.from_start:
+            self._heal()
+        self._must(self._settled, QUIET_NS, "the healed job does not train again")
+        if not world.over:
+            self._check_leaks()
+            world.target = max(process.tick for process in world.ranks.values()) + 3
+            self._must(lambda: world.over, END_NS, "the job does not come to its end")
+        self._check_end()
+
+    def _must(self, reached: Callable[[], bool], ns: int, what: str) -> None:
+        world = self.world
+        if not world.run(lambda: world.over or reached(), world.now + ns):
+            job = faults.facts(world)
+            view = world.orchestrator.core.job(self.plan.job) if job is not None else None
+            why = f"{view.state}: {view.reason}" if view is not None else "no orchestrator"
+            phase = job.attempt.phase if job is not None and job.attempt is not None else "-"
+            raise Violation(f"{what} within {ns // SECOND} virtual seconds ({why}; phase {phase})")
+
+    def _tick(self) -> int:
+        best = self.world.checker.best
+        if len(best) < self.plan.ranks:
+            return 0
+        return min(best.values())
+
+    # ------------------------------------------------------------------ faults
+
+    def _disturb(self) -> None:
+        world, plan = self.world, self.plan
+        self.calm_at = world.now + SECOND
+        self.pending = len(plan.faults)
+        for fault in plan.faults:
+            if not fault.phase:
+                world.after(fault.at_ns + fault.delay_ns, self._strike, fault)
+        self.waiting = [fault for fault in plan.faults if fault.phase]
+        if plan.migration:
+            fault = MIGRATIONS[plan.migration]
+            world.after(world.random.randrange(SECOND), self._start_migration, fault)
+        if self.waiting:
+            world.watchers.append(self._watch)
+            world.on_decided = self._watch_commit
+            world.after(FIRE_NS, self._strike_anyway)
+
+    def _start_migration(self, fault: Fault) -> None:
+        faults.strike(self.world, fault)
+
+    def _watch(self) -> None:
+        job = faults.facts(self.world)
+        attempt = job.attempt if job is not None else None
+        phase = attempt.phase if attempt is not None else ""
+        if attempt is None and self._previous is not None:
+            phase = "RETIRE"
+        self._previous = attempt
+        for fault in [fault for fault in self.waiting if fault.phase == phase]:
+            self.waiting.remove(fault)
+            self.world.after(fault.delay_ns, self._strike, fault)
+
+    def _watch_commit(self, outcome: Outcome) -> None:
+        """COMMIT lasts from the decision until its record is durable."""
+        if any(isinstance(record, Committed) for record in outcome.records):
+            self.commits += 1
+            due = [f for f in self.waiting if f.phase == "COMMIT" and f.nth == self.commits]
+            for fault in due:
+                self.waiting.remove(fault)
+                write_ns = self.world.orchestrator.append_ns
+                self.world.after(self.world.random.randrange(write_ns), self._strike, fault)
+
+    def _strike(self, fault: Fault) -> None:
+        self.pending -= 1
+        if not faults.strike(self.world, fault):
+            self.missed += 1
+        self.calm_at = max(self.calm_at, self.world.now + fault.length_ns + SECOND)
+
+    def _strike_anyway(self) -> None:
+        for fault in self.waiting:
+            self.missed += 1
+            self._strike(fault)
+        self.waiting = []
+
+    def _calm(self) -> bool:
+        return self.pending == 0 and self.world.now >= self.calm_at
+
+    # ------------------------------------------------------------------ healing
+
+    def _heal(self) -> None:
+        world = self.world
+        world.trace("healed")
+        world.net.heal_all()
+        world.spawn_failures = 0
+        orchestrator = world.orchestrator
+        orchestrator.disk_full = False
+        orchestrator.crash_at = ""
+        orchestrator.resume()
+        orchestrator.restart()
+        for node in list(world.nodes.values()):
+            node.resume()
+        for process in list(world.ranks.values()):
+            process.resume()
+            process.slow = 1
+        self._give_slots()
+        self._untaint()
+
+    def _give_slots(self) -> None:
+        """A provider that delivers at last: room for all ranks and spares."""
+        world, plan = self.world, self.plan
+        slots = sum(node.slots for node in world.nodes.values() if node.alive)
+        number = 0
+        while slots < plan.ranks + plan.spares + 1:
+            number += 1
+            world.add_node(f"m{number}", plan.per_node + 1)
+            slots += plan.per_node + 1
+
+    def _untaint(self) -> None:
+        """Operators look again and again at what is tainted, and clear it."""
+        world = self.world
+        job = faults.facts(world)
+        if job is not None and not world.over and not job.replayed:
+            for name in sorted(job.nodes):
+                node = job.nodes[name]
+                targets = [name] if node.taints else []
+                targets += [f"{name}/{slot}" for slot in sorted(node.slot_taints)]
+                for target in targets:
+                    world.orchestrator.submit(Untaint(job=self.plan.job, target=target))
+        world.after(20 * SECOND, self._untaint)
+
+    def _quiet(self) -> bool:
+        """Nothing is going on, and all spares are back."""
+        job = faults.facts(self.world)
+        if job is None or job.replayed or job.attempt is not None or job.incidents:
+            return False
+        if job.mode != "running" or job.dead():
+            return False
+        parked = sum(1 for worker in job.standbys() if worker.parked)
+        if parked < min(self.plan.spares, self._room(job)):
+            return False
+        if any(w.alive and w.role not in ("rank", "standby") for w in job.workers.values()):
+            return False
+        owners = [self.world.ranks[job.owners[rank]] for rank in job.owners]
+        return all(p.alive and p.generation == job.generation and not p.hung for p in owners)
+
+    def _settled(self) -> bool:
+        """Quiet for some seconds: what was sent last has arrived."""
+        if not self._quiet():
+            self._quiet_since = None
+        elif self._quiet_since is None:
+            self._quiet_since = self.world.now
+        return self._quiet_since is not None and self.world.now > self._quiet_since + CALM_NS
+
+    def _room(self, job: Job) -> int:
+        slots = sum(n.slots for n in job.nodes.values() if n.state == "connected" and not n.taints)
+        return slots - self.plan.ranks
+
+    # ------------------------------------------------------------------ judging
+
+    def _check_leaks(self) -> None:
+        world, job = self.world, faults.facts(self.world)
+        assert job is not None
+        for process in world.ranks.values():
+            if not process.alive:
+                continue
+            worker = job.workers.get(process.id)
+            known = worker is not None and worker.usable and worker.role in ("rank", "standby")
+            if not known:
+                raise Violation(f"{process.id} runs and nobody knows why")
+        for node in world.nodes.values():
+            left = [g for g in node.stores if g != job.generation] if node.alive else []
+            if left and node.stream is not None:
+                raise Violation(f"{node.name} still hosts the stores of {left}")
+        standbys = len(job.standbys())
+        if standbys > max(self.plan.spares, 0):
+            raise Violation(f"{standbys} standbys, {self.plan.spares} are wanted")
+
+    def _check_end(self) -> None:
+        ended = self.world.checker.job_ended
+        assert ended is not None
+        view = ended.view
+        if view.state == "done":
+            for rank, worker in sorted(self.world.checker.owners.items()):
+                process = self.world.ranks[worker]
+                if process.tick != self.world.target:
+                    raise Violation(f"done, but rank {rank} stands at tick {process.tick}")
+        elif view.state == "fell_back":
+            needless = recoverable(self.world)
+            if needless:
+                raise Violation(f"needless fall-back ({view.reason}): {needless}")
+        elif not self._deserved(view.reason):
+            raise Violation(f"the job ended {view.state}: {view.reason}")
+
+    def _deserved(self, reason: str) -> bool:
+        kinds = [fault.kind for fault in self.plan.faults]
+        if "user" in kinds and "raised" in reason:
+            return True
+        if "never all attached" in reason or "no node is left" in reason:
+            return self.plan.from_start and len(self.world.fired_faults) >= 3
+        if "exited with code" in reason or "before the first step" in reason:
+            return self.plan.from_start  # a rank whose peers are gone cannot tell why
+        # The same rank was really hit again and again.
+        hits = [fault for fault in self.world.fired_faults if "(rank " in fault]
+        return "died 3 times" in reason and len(hits) >= 3
+
+
+def recoverable(world: World) -> str:
+    """Why nothing needed to be lost; empty if it was beyond saving."""
+    owners = world.checker.owners
+    alive = {rank: world.ranks[w] for rank, w in owners.items() if world.ranks[w].alive}
+    if not alive:
+        return ""
+    top = max(process.tick for process in alive.values())
+    for tick in (top, top + 1):
+        able = [p.tick == tick or (p.tick == tick - 1 and p.in_fence) for p in alive.values()]
+        if not all(able) or not any(p.tick == tick for p in alive.values()):
+            continue
+        missing = [rank for rank in owners if rank not in alive and not _held(world, rank, tick)]
+        if not missing:
+            return f"{len(alive)} ranks can hold at tick {tick} and all side states exist"
+    return ""
+
+
+def _held(world: World, rank: int, tick: int) -> bool:
+    """By a node that is not given up: those end what they hold."""
+    job = faults.facts(world)
+    assert job is not None
+    return tick == 0 or any(
+        node.alive and job.nodes[name].state != "dead" and node.blob(rank, tick) is not None
+        for name, node in world.nodes.items()
+        if name in job.nodes
+    )
+
+
+MIGRATIONS = {
+    "planned": Fault("operator", "migrate"),
+    "pre-emptive": Fault("detector", "taint"),
+    "unplanned": Fault("bystander", "crash"),
+}
+
+
+def run_plan(
+    plan: Plan,
+    scenario: str = "",
+    tracing: Callable[[str], None] | None = None,
+    given: str = "",
+) -> Result:
+    run = Run(plan, tracing)
+    violation = ""
+    try:
+        run.play()
+    except AssertionError as error:  # a checker's, or the core's own
+        violation = f"{type(error).__name__}: {error}"
+        run.world.trace(violation)
+    world = run.world
+    ended = world.checker.job_ended
+    return Result(
+        seed=plan.seed,
+        scenario=scenario,
+        scenario_given=given,
+        events=world.events,
+        inputs=world.orchestrator.inputs,
+        virtual_s=world.now / SECOND,
+        digest=world.digest(),
+        fired=tuple(world.fired_faults),
+        in_phase=run.missed == 0,
+        outcome=ended.view.state if ended is not None else "running",
+        reasons=heard(world.said),
+        violation=violation,
+    )
+
+
+@functools.cache
+def commit() -> str:
+    """Which code this is, for the line that says how to replay."""
+    here = Path(__file__).parent
+    try:
+        out = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True
+        )
+    except OSError:
+        return "unknown"
+    return out.stdout.strip() or "unknown"

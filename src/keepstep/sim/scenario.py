@@ -1,0 +1,354 @@
+"""Which worlds there are: the table of single faults, and worlds drawn at random from a seed.
+
+The table is phase x kind of migration x actor x kind of fault. A cell's name is its four words
+(`HOLD/planned/source/crash`). `IMPOSSIBLE` lists the cells that cannot exist, with the reason;
+every other cell must be seen to strike in its phase.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+from keepstep.errors import UsageError
+from keepstep.sim.net import MS, SECOND
+from keepstep.sim.plan import Fault, Plan
+
+PHASES = ("RESERVE", "HOLD", "COPY", "COMMIT", "REWIRE", "RESUME", "RETIRE")
+MIGRATIONS = ("planned", "pre-emptive", "unplanned")
+ACTORS = ("victim", "source", "spare", "bystander", "agent", "orchestrator", "link", "partition")
+KINDS = ("crash", "hang", "pause", "slow-down")
+PROCESSES = ("victim", "source", "spare", "bystander")
+
+Cell = tuple[str, str, str, str]
+
+
+def impossible(cell: Cell) -> str:
+    """Why there is no such cell; empty if there is."""
+    phase, migration, actor, _ = cell
+    if actor == "victim" and migration == "unplanned":
+        return "the victim of an unplanned migration is dead before it begins"
+    if actor == "victim" and phase in ("RESUME", "RETIRE"):
+        return "the victim has left when all ranks have swapped"
+    return ""
+
+
+def cells() -> Iterator[Cell]:
+    for phase in PHASES:
+        for migration in MIGRATIONS:
+            for actor in ACTORS:
+                for kind in KINDS:
+                    if not impossible((phase, migration, actor, kind)):
+                        yield (phase, migration, actor, kind)
+
+
+def length_ns(actor: str, kind: str, draw: random.Random) -> int:
+    """How long it lasts: pauses stay below the limits at which anybody counts as lost, hangs of
+    what is not a process go beyond them."""
+    if kind == "pause":
+        return draw.randrange(SECOND, 4 * SECOND)
+    if kind == "slow-down":
+        return draw.randrange(3 * SECOND, 10 * SECOND)
+    if kind == "hang" and actor not in PROCESSES:
+        return draw.randrange(15 * SECOND, 60 * SECOND)
+    if kind == "crash" and actor == "orchestrator":
+        return draw.randrange(SECOND // 2, 15 * SECOND)
+    if kind == "crash" and actor == "partition":
+        return draw.randrange(15 * SECOND, 70 * SECOND)
+    if kind in ("stalled", "all-stalled"):
+        return draw.randrange(SECOND // 10, 5 * SECOND)
+    return draw.randrange(15 * SECOND, 60 * SECOND) if kind == "blackout" else 0
+
+
+def plan_cell(cell: Cell, seed: int) -> Plan:
+    phase, migration, actor, kind = cell
+    draw = random.Random(f"{'/'.join(cell)} {seed}")
+    delay = 0 if draw.random() < 0.5 or phase == "COMMIT" else draw.randrange(300 * MS)
+    if phase in ("REWIRE", "RETIRE"):
+        delay //= 100  # they are over in a moment
+    fault = Fault(actor, kind, phase=phase, delay_ns=delay, length_ns=length_ns(actor, kind, draw))
+    return Plan(
+        seed=seed,
+        migration=migration,
+        # With a parked spare an unplanned migration is through with RESERVE at once.
+        spares=0 if phase == "RESERVE" and migration == "unplanned" else 2,
+        notice_ns=draw.choice((SECOND // 2, 2 * SECOND, 8 * SECOND)),
+        faults=(fault,),
+    )
+
+
+# ------------------------------------------------------------------ named stories
+
+
+def _orchestrator_effect(seed: int, draw: random.Random) -> Plan:
+    """kill -9 between a record and its effects, at any record of a migration."""
+    kind = draw.choice(("record", "effect"))
+    fault = Fault("orchestrator", kind, phase=draw.choice(PHASES), delay_ns=draw.randrange(20 * MS))
+    return Plan(seed=seed, migration=draw.choice(MIGRATIONS), faults=(fault,))
+
+
+def _disk_full(seed: int, draw: random.Random) -> Plan:
+    fault = Fault("orchestrator", "full", phase=draw.choice(PHASES))
+    return Plan(seed=seed, migration=draw.choice(MIGRATIONS), faults=(fault,))
+
+
+def _two_faults(seed: int, draw: random.Random) -> Plan:
+    return _several(seed, draw, 2)
+
+
+def _three_faults(seed: int, draw: random.Random) -> Plan:
+    return _several(seed, draw, 3)
+
+
+def _several(seed: int, draw: random.Random, count: int) -> Plan:
+    """At the same moment or shortly after one another, in one phase."""
+    phase = draw.choice(PHASES)
+    faults = []
+    for _ in range(count):
+        actor, kind = draw.choice(ACTORS), draw.choice(KINDS)
+        delay = draw.choice((0, draw.randrange(500 * MS), draw.randrange(3 * SECOND)))
+        length = length_ns(actor, kind, draw)
+        faults.append(Fault(actor, kind, phase=phase, delay_ns=delay, length_ns=length))
+    return Plan(seed=seed, migration=draw.choice(MIGRATIONS), faults=tuple(faults))
+
+
+def _migrate_back(seed: int, draw: random.Random) -> Plan:
+    """A rank is moved, is moved again at once, and something breaks in between."""
+    actor = draw.choice(("spare", "source", "bystander", "agent"))
+    faults = (
+        Fault("operator", "migrate", phase="RETIRE"),
+        Fault("operator", "drain", phase="RETIRE", delay_ns=draw.randrange(2 * SECOND)),
+        Fault(actor, "crash", phase="RETIRE", delay_ns=draw.randrange(6 * SECOND)),
+    )
+    return Plan(seed=seed, migration="planned", spare_nodes=3, spares=3, faults=faults)
+
+
+def _mass_taint(seed: int, draw: random.Random) -> Plan:
+    """30 % of the nodes are tainted within a minute, and then something breaks."""
+    faults = (
+        Fault("operator", "mass-taint", at_ns=SECOND, length_ns=20 * SECOND),
+        Fault(draw.choice(ACTORS[1:]), "crash", at_ns=draw.randrange(30 * SECOND)),
+    )
+    return Plan(
+        seed=seed, ranks=20, spare_nodes=2, spares=2, step_ns=SECOND, migration="", faults=faults
+    )
+
+
+def _blackout(seed: int, draw: random.Random) -> Plan:
+    """Nobody reaches the orchestrator for longer than any limit, while training is well."""
+    length = length_ns("partition", "blackout", draw)
+    faults = (Fault("orchestrator", "blackout", at_ns=draw.randrange(SECOND), length_ns=length),)
+    return Plan(seed=seed, migration=draw.choice(("", "planned", "unplanned")), faults=faults)
+
+
+def _late_spares(seed: int, draw: random.Random) -> Plan:
+    """No spare when one is needed: nodes join later, or processes cannot be started at first."""
+    faults = [Fault("agent", "crash", at_ns=draw.randrange(2 * SECOND))]
+    if draw.random() < 0.5:
+        faults.append(Fault("provider", "refuse", at_ns=draw.randrange(SECOND)))
+    late = tuple(draw.randrange(5 * SECOND, 40 * SECOND) for _ in range(2))
+    migration = draw.choice(("", "planned"))
+    return Plan(seed=seed, migration=migration, late_nodes=late, faults=tuple(faults))
+
+
+def _lying_detectors(seed: int, draw: random.Random) -> Plan:
+    kind = draw.choice(("stalled", "all-stalled", "taint"))
+    faults = (
+        Fault("detector", kind, at_ns=SECOND, length_ns=length_ns("detector", kind, draw)),
+        Fault("detector", "taint", at_ns=draw.randrange(5 * SECOND)),
+    )
+    return Plan(seed=seed, migration=draw.choice(("", *MIGRATIONS)), faults=faults)
+
+
+def _late_news(seed: int, draw: random.Random) -> Plan:
+    """A node dies and nobody hears of it for a long time, or ever."""
+    fault = Fault("agent", "crash", at_ns=draw.randrange(3 * SECOND))
+    return Plan(seed=seed, migration="", notice_ns=30 * SECOND, faults=(fault,))
+
+
+def _raises(seed: int, draw: random.Random) -> Plan:
+    """A rank's own computation raises: a broken device, or a bug in the script."""
+    kind = draw.choice(("device", "user"))
+    fault = Fault("bystander", kind, at_ns=draw.randrange(3 * SECOND))
+    return Plan(seed=seed, migration=draw.choice(("", *MIGRATIONS)), faults=(fault,))
+
+
+def _start(seed: int, draw: random.Random) -> Plan:
+    """Something breaks before the first step: everything is started again."""
+    choices = (
+        ("bystander", "crash"),
+        ("bystander", "device"),
+        ("bystander", "user"),
+        ("agent", "crash"),
+        ("link", "crash"),
+        ("orchestrator", "crash"),
+        ("orchestrator", "record"),
+        ("provider", "refuse"),
+        ("store", "refuse"),
+        ("store", "mute"),
+    )
+    faults = []
+    for _ in range(draw.choice((1, 1, 2, 3))):
+        actor, kind = draw.choice(choices)
+        early = actor in ("provider", "store")
+        at = draw.randrange(100 * MS) if early else draw.randrange(2 * SECOND)
+        faults.append(Fault(actor, kind, at_ns=at, length_ns=length_ns(actor, kind, draw)))
+    return Plan(seed=seed, migration="", from_start=True, faults=tuple(faults))
+
+
+def _resume(seed: int, draw: random.Random) -> Plan:
+    """From a checkpoint: all ranks are newcomers of an attempt without members."""
+    actor, kind = draw.choice((("spare", "crash"), ("spare", "hang"), ("link", "crash")))
+    at_start = draw.random() < 0.7
+    phase = draw.choice(("RESERVE", "HOLD", "COPY", "REWIRE", "RESUME")) if at_start else ""
+    fault = Fault(actor, kind, phase=phase, delay_ns=draw.randrange(SECOND))
+    migration = "" if at_start else "unplanned"
+    return Plan(seed=seed, migration=migration, from_start=at_start, resume_tick=7, faults=(fault,))
+
+
+def _bad_store(seed: int, draw: random.Random) -> Plan:
+    kind = draw.choice(("refuse", "mute", "crash"))
+    phase = "HOLD" if kind == "crash" else ""
+    fault = Fault("store", kind, phase=phase, delay_ns=draw.randrange(100 * MS))
+    return Plan(seed=seed, migration=draw.choice(MIGRATIONS), faults=(fault,))
+
+
+def _all_stopped(seed: int, draw: random.Random) -> Plan:
+    """Every rank stands still for longer than the limit: none of them is to blame."""
+    length = draw.randrange(12 * SECOND, 30 * SECOND)
+    fault = Fault("everyone", "pause", at_ns=draw.randrange(SECOND), length_ns=length)
+    return Plan(seed=seed, migration="", faults=(fault,))
+
+
+def _hang_after_move(seed: int, draw: random.Random) -> Plan:
+    """A rank hangs in a job that has a young process in it."""
+    fault = Fault("source", "hang", phase="RETIRE", delay_ns=draw.randrange(3 * SECOND))
+    return Plan(seed=seed, migration=draw.choice(MIGRATIONS), faults=(fault,))
+
+
+def _unlucky_rank(seed: int, draw: random.Random) -> Plan:
+    """The same rank is lost again and again before it makes a step, the last time with its node."""
+    faults = (
+        Fault("spare", "crash", phase="COMMIT"),
+        Fault("spare-node", "crash", phase="COMMIT", nth=2),
+    )
+    return Plan(seed=seed, migration="unplanned", spares=3, faults=faults)
+
+
+def _dark_data(seed: int, draw: random.Random) -> Plan:
+    """Side state exists and nobody can reach it for a while."""
+    length = draw.randrange(5 * SECOND, 30 * SECOND)
+    fault = Fault("data", "cut", phase=draw.choice(("HOLD", "COPY")), length_ns=length)
+    return Plan(seed=seed, migration="unplanned", faults=(fault,))
+
+
+STORIES: dict[str, Callable[[int, random.Random], Plan]] = {
+    "orchestrator-effect": _orchestrator_effect,
+    "disk-full": _disk_full,
+    "two-faults": _two_faults,
+    "three-faults": _three_faults,
+    "migrate-back": _migrate_back,
+    "mass-taint": _mass_taint,
+    "blackout": _blackout,
+    "late-spares": _late_spares,
+    "lying-detectors": _lying_detectors,
+    "late-news": _late_news,
+    "raises": _raises,
+    "start": _start,
+    "resume": _resume,
+    "bad-store": _bad_store,
+    "all-stopped": _all_stopped,
+    "hang-after-move": _hang_after_move,
+    "unlucky-rank": _unlucky_rank,
+    "dark-data": _dark_data,
+}
+
+
+# ------------------------------------------------------------------ any world
+
+
+def draw_plan(seed: int) -> tuple[str, Plan]:
+    """The world of a seed: half of them from the table or a story, half thrown together."""
+    draw = random.Random(f"world {seed}")
+    dice = draw.random()
+    if dice < 0.3:
+        cell = draw.choice(list(cells()))
+        return "/".join(cell), plan_cell(cell, seed)
+    if dice < 0.55:
+        name = draw.choice(sorted(STORIES))
+        return name, STORIES[name](seed, draw)
+    ranks, per_node = draw.choice(((8, 2), (8, 2), (8, 4), (12, 3), (12, 2), (16, 4)))
+    migration = draw.choice(("", "planned", "pre-emptive", "unplanned", "unplanned"))
+    count = draw.choice((1, 1, 2, 2, 3))
+    faults = tuple(_any_fault(draw, migration) for _ in range(count))
+    late = tuple(draw.choice((0, 0, draw.randrange(20 * SECOND))) for _ in range(3))
+    plan = Plan(
+        seed=seed,
+        ranks=ranks,
+        per_node=per_node,
+        spare_nodes=draw.choice((1, 2, 2, 3)),
+        spares=draw.choice((1, 2, 2, 3)),
+        step_ns=draw.choice((200, 300, 400)) * MS,
+        copy_ns=draw.choice((100, 500, 3000)) * MS,
+        notice_ns=draw.choice((SECOND // 2, 2 * SECOND, 8 * SECOND)),
+        late_nodes=late,
+        migration=migration,
+        faults=faults,
+    )
+    return "random", plan
+
+
+OTHER_FAULTS = (
+    ("detector", "stalled"),
+    ("detector", "taint"),
+    ("operator", "migrate"),
+    ("operator", "drain"),
+    ("orchestrator", "record"),
+    ("orchestrator", "effect"),
+    ("orchestrator", "full"),
+    ("orchestrator", "blackout"),
+    ("bystander", "device"),
+    ("provider", "refuse"),
+)
+
+
+def _any_fault(draw: random.Random, migration: str) -> Fault:
+    if draw.random() < 0.75:
+        actor, kind = draw.choice(ACTORS), draw.choice(KINDS)
+    else:
+        actor, kind = draw.choice(OTHER_FAULTS)
+    if actor == "victim" and migration in ("", "unplanned"):
+        actor = "bystander"  # there is no victim that could be hit
+    length = length_ns(actor, kind, draw)
+    if draw.random() < 0.5:
+        phase = draw.choice(PHASES)
+        delay = draw.choice((0, draw.randrange(SECOND)))
+        return Fault(actor, kind, phase=phase, delay_ns=delay, length_ns=length)
+    return Fault(actor, kind, at_ns=draw.randrange(10 * SECOND), length_ns=length)
+
+
+def find_plan(seed: int, name: str) -> tuple[str, Plan]:
+    """`name` is a cell, a story, or empty for whatever the seed gives."""
+    if not name:
+        return draw_plan(seed)
+    if name in STORIES:
+        return name, STORIES[name](seed, random.Random(f"{name} {seed}"))
+    parts = name.split("/")
+    valid = (
+        len(parts) == 4
+        and parts[0] in PHASES
+        and parts[1] in MIGRATIONS
+        and parts[2] in ACTORS
+        and parts[3] in KINDS
+    )
+    if not valid:
+        raise UsageError(
+            f"there is no scenario {name!r}",
+            hint="PHASE/MIGRATION/ACTOR/FAULT, e.g. HOLD/planned/source/crash, or one of "
+            + ", ".join(sorted(STORIES)),
+        )
+    cell = (parts[0], parts[1], parts[2], parts[3])
+    why = impossible(cell)
+    if why:
+        raise UsageError(f"{name} cannot happen", hint=why)
+    return name, plan_cell(cell, seed)

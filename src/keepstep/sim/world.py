@@ -1,0 +1,204 @@
+"""One seed, one history: clock, events, trace and digest, and the end of the story.
+
+Everything random comes from the world's own generator, and nothing is iterated in an order that
+depends on hashes of strings, so the same seed and the same code give the same digest everywhere.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from keepstep.core.orchestrator import Outcome
+from keepstep.model import messages as m
+from keepstep.model import records as r
+from keepstep.model.job import AgentGone, AgentJoined, AgentSaid, CoreInput, NodeDead, Submit
+from keepstep.sim import training
+from keepstep.sim.check import Checker, Violation
+from keepstep.sim.net import MS, SECOND, Net
+from keepstep.sim.node import SimNode
+from keepstep.sim.orchestrator import SimOrchestrator
+from keepstep.sim.plan import Plan
+from keepstep.sim.rank import Rank
+
+EVENTS_MAX = 60_000
+SAYING = ("reason", "why", "message", "detail")  # fields of records that carry words
+
+
+class World:
+    def __init__(self, plan: Plan, tracing: Callable[[str], None] | None = None) -> None:
+        self.plan = plan
+        self.random = random.Random(plan.seed)
+        self.now = 0
+        self.events = 0
+        self._heap: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._sequence = 0
+        self._pid = 1000
+        self._digest = blake2b(digest_size=8)
+        self._tracing = tracing
+        self._cells: list[str] = []
+        self.truth = training.undisturbed(plan.ranks, 64)
+        self.target = 1 << 40  # the tick at which the script ends, once that is known
+        self.checker = Checker(self)
+        self.net = Net(self)
+        self.ranks: dict[str, Rank] = {}
+        self.nodes: dict[str, SimNode] = {}
+        self.orchestrator = SimOrchestrator(self)
+        self.fired_faults: list[str] = []
+        self.over = False
+        self.watchers: list[Callable[[], None]] = []
+        self.on_decided: Callable[[Outcome], None] = lambda _: None
+        self.said: set[str] = set()  # reasons of decisions
+        self.spawn_failures = 0
+        self.store_failure = ""  # of the next store to be opened: "refuse" or "mute"
+
+    # ------------------------------------------------------------------ clock
+
+    def at(self, time: int, work: Callable[..., None], *args: Any) -> None:
+        self._sequence += 1
+        heapq.heappush(self._heap, (time, self._sequence, work, args))
+
+    def after(self, ns: int, work: Callable[..., None], *args: Any) -> None:
+        self._sequence += 1
+        heapq.heappush(self._heap, (self.now + ns, self._sequence, work, args))
+
+    def run(self, until: Callable[[], bool], limit_ns: int) -> bool:
+        """True when `until` came true before the virtual time was over."""
+        heap = self._heap
+        while heap:
+            if until():
+                return True
+            time, _, work, args = heapq.heappop(heap)
+            if time > limit_ns:
+                heapq.heappush(heap, (time, 0, work, args))
+                self.now = limit_ns
+                return False
+            self.now = time
+            self.events += 1
+            if self.events > EVENTS_MAX:
+                raise Violation(f"{EVENTS_MAX} events and no end")
+            work(*args)
+        return until()
+
+    def next_pid(self) -> int:
+        self._pid += 1
+        return self._pid
+
+    # ------------------------------------------------------------------ nodes
+
+    def add_node(self, name: str, slots: int) -> SimNode:
+        node = SimNode(self, name, len(self.nodes), slots)
+        self.nodes[name] = node
+        return node
+
+    def join_node(self, name: str, slots: int) -> None:
+        self.add_node(name, slots)
+
+    def submit(self) -> None:
+        self.orchestrator.submit(Submit(spec=self.plan.spec()))
+
+    def blobs_at(self, address: m.Address) -> SimNode:
+        return self.nodes[address.host]
+
+    def store_at(self, address: m.Address) -> SimNode:
+        return self.nodes[address.host] if address.host in self.nodes else self.nodes["n0"]
+
+    def store_fails(self, node: SimNode) -> str:
+        failure, self.store_failure = self.store_failure, ""
+        return failure
+
+    def spawn_fails(self, node: SimNode, start: m.StartWorker) -> bool:
+        if self.spawn_failures > 0:
+            self.spawn_failures -= 1
+            return True
+        return False
+
+    def node_died(self, node: SimNode, silently: bool) -> None:
+        """The launcher reaps it and says so, sooner or later; a lost machine says nothing."""
+        if not silently:
+            wait = 50 * MS + self.random.randrange(self.plan.notice_ns)
+            self.after(wait, self._notice, node.name)
+
+    def _notice(self, node: str) -> None:
+        if self.orchestrator.alive:
+            self.orchestrator.submit(NodeDead(job=self.plan.job, node=node))
+        else:
+            self.after(SECOND, self._notice, node)
+
+    # ------------------------------------------------------------------ story
+
+    def fired(self, what: str) -> None:
+        self.fired_faults.append(what)
+        self.trace(f"FAULT {what}")
+
+    def handled(self, given: CoreInput, outcome: Outcome) -> None:
+        line = _short(given)
+        for record in outcome.records:
+            line += f" | {type(record).__name__}"
+            for field in SAYING:
+                said = getattr(record, field, "")
+                if said:
+                    self.said.add(said)
+            view = getattr(record, "view", None)
+            if view is not None:
+                self.said.add(view.reason)
+        for send in outcome.sends:
+            line += f" > {_command(send.command)}"
+        self.trace(line)
+        self.on_decided(outcome)
+
+    def acted(self) -> None:
+        for watcher in list(self.watchers):
+            watcher()
+
+    def job_ended(self, record: r.JobEnded) -> None:
+        self.over = True
+
+    def trace(self, what: str) -> None:
+        line = f"{self.now} {what}\n"
+        self._digest.update(line.encode())
+        if self._tracing is not None:
+            self._tracing(f"{self.now / 1e9:9.3f}  {self._columns()}  {what}")
+
+    def _columns(self) -> str:
+        owners = self.checker.owners
+        cells = []
+        for number in range(self.plan.ranks):
+            process = self.ranks.get(owners.get(number, ""))
+            if process is None:
+                cells.append("-")
+            elif not process.alive:
+                cells.append("dead")
+            else:
+                flag = "!" if process.hung else "z" if process.stopped else ""
+                cells.append(f"{process.mode[:4]}{flag}{process.tick}")
+        return " ".join(f"{cell:<8}" for cell in cells)
+
+    def digest(self) -> str:
+        return self._digest.hexdigest()
+
+
+def _short(given: CoreInput) -> str:
+    if isinstance(given, AgentSaid):
+        message = given.message
+        if isinstance(message, m.WorkerSaid):
+            generation = getattr(message.said, "generation", "")
+            return f"{message.worker} {type(message.said).__name__} {generation}"
+        return f"{given.node} {type(message).__name__} {getattr(message, 'worker', '')}"
+    if isinstance(given, AgentJoined | AgentGone | NodeDead):
+        return f"{given.node} {type(given).__name__}"
+    return type(given).__name__ + str(msgspec.structs.astuple(given)[1:])[:60] * (
+        not isinstance(given, Submit)
+    )
+
+
+def _command(command: m.AgentCommand) -> str:
+    if isinstance(command, m.Tell):
+        told = command.command
+        return f"{command.worker}:{type(told).__name__} {getattr(told, 'generation', '')}"
+    return f"{type(command).__name__} {getattr(command, 'worker', '')}"

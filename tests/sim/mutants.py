@@ -1,0 +1,670 @@
+"""Deliberate bugs in the production core and agent machine, each of which the simulator must find.
+
+A mutant patches functions in place, in every module that has imported them, and runs in a process
+of its own. `NAMED` are bugs that somebody could write; the others are generated: every row of an
+attempt skipped, every gate of every phase left open, every timer forgotten, every record not
+replayed, every message and every command not taken. `EQUIVALENT` lists those that change nothing
+that matters, with the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from keepstep.core import (
+    breaker,
+    faults,
+    incidents,
+    job,
+    migration,
+    operator,
+    phases,
+    placement,
+    planned,
+    processes,
+    recovery,
+    rewire,
+    start,
+    timers,
+    triage,
+    workers,
+)
+from keepstep.core.agent import blobs, machine, stall
+from keepstep.core.state import Attempt, Job, Out, Worker
+from keepstep.model import messages as m
+from keepstep.model import records as r
+
+Patch = Callable[[], None]
+
+
+def replace(old: Any, new: Any) -> None:
+    """In every module of the core that knows it by name."""
+    found = 0
+    for name, module in list(sys.modules.items()):
+        if name.startswith("keepstep.core"):
+            for attribute, value in list(vars(module).items()):
+                if value is old:
+                    setattr(module, attribute, new)
+                    found += 1
+    assert found, f"{old} is nowhere"
+
+
+def nothing(*_args: Any, **_kwargs: Any) -> None:
+    return None
+
+
+def always(*_args: Any, **_kwargs: Any) -> bool:
+    return True
+
+
+def never(*_args: Any, **_kwargs: Any) -> bool:
+    return False
+
+
+def wrap(old: Any, around: Callable[..., Any]) -> None:
+    """`around(old, *args)` instead of `old(*args)`."""
+    replace(old, lambda *args, **kwargs: around(old, *args, **kwargs))
+
+
+def method(owner: type, name: str, around: Callable[..., Any]) -> None:
+    old = getattr(owner, name)
+    setattr(owner, name, lambda *args, **kwargs: around(old, *args, **kwargs))
+
+
+# ------------------------------------------------------------------ named
+
+
+def _without(kind: type) -> Callable[..., Any]:
+    """Commands of a kind are decided, and never leave."""
+
+    def around(old: Any, self: Out, node: str, command: m.AgentCommand) -> Any:
+        inner = command.command if isinstance(command, m.Tell) else command
+        return True if isinstance(inner, kind) else old(self, node, command)
+
+    return around
+
+
+def _unrecorded(kind: type) -> Callable[..., Any]:
+    def around(old: Any, self: Out, record: r.Record) -> None:
+        if not isinstance(record, kind):
+            old(self, record)
+
+    return around
+
+
+def _same_generation(old: Any, self: Job) -> int:
+    return max(self.generation_max, 1) if self.generation_max > 0 else int(old(self))
+
+
+def _any_generation(kind: str) -> Callable[..., Any]:
+    """An answer of an old attempt is taken for one of this attempt."""
+
+    def around(old: Any, job_: Job, out: Out, worker: Worker, said: m.WorkerMessage) -> None:
+        if type(said).__name__ == kind and job_.attempt is not None:
+            said = msgspec.structs.replace(said, generation=job_.attempt.generation)
+        old(job_, out, worker, said)
+
+    return around
+
+
+def _oldest_tick(old: Any, reports: Any, victims: Any, sticky: Any) -> Any:
+    verdict = old(reports, victims, sticky)
+    return msgspec.structs.replace(verdict, tick=min(report.tick for _, report in reports))
+
+
+def _always_retry(old: Any, reports: Any, victims: Any, sticky: Any) -> Any:
+    verdict = old(reports, victims, sticky)
+    late = verdict.decision == "COMMIT"
+    return msgspec.structs.replace(verdict, tick=verdict.tick - late, decision="RETRY")
+
+
+def _always_commit(old: Any, reports: Any, victims: Any, sticky: Any) -> Any:
+    verdict = old(reports, victims, sticky)
+    fenced = all(report.in_fence for _, report in reports)
+    return msgspec.structs.replace(verdict, tick=verdict.tick + fenced)
+
+
+def _first_report_decides(old: Any, worker: Worker, attempt: Attempt) -> bool:
+    return bool(attempt.reported) or bool(old(worker, attempt))
+
+
+def _kill_is_death(old: Any, self: Out, worker: Worker) -> None:
+    """Told to die is taken for dead."""
+    old(self, worker)
+    worker.alive = False
+
+
+def _silent_kill(old: Any, self: Out, worker: Worker) -> None:
+    worker.killed_at = self.now
+
+
+def _swap_before_commit(old: Any, job_: Job, out: Out, attempt: Attempt) -> None:
+    old(job_, out, attempt)
+    if phases.all_held(job_, attempt) and attempt.kind == "unplanned":
+        for worker in phases.members(job_, attempt):
+            out.tell(worker, m.Swap(generation=attempt.generation, buddy=None))
+
+
+def _commit_without_newcomers(old: Any, job_: Job, attempt: Attempt) -> str:
+    phase = str(old(job_, attempt))
+    return "COMMIT" if phase == "COPY" else phase
+
+
+def _wrong_sources(old: Any, job_: Job, attempt: Attempt, newcomer: Worker) -> Any:
+    return [
+        msgspec.structs.replace(source, serve=m.Address(source.serve.host, 0))
+        for source in old(job_, attempt, newcomer)
+    ]
+
+
+def _no_buddy_holders(old: Any, nodes: Any, own: str, buddy: str) -> Any:
+    return [a for a in old(nodes, own, buddy) if a.host == own]
+
+
+def _blame_everyone(old: Any, stalled: Any, timeout: int) -> Any:
+    return tuple(sorted(stalled))[:-1], "everyone but the last"
+
+
+def _blame_the_best(old: Any, stalled: Any, timeout: int) -> Any:
+    ranks, reason = old(stalled, timeout)
+    others = tuple(rank for rank in sorted(stalled) if rank not in ranks)
+    return (others[:1], reason) if ranks and others else (ranks, reason)
+
+
+def _lose_at_once(old: Any, job_: Job, out: Out, name: str, why: str) -> None:
+    faults.lose_node(job_, out, name, why)
+
+
+def _gone_is_dead(old: Any, job_: Job, out: Out, name: str) -> None:
+    old(job_, out, name)
+    faults.lose_node(job_, out, name, "lost its stream")
+
+
+def _forget_early(old: Any, job_: Job, out: Out, attempt: Attempt) -> None:
+    old(job_, out, attempt)
+    rewire.forget_dead(job_, out)
+
+
+def _one_owner_twice(old: Any, job_: Job, out: Out, attempt: Attempt) -> None:
+    old(job_, out, attempt)
+    for rank in list(job_.owners)[1:2]:
+        job_.owners[rank] = job_.owners[min(job_.owners)]
+
+
+def _two_newcomers(old: Any, job_: Job, out: Out, attempt: Attempt) -> None:
+    old(job_, out, attempt)
+    for spare in job_.standbys():
+        if spare.parked and attempt.moving and not attempt.committed:
+            rank = attempt.moving[0]
+            attempt.newcomers[rank] = spare.id
+            spare.role, spare.rank, spare.assigned_at = "newcomer", rank, out.now
+
+
+def _no_answers_cleared(old: Any, job_: Job, out: Out, worker: Worker, state: Any) -> None:
+    asked = dict(worker.asked)
+    old(job_, out, worker, state)
+    worker.asked = asked
+
+
+def _stale_stalls(old: Any, job_: Job, out: Out, name: str, hello: m.Hello) -> None:
+    kept = {w.id: w.stalled for w in job_.workers.values()}
+    old(job_, out, name, hello)
+    for worker in job_.workers.values():
+        worker.stalled = kept.get(worker.id)
+
+
+def _slot_taken(old: Any, nodes: Any, workers_: Any) -> Any:
+    return old(nodes, [w for w in workers_ if w.usable])
+
+
+def _tainted_is_fine(old: Any, self: Any, slot: int) -> bool:
+    return True
+
+
+def _queue_dropped(old: Any, self: Any, message: Any) -> None:
+    return None
+
+
+def _unordered(old: Any, self: machine.AgentMachine) -> None:
+    self._queued.reverse()
+    old(self)
+
+
+def _keep_one_blob(old: Any, self: blobs.BlobStore, rank: int, tick: int, data: Any) -> None:
+    old(self, rank, tick, data)
+    kept = self._ranks[rank]
+    for one in [t for t in kept if t != min(kept)]:
+        del kept[one]
+
+
+def _fence_always(old: Any, self: machine.AgentMachine, now: int, seen: Any) -> None:
+    self._effects.append(machine.End(3, "eager"))
+
+
+# ------------------------------------------------------------------ bugs that were there once
+
+
+def _gone_is_late(old: Any, job_: Job, node: Any) -> Any:
+    return [(node.gone_at + job_.stall_ns, "node", node.name)]
+
+
+def _stage_early(old: Any, job_: Job, out: Out, attempt: Attempt) -> None:
+    old(job_, out, attempt)
+    if attempt.store is None or attempt.solo or attempt.kind == "planned":
+        return
+    stage = m.Stage(generation=attempt.generation, store=attempt.store)
+    for worker in phases.members(job_, attempt):
+        if phases.has_reported(worker, attempt):
+            out.ask(worker, "stage", attempt.generation, stage)
+
+
+def _stores_unknown(old: Any, job_: Job, out: Out, name: str, hello: m.Hello) -> None:
+    old(job_, out, name, msgspec.structs.replace(hello, stores=[]))
+
+
+def _stray_has_no_slot(old: Any, job_: Job, out: Out, name: str, hello: m.Hello) -> None:
+    dead = {w.id for w in job_.workers.values() if not w.alive}
+    old(job_, out, name, hello)
+    for worker in dead:
+        job_.workers[worker].alive = False
+
+
+def _unreachable_is_missing(
+    old: Any, job_: Job, out: Out, attempt: Attempt, worker: Worker, said: m.CopyFailed
+) -> None:
+    if said.reason == "side-state-unreachable":
+        said = msgspec.structs.replace(said, reason="side-state-missing")
+    old(job_, out, attempt, worker, said)
+
+
+def _every_death_counts(old: Any, job_: Job, out: Out, attempt: Attempt, tick: int) -> bool:
+    causes, job_.causes = job_.causes, {}
+    result = bool(old(job_, out, attempt, tick))
+    job_.causes = causes
+    return result
+
+
+def _marks_of_a_life(
+    old: Any, self: Any, now: int, worker: str, rank: int, sample: Any, *a: Any
+) -> Any:
+    return old(self, now, worker, rank, msgspec.structs.replace(sample, tick_marks=0), *a)
+
+
+def _store_failure_ends(old: Any, job_: Job, out: Out, why: str) -> None:
+    incidents.end_job(job_, out, "failed", 3, why)
+
+
+def _blame_all(old: Any, job_: Job, out: Out) -> None:
+    live, Job.live = Job.live, lambda _: [-1]  # type: ignore[method-assign]
+    try:
+        old(job_, out)
+    finally:
+        Job.live = live  # type: ignore[method-assign]
+
+
+def _resume_at_zero(old: Any, job_: Job, out: Out, placed: Any) -> None:
+    new = Job.new_generation
+    Job.new_generation = lambda self: 0  # type: ignore[method-assign]
+    try:
+        old(job_, out, placed)
+    finally:
+        Job.new_generation = new  # type: ignore[method-assign]
+
+
+FIXED: dict[str, Patch] = {
+    "once: a quiet stream was a lost node": lambda: wrap(timers._gone_timer, _gone_is_late),
+    "once: all silent ranks were fenced": lambda: wrap(
+        timers._reply_ns, lambda _old, job_, _somebody: job_.reply_ns
+    ),
+    "once: ranks were staged before the newcomers came": lambda: wrap(
+        migration.stage_row, _stage_early
+    ),
+    "once: stores outlived the orchestrator": lambda: wrap(job.agent_joined, _stores_unknown),
+    "once: a slot was given away with its process": lambda: wrap(
+        job.agent_joined, _stray_has_no_slot
+    ),
+    "once: unreachable side state was lost": lambda: wrap(
+        workers._copy_failed, _unreachable_is_missing
+    ),
+    "once: a lost node was the rank's own fault": lambda: wrap(
+        migration._worth_trying, _every_death_counts
+    ),
+    "once: a young process was blamed for a hang": lambda: method(
+        stall.StallDetector, "_report", _marks_of_a_life
+    ),
+    "once: three failed rendezvous ended the job": lambda: setattr(faults, "STAGE_PATIENCE_NS", 0),
+    "once: one failed store ended the start": lambda: wrap(start.store_failed, _store_failure_ends),
+    "once: all stopped ranks were killed": lambda: wrap(faults.check_hang, _blame_all),
+    "once: a resumed job began with generation 0": lambda: wrap(
+        start._begin_resume, _resume_at_zero
+    ),
+}
+
+
+NAMED: dict[str, Patch] = {
+    "fence: kill is taken for death": lambda: method(Out, "kill", _kill_is_death),
+    "fence: kill is never sent": lambda: method(Out, "kill", _silent_kill),
+    "fence: KillWorker is lost": lambda: method(Out, "send", _without(m.KillWorker)),
+    "fence: an unreachable node is dead at once": lambda: wrap(faults.give_up_node, _lose_at_once),
+    "fence: a lost stream is a dead node": lambda: wrap(job.agent_gone, _gone_is_dead),
+    "generation: the next attempt reuses it": lambda: method(
+        Job, "new_generation", _same_generation
+    ),
+    "generation: any Report counts": lambda: wrap(workers.worker_said, _any_generation("Report")),
+    "generation: any Held counts": lambda: wrap(workers.worker_said, _any_generation("Held")),
+    "generation: any Staged counts": lambda: wrap(workers.worker_said, _any_generation("Staged")),
+    "generation: any Copied counts": lambda: wrap(workers.worker_said, _any_generation("Copied")),
+    "generation: any StageFailed counts": lambda: wrap(
+        workers.worker_said, _any_generation("StageFailed")
+    ),
+    "decision: the oldest tick": lambda: wrap(triage.judge_reports, _oldest_tick),
+    "decision: always RETRY": lambda: wrap(triage.judge_reports, _always_retry),
+    "decision: always COMMIT": lambda: wrap(triage.judge_reports, _always_commit),
+    "decision: taken from the first report": lambda: wrap(
+        phases.has_reported, _first_report_decides
+    ),
+    "commit: before copy": lambda: wrap(phases.phase_now, _commit_without_newcomers),
+    "commit: swap is told before the record": lambda: wrap(migration.recover, _swap_before_commit),
+    "commit: one process gets two ranks": lambda: wrap(rewire.commit, _one_owner_twice),
+    "record: Committed is not written": lambda: method(Out, "record", _unrecorded(r.Committed)),
+    "record: Decided is not written": lambda: method(Out, "record", _unrecorded(r.Decided)),
+    "record: AttemptStarted is not written": lambda: method(
+        Out, "record", _unrecorded(r.AttemptStarted)
+    ),
+    "record: Placed is not written": lambda: method(Out, "record", _unrecorded(r.Placed)),
+    "record: WorkerEnded is not written": lambda: method(Out, "record", _unrecorded(r.WorkerEnded)),
+    "copy: from servers that are gone": lambda: wrap(migration.sources_for, _wrong_sources),
+    "copy: the buddy is never asked": lambda: wrap(placement.holders, _no_buddy_holders),
+    "copy: side state is forgotten early": lambda: wrap(migration.recover, _forget_early),
+    "assign: two newcomers for one rank": lambda: wrap(migration.assign_row, _two_newcomers),
+    "hang: everyone is blamed": lambda: wrap(triage.hang_culprits, _blame_everyone),
+    "hang: the healthy are blamed": lambda: wrap(triage.hang_culprits, _blame_the_best),
+    "hang: stalls outlive a stream": lambda: wrap(job.agent_joined, _stale_stalls),
+    "rejoin: what was asked counts as heard": lambda: wrap(job._adopt, _no_answers_cleared),
+    "slots: a dying process leaves its slot free": lambda: wrap(placement.free_slots, _slot_taken),
+    "slots: taints do not matter": lambda: method(type(_any_node()), "healthy", _tainted_is_fine),
+    "breaker: every taint moves": lambda: setattr(breaker, "ranks_max", lambda _: 10**9),
+    "spares: surplus is kept": lambda: wrap(processes.refill, _refill_keeps),
+    "agent: nothing is queued while away": lambda: method(
+        machine.AgentMachine, "unsent", _queue_dropped
+    ),
+    "agent: the queue is sent backwards": lambda: method(
+        machine.AgentMachine, "_accepted", _unordered
+    ),
+    "agent: keeps the oldest side state only": lambda: method(
+        blobs.BlobStore, "put", _keep_one_blob
+    ),
+    "agent: fences itself without need": lambda: method(
+        machine.AgentMachine, "_fence", _fence_always
+    ),
+    "agent: never fences itself": lambda: method(machine.AgentMachine, "_fence", nothing),
+    "agent: never sees a stall": lambda: method(stall.StallDetector, "observe", nothing),
+    "agent: a stall is never taken back": lambda: method(
+        stall.StallDetector, "observe", _no_unstalled
+    ),
+    "agent: a hold excuses everything": lambda: method(
+        machine.AgentMachine, "_judge_hold", lambda _old, _self, seen: seen
+    ),
+}
+
+
+def _any_node() -> Any:
+    from keepstep.core.state import Node
+
+    return Node(name="", index=0, slots=0)
+
+
+def _refill_keeps(old: Any, job_: Job, out: Out, needed: int, forced: bool) -> None:
+    surplus = len(job_.standbys())
+    old(job_, out, max(needed, surplus), forced)
+
+
+def _no_unstalled(old: Any, *args: Any, **kwargs: Any) -> Any:
+    news = old(*args, **kwargs)
+    return None if isinstance(news, m.Unstalled) else news
+
+
+# ------------------------------------------------------------------ generated
+
+ROWS = (
+    migration.abort_row,
+    migration.store_row,
+    migration.assign_row,
+    migration.decide_row,
+    migration.stage_row,
+    migration.position_row,
+    migration.copy_row,
+    migration.hold_without_spare,
+    planned._hold_row,
+    planned.next_move,
+    planned.release,
+    rewire.rewire,
+    rewire.retire,
+    rewire.forget_dead,
+    faults.check_hang,
+    faults.newcomer_failed,
+    faults.stage_failed,
+    processes.worker_ended,
+    processes.crash,
+    processes.node_lost,
+    processes.refill,
+    processes.replace_buddy,
+    processes.close_stores,
+    job._release,
+    job._sweep,
+    job._seen_resumed,
+    recovery.agents_are_back,
+    recovery._reopen,
+    recovery.begin_waiting,
+    incidents.widen_incident,
+    incidents.close_incident,
+    operator.retry_deferred,
+)
+
+
+def rows() -> Iterator[tuple[str, Patch]]:
+    for row in ROWS:
+        name = f"{row.__module__.rsplit('.', 1)[1]}.{row.__name__}"
+        yield f"row skipped: {name}", lambda row=row: replace(row, nothing)
+
+
+def gates() -> Iterator[tuple[str, Patch]]:
+    for kind, table in phases.PHASES.items():
+        for phase, opened in table:
+            for gate in opened:
+                name = f"gate open: {kind} {phase} {gate.__name__}"
+                yield name, lambda k=kind, p=phase, g=gate: _open_gate(k, p, g)
+
+
+def _open_gate(kind: Any, phase: str, gate: Any) -> None:
+    phases.PHASES[kind] = tuple(
+        (name, tuple(one for one in opened if name != phase or one is not gate))
+        for name, opened in phases.PHASES[kind]
+    )
+
+
+TIMERS = [
+    "node",
+    "fenced",
+    "kill",
+    "leave",
+    "park",
+    "settle",
+    "join",
+    "start-store",
+    "breaker",
+    "rejoin",
+    "store",
+    "stage",
+    "hold",
+    "newcomer",
+    "member",
+    "give-up",
+]
+
+
+def forgotten_timers() -> Iterator[tuple[str, Patch]]:
+    for row in TIMERS:
+        yield f"timer forgotten: {row}", lambda row=row: wrap(timers.timers, _drop_timer(row))
+
+
+def _drop_timer(row: str) -> Callable[..., Any]:
+    return lambda old, job_: [one for one in old(job_) if one[1] != row]
+
+
+REPLAYED = (
+    r.Placed,
+    r.WorkerEnded,
+    r.NodeLost,
+    r.NodeJoined,
+    r.StartBegun,
+    r.JobStarted,
+    r.IncidentOpened,
+    r.IncidentWidened,
+    r.IncidentClosed,
+    r.AttemptStarted,
+    r.Decided,
+    r.Committed,
+    r.Tainted,
+    r.Untainted,
+    r.Deferred,
+    r.CheckpointWritten,
+)
+
+
+def unreplayed() -> Iterator[tuple[str, Patch]]:
+    for kind in REPLAYED:
+        name = f"record not replayed: {kind.__name__}"
+        yield name, lambda kind=kind: wrap(recovery.apply, _not_applied(kind))
+
+
+def _not_applied(kind: type) -> Callable[..., Any]:
+    def around(old: Any, jobs: Any, record: r.Record) -> None:
+        if isinstance(record, kind):
+            jobs[record.job].replayed = True
+        else:
+            old(jobs, record)
+
+    return around
+
+
+SAID = [
+    "Parked",
+    "Attached",
+    "Arrived",
+    "Ready",
+    "Staged",
+    "StageFailed",
+    "Report",
+    "Failure",
+    "Held",
+    "Copied",
+    "CopyFailed",
+    "Swapped",
+    "Resumed",
+    "Checkpointed",
+    "BuddyLost",
+    "Done",
+]
+
+
+def unheard() -> Iterator[tuple[str, Patch]]:
+    for kind in SAID:
+        yield f"not heard: {kind}", lambda kind=kind: wrap(workers.worker_said, _deaf_to(kind))
+
+
+def _deaf_to(kind: str) -> Callable[..., Any]:
+    def around(old: Any, job_: Job, out: Out, worker: Worker, said: m.WorkerMessage) -> None:
+        if type(said).__name__ != kind:
+            old(job_, out, worker, said)
+
+    return around
+
+
+COMMANDS = [
+    "Abort",
+    "Assign",
+    "Position",
+    "Hold",
+    "Stage",
+    "Decide",
+    "Copy",
+    "Swap",
+    "Release",
+    "Leave",
+    "Finish",
+    "Buddy",
+    "Checkpoint",
+]
+
+
+def untold() -> Iterator[tuple[str, Patch]]:
+    for kind in COMMANDS:
+        yield f"not told: {kind}", lambda kind=kind: method(Out, "send", _without(getattr(m, kind)))
+
+
+AGENT = [
+    "_said",
+    "_exited",
+    "_tell",
+    "_start",
+    "_spawned",
+    "_not_spawned",
+    "_kill",
+    "_forget",
+    "_stop",
+    "_emptied",
+    "_accepted",
+]
+
+
+def agent_rows() -> Iterator[tuple[str, Patch]]:
+    for name in AGENT:
+        yield (
+            f"agent row skipped: {name}",
+            lambda name=name: method(machine.AgentMachine, name, nothing),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    name: str
+    patch: Patch
+
+
+def every_mutant() -> list[Mutant]:
+    found = [Mutant(name, patch) for name, patch in (NAMED | FIXED).items()]
+    for source in (
+        rows,
+        gates,
+        forgotten_timers,
+        unreplayed,
+        unheard,
+        untold,
+        agent_rows,
+    ):
+        found += [Mutant(name, patch) for name, patch in source()]
+    return found
+
+
+# Where a bug shows soonest; any other mutant is looked for in worlds of all kinds.
+HINTS: dict[str, tuple[str, ...]] = {
+    "once: a quiet stream was a lost node": ("blackout", "COPY/planned/link/hang"),
+    "once: all silent ranks were fenced": ("blackout",),
+    "once: ranks were staged before the newcomers came": ("RESERVE/unplanned/spare/hang",),
+    "once: stores outlived the orchestrator": ("RESERVE/planned/orchestrator/crash",),
+    "once: a slot was given away with its process": ("COPY/pre-emptive/link/hang",),
+    "once: unreachable side state was lost": ("dark-data",),
+    "once: a lost node was the rank's own fault": ("unlucky-rank",),
+    "once: a young process was blamed for a hang": ("hang-after-move",),
+    "once: three failed rendezvous ended the job": ("dark-data",),
+    "once: one failed store ended the start": ("start",),
+    "once: all stopped ranks were killed": ("all-stopped",),
+    "once: a resumed job began with generation 0": ("resume",),
+    "breaker: every taint moves": ("mass-taint",),
+}

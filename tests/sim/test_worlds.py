@@ -1,0 +1,98 @@
+"""The CI part of the simulation: ten thousand worlds, every cell of the fault table among them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from keepstep.sim.many import Summary, Task, failure_lines, run_many
+from keepstep.sim.reasons import sentences
+from keepstep.sim.scenario import STORIES, cells, draw_plan, find_plan, impossible, plan_cell
+
+WORLDS = int(os.environ.get("KEEPSTEP_SIM_WORLDS", "10000"))
+SEEDS_PER_CELL = 4
+SEEDS_PER_STORY = 30
+
+# Sentences of the core that no world hears, and why.
+UNHEARD: dict[str, str] = {}
+
+
+def tasks() -> Iterator[Task]:
+    count = 0
+    for seed in range(SEEDS_PER_CELL):
+        for cell in cells():
+            count += 1
+            yield seed, "/".join(cell)
+    for seed in range(SEEDS_PER_STORY):
+        for story in STORIES:
+            count += 1
+            yield seed, story
+    for seed in range(max(0, WORLDS - count)):
+        yield seed, ""
+
+
+@pytest.fixture(scope="module")
+def summary() -> Summary:
+    found = run_many(tasks(), jobs=2)
+    rate = found.worlds / found.seconds
+    print(
+        f"\n{found.worlds} worlds in {found.seconds:.0f} s ({rate:.1f} a second), median "
+        f"{found.events_median} events, {dict(found.outcomes)}"
+    )
+    return found
+
+
+@pytest.mark.timeout(1800)
+def test_no_world_breaks_a_rule(summary: Summary) -> None:
+    assert summary.worlds >= WORLDS
+    assert not summary.failures, "\n".join(failure_lines(one) for one in summary.failures[:10])
+
+
+def test_worlds_are_large_enough_and_their_faults_fire(summary: Summary) -> None:
+    assert summary.events_median >= 500
+    assert summary.unfired == 0
+    assert min(draw_plan(seed)[1].ranks for seed in range(1000)) >= 8
+
+
+def test_every_cell_of_the_table_strikes_in_its_phase(summary: Summary) -> None:
+    never = [cell for cell in map("/".join, cells()) if not summary.struck[cell]]
+    assert not never, never
+
+
+def test_every_reason_of_the_core_is_heard_or_explained(summary: Summary) -> None:
+    unheard = set(sentences()) - summary.reasons
+    assert unheard <= set(UNHEARD), sorted(unheard - set(UNHEARD))
+    assert set(UNHEARD) <= set(sentences()), "explains what is not said any more"
+
+
+def test_cells_that_cannot_exist_say_why() -> None:
+    for phase, actor in (("HOLD", "victim"), ("RETIRE", "victim")):
+        assert impossible((phase, "unplanned", actor, "crash"))
+    assert len(list(cells())) == 628
+    assert plan_cell(next(cells()), 0).faults
+
+
+@pytest.mark.parametrize("seed", [3, 11])
+def test_a_seed_is_one_history_whatever_the_hash_seed(seed: int) -> None:
+    command = [sys.executable, "-m", "keepstep", "sim", "--seed", str(seed), "--json"]
+    digests = set()
+    for hash_seed in ("0", "1", "12345"):
+        env = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        out = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        digests.add(json.loads(out.stdout)["digest"])
+    assert len(digests) == 1
+
+
+def test_a_trace_changes_nothing_and_has_a_column_for_each_rank() -> None:
+    from keepstep.sim.run import run_plan
+
+    name, plan = find_plan(5, "HOLD/planned/source/crash")
+    lines: list[str] = []
+    traced = run_plan(plan, name, lines.append)
+    assert traced.digest == run_plan(plan, name).digest
+    assert all(len(line.split()) > plan.ranks for line in lines)
