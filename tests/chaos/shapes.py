@@ -6,6 +6,8 @@ pop     the batch is a dict that the step takes apart
 zip     two loaders side by side, then a loop over a third
 view    gradients are views of DDP's buckets, zeroed at the start of a step
 static  DDP with static_graph
+
+`--reset RANK:STEP`: this rank's TCP connections are cut, and nobody dies.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import json
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -36,6 +39,7 @@ parser.add_argument("--shape", required=True)
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--steps-per-epoch", type=int, default=6)
 parser.add_argument("--die", default="", help="RANK:STEP, in the first process only")
+parser.add_argument("--reset", default="", help="RANK:STEP, once")
 parser.add_argument("--slow", default="", help="steps take 0.2 s while this file exists")
 args = parser.parse_args()
 
@@ -96,11 +100,30 @@ def update() -> None:
     scheduler.step()
 
 
+def told(spec: str) -> bool:
+    if not spec or keepstep.is_newcomer():
+        return False
+    who, step = map(int, spec.split(":"))
+    return (rank, ks.committed_step) == (who, step)
+
+
 def die_if_told() -> None:
-    if args.die and not keepstep.is_newcomer():
-        who, step = map(int, args.die.split(":"))
-        if (rank, ks.committed_step) == (who, step):
-            os.kill(os.getpid(), signal.SIGKILL)
+    if told(args.die):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def cut_if_told() -> None:
+    if not told(args.reset):
+        return
+    args.reset = ""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            with socket.socket(fileno=os.dup(fd)) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    connection.getpeername()
+                    connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # no socket, or one that listens
 
 
 @ks.step
@@ -119,6 +142,7 @@ def several(batches: Iterable[dict[str, Any]]) -> None:
 
 @ks.step
 def one(batch: dict[str, Any]) -> None:
+    cut_if_told()
     adam.zero_grad(set_to_none=args.shape != "view")
     backward(batch)
     update()

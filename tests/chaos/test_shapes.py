@@ -74,6 +74,22 @@ def test_kill_between_micro_batches(
     assert (seen[0]["victims"], seen[0]["decision"]) == ([victim], "RETRY")
 
 
+@pytest.mark.cost(25)
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_lost_connections_without_a_victim_are_built_again(
+    nodes: int, start: Start, reference: Reference, verdict: Verdict
+) -> None:
+    args = ["--shape", "plain", "--reset", "1:4"]
+    job = start(
+        "--local-nodes", str(nodes), "--nproc-per-node", str(3 // nodes),
+        script=SHAPES, script_args=args,
+    )  # fmt: skip
+    job.finish()
+    expected = reference(3, *args, script=SHAPES)
+    seen = verdict.identical(job, expected, faults=1, incidents=1)
+    assert (seen[0]["cause"], seen[0]["victims"], seen[0]["moves"]) == ("connection", [], [])
+
+
 @pytest.mark.cost(35)
 def test_drain_while_steps_pull_their_batches(
     start: Start, reference: Reference, verdict: Verdict
