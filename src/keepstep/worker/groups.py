@@ -464,9 +464,9 @@ def reset_ddp(steps: int) -> None:
 
     DDP moves its parameters to other buckets once, in the forward after its first backward, and
     buckets decide the order of additions. `steps`, the number the job has committed, says whether
-    it is past that point. A reducer that has recorded its first backward but not yet acted on it then
-    does so here, where the collective inside is local: resetting would throw the record away and
-    leave it with other buckets than its peers have. If the job has not committed a step, the
+    it is past that point. A reducer that has recorded its first backward but not yet acted on it
+    then does so here, where the collective inside is local: resetting would throw the record away
+    and leave it with other buckets than its peers have. If the job has not committed a step, the
     record belongs to a backward that will run again, and is dropped. (A newcomer to a job at
     version 0 must for the same reason warm up with at most one step.)
 
