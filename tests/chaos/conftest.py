@@ -21,7 +21,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import Job, Verdict, report, run_plain
+from harness import SCRIPT, Job, Verdict, report, run_plain
 
 SAMPLE_COST_S = 260  # of cells, by their own estimates on two cores
 
@@ -75,9 +75,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _without_waiting(script_args: tuple[str, ...]) -> tuple[str, ...]:
-    """Options that only take time change no number: the plain run goes without them."""
+    """Options that only take time, or a life, change no number: the plain run has none of them."""
     words = iter(script_args)
-    waiting = ("--step-ms", "--build-s", "--evaluate-s", "--gate", "--slow")
+    waiting = ("--step-ms", "--build-s", "--evaluate-s", "--gate", "--slow", "--die", "--reset")
     return tuple(w for w in words if not (w in waiting and next(words)))
 
 
@@ -86,10 +86,11 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[di
     """What plain torchrun computes for the same arguments; once per set of arguments."""
     known: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
 
-    def get(world: int, *script_args: str) -> list[dict[str, Any]]:
-        key = (world, *_without_waiting(script_args))
+    def get(world: int, *script_args: str, script: Path = SCRIPT) -> list[dict[str, Any]]:
+        key = (world, script, *_without_waiting(script_args))
         if key not in known:
-            known[key] = run_plain(tmp_path_factory.mktemp("plain"), world, list(key[1:]))
+            folder = tmp_path_factory.mktemp("plain")
+            known[key] = run_plain(folder, world, list(key[2:]), script)
         return known[key]
 
     return get

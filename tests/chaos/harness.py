@@ -18,6 +18,7 @@ import psutil
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "train.py"
+SHAPES = HERE / "shapes.py"
 DEADLINE_S = 120.0
 
 
@@ -42,11 +43,13 @@ def results(out: Path, world: int) -> list[dict[str, Any]]:
     return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(world)]
 
 
-def run_plain(out: Path, world: int, script_args: list[str]) -> list[dict[str, Any]]:
+def run_plain(
+    out: Path, world: int, script_args: list[str], script: Path = SCRIPT
+) -> list[dict[str, Any]]:
     """The same script under plain torchrun: the numbers everything is held against."""
     out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(world), str(SCRIPT), "--out", str(out), *script_args]
+    command += ["--nproc-per-node", str(world), str(script), "--out", str(out), *script_args]
     done = subprocess.run(
         command, env=environment(out), capture_output=True, text=True, timeout=DEADLINE_S
     )

@@ -145,19 +145,48 @@ def test_no_spare_holds_writes_a_checkpoint_and_resumes(
     verdict.identical(again, reference(3, *args), faults=1)
 
 
-@pytest.mark.cost(45)
-def test_spare_that_appears_later_continues_a_held_job(
-    start: Start, reference: Reference, verdict: Verdict
+@pytest.mark.cost(30)
+@pytest.mark.parametrize("victim", [1, 2])
+def test_second_death_at_the_moment_of_the_swap(
+    victim: int, start: Start, reference: Reference, verdict: Verdict
 ) -> None:
+    """The new generation is on record and the swaps are on their way when a rank of the other node
+    (2), or of the same one (1), is killed."""
+    args = ["--epochs", "5", "--steps-per-epoch", "12", "--slow", "yes"]
+    job = start(
+        "--local-nodes", "2", "--nproc-per-node", "2", "--spares", "2", world=4, script_args=args
+    )
+    job.until_step(4)
+    job.spare_parked(2)
+    generation = job.status()["generation"]
+    pid = job.rank(victim)["pid"]
+    job.kill_rank(0)
+    job.until(lambda s: s["generation"] > generation, "the commit of the new generation")
+    os.kill(pid, signal.SIGKILL)
+    job.finish()
+    seen = verdict.identical(job, reference(4, *args), faults=2)
+    assert {v for i in seen for v in i["victims"]} == {0, victim}
+
+
+@pytest.mark.cost(60)
+@pytest.mark.parametrize("hold_s", [0, 15])
+def test_spare_that_appears_later_continues_a_held_job(
+    hold_s: int, start: Start, reference: Reference, verdict: Verdict
+) -> None:
+    """Also after a hold of several stall timeouts: who holds does not hang."""
     import subprocess
     import sys
 
     args = ["--epochs", "2", "--steps-per-epoch", "12", "--slow", "yes"]
     job = start(
         "--local-nodes", "3", "--nproc-per-node", "1", *inject("kill-node:node=n2,step=5"),
-        script_args=args,
+        "--stall-timeout", "4", script_args=args,
     )  # fmt: skip
     job.until(lambda s: s["state"] == "held" and s["checkpoint"], "a held job")
+    pids = [job.rank(rank)["pid"] for rank in (0, 1)]
+    time.sleep(hold_s)  # longer than the stall timeout: the point of the test
+    assert [job.rank(rank)["pid"] for rank in (0, 1)] == pids
+    assert job.status()["state"] == "held"
     joined = subprocess.Popen(
         [sys.executable, "-m", "keepstep", "agent", "--job", job.job, "--slots", "1"],
         env=job.env,

@@ -109,8 +109,8 @@ class Rank:
         assert self.groups.solo()
         return time.monotonic() - begin
 
-    def reset_ddp(self, rebuilt: bool) -> None:
-        self.groups.reset_ddp(rebuilt)
+    def reset_ddp(self, steps: int) -> None:
+        self.groups.reset_ddp(steps)
 
     def stage(self, generation: int, port: int, timeout_s: float = 20.0) -> None:
         self.staged = self.groups.stage(

@@ -2,12 +2,14 @@
 
 Buckets decide in which order gradients are added up, so a newcomer must have exactly those of its
 peers, however far its own warm-up got. DDP moves parameters between buckets once, early in a run;
-what it has arrived at is read from a holder and set on the newcomer.
+what it has arrived at is read from a holder and set on the newcomer. With gradient_as_bucket_view
+it also matters whether a gradient is a view of its bucket already: DDP scales the two kinds
+differently, which shows in the last bit.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -30,15 +32,32 @@ def _modules(parameters: list[torch.nn.Parameter]) -> dict[str, Any]:
     return found
 
 
-def layouts(parameters: list[torch.nn.Parameter]) -> dict[str, list[list[int]]]:
-    get = extension.load().get_buckets
-    return {name: get(module.reducer) for name, module in _modules(parameters).items()}
+class Layout(TypedDict):
+    """Of one reducer; parameters are named by their index in it."""
+
+    buckets: list[list[int]]
+    viewed: list[int]  # whose gradients are views of their bucket (gradient_as_bucket_view)
 
 
-def set_layouts(parameters: list[torch.nn.Parameter], wanted: dict[str, list[list[int]]]) -> None:
-    """On a newcomer, in solo mode. Also forgets the warm-up's backward."""
-    current = layouts(parameters)
+def layouts(parameters: list[torch.nn.Parameter]) -> dict[str, Layout]:
+    native = extension.load()
+    return {
+        name: {
+            "buckets": native.get_buckets(module.reducer),
+            "viewed": native.viewed_grads(module.reducer),
+        }
+        for name, module in _modules(parameters).items()
+    }
+
+
+def set_layouts(parameters: list[torch.nn.Parameter], wanted: dict[str, Layout]) -> None:
+    """On a newcomer, in solo mode, after its gradients were made absent or zero. Also forgets the
+    warm-up's backward."""
+    native = extension.load()
     for name, module in _modules(parameters).items():
         module.reducer._reset_state()
-        if name in wanted and wanted[name] != current[name]:
-            extension.load().set_buckets(module.reducer, wanted[name])
+        if name not in wanted:
+            continue
+        if wanted[name]["buckets"] != native.get_buckets(module.reducer):
+            native.set_buckets(module.reducer, wanted[name]["buckets"])
+        native.view_grads(module.reducer, wanted[name]["viewed"])

@@ -452,16 +452,18 @@ def ddp_modules(refresh: bool = False) -> list[DistributedDataParallel]:
     return list(_ddp)
 
 
-def reset_ddp(rebuilt: bool) -> None:
+def reset_ddp(steps: int) -> None:
     """Make every reducer forget the backward that was interrupted. Call in solo mode.
 
     DDP moves its parameters to other buckets once, in the forward after its first backward, and
-    buckets decide the order of additions. `rebuilt` says that the job is past that point (it has
-    committed a step). A reducer that has recorded its first backward but not yet acted on it then
-    does so here, where the collective inside is local: resetting would throw the record away and
-    leave it with other buckets than its peers have. If the job has not committed a step, the
+    buckets decide the order of additions. `steps`, the number the job has committed, says whether
+    it is past that point. A reducer that has recorded its first backward but not yet acted on it
+    then does so here, where the collective inside is local: resetting would throw the record away
+    and leave it with other buckets than its peers have. If the job has not committed a step, the
     record belongs to a backward that will run again, and is dropped. (A newcomer to a job at
     version 0 must for the same reason warm up with at most one step.)
+
+    With static_graph all this comes one step later: the first backward only counts hooks.
     """
     for module in ddp_modules():
         reducer: Any = module.reducer
@@ -469,7 +471,11 @@ def reset_ddp(rebuilt: bool) -> None:
         if not should_rebuild:
             _ddp_rebuilt.add(module)  # _reset_state forgets that it ever happened
         complete = _ext.reducer_pending(reducer) == _ext.reducer_size(reducer)
+        rebuilt = steps > (1 if module.static_graph else 0)
         if rebuilt and should_rebuild and complete and module not in _ddp_rebuilt:
             reducer._rebuild_buckets()
             _ddp_rebuilt.add(module)
         reducer._reset_state()
+        if module.static_graph and steps == 0:
+            _ext.restart_static_graph(reducer)
+            module._static_graph_delay_allreduce_enqueued = False

@@ -23,7 +23,7 @@ import msgspec
 
 from keepstep.errors import KeepstepError
 from keepstep.model import messages as m
-from keepstep.worker import blobs, checkpoint, codec, rng, transfer
+from keepstep.worker import blobs, checkpoint, codec, groups, rng, transfer
 from keepstep.worker.objects import Registered
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.seat import Seat
@@ -112,6 +112,8 @@ class Newcomer:
         except KeepstepError:
             raise
         except Exception as error:  # a guard of the user's may dislike unloaded weights
+            if any(module.static_graph for module in groups.ddp_modules()):
+                raise  # its peers' reducers are past the first backward: this one must be too
             text = "".join(traceback.format_exception(error))
             print(
                 f"keepstep: warm-up of the newcomer failed, going on without:\n{text}", flush=True
@@ -262,6 +264,7 @@ class Newcomer:
         seat.page.set("tick", copy.tick)
         if side is None:
             seat.version = 0
+            groups.reset_ddp(0)
             for item, snapshot in self._per_rank:
                 item.undo(snapshot)  # what the warm-up did to it
             return

@@ -106,6 +106,8 @@ class Undo:
         ):
             if not had:
                 parameter.grad = None
+            elif carried is not None and parameter.grad is not None and parameter.grad._is_view():
+                parameter.grad.copy_(carried)  # of DDP's bucket, and to remain one (buckets.py)
             elif carried is not None:
                 parameter.grad = carried.clone()
             elif parameter.grad is not None:

@@ -168,7 +168,7 @@ class Recovery:
         seat.page.where("held")
         seat.page.set("hold", 1)
         if groups.solo() and not groups.destroyed():
-            groups.reset_ddp(rebuilt=seat.version > 0)
+            groups.reset_ddp(seat.version)
         server = StateServer(
             seat.welcome.interface, seat.welcome.token, seat.state.export(), seat.tick
         )
@@ -232,7 +232,7 @@ class Recovery:
         if not command.solo and not seat.done and not groups.destroyed():
             if not groups.solo():
                 groups.go_solo(at_boundary=True)
-                groups.reset_ddp(rebuilt=seat.version > 0)
+                groups.reset_ddp(seat.version)
             self._enter_groups(command.generation)
         seat.alone = command.solo or seat.world == 1
         seat.generation = seat.resumed = command.generation

@@ -288,7 +288,11 @@ class Seat:
         carried = side.get("gradients", {})
         self.carrying = bool(carried)
         for index, gradient in carried.items():
-            self.parameters[index].grad = gradient.to(self.parameters[index].device)
+            parameter = self.parameters[index]
+            if parameter.grad is not None:  # maybe a view of a bucket, and to remain one
+                parameter.grad.copy_(gradient)
+            else:
+                parameter.grad = gradient.to(parameter.device)
         for name, value in side["per_rank"].items():
             if name in self.objects:
                 self.objects[name].load(value)

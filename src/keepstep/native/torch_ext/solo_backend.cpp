@@ -11,6 +11,8 @@
 // reducer_*      whether DDP's reducer has recorded the order for its one bucket rebuild.
 // get_buckets    which parameters are in which of a reducer's buckets.
 // set_buckets    gives a reducer the buckets that its peers have.
+// restart_static_graph  makes the next backward of a reducer its first.
+// viewed_grads   which gradients are views of a reducer's buckets; view_grads makes them so.
 //
 // Only pybind11 and c10d headers are included: torch/extension.h doubles the build time.
 #include <pybind11/pybind11.h>
@@ -270,6 +272,14 @@ struct Params {
   using type = const std::vector<at::Tensor> c10d::Reducer::*;
   friend type member(Params);
 };
+struct Backwards {
+  using type = long c10d::Reducer::*;
+  friend type member(Backwards);
+};
+struct HookCounts {
+  using type = std::unordered_map<size_t, int> c10d::Reducer::*;
+  friend type member(HookCounts);
+};
 struct BucketCache {
   using type = std::unordered_map<size_t, std::vector<at::Tensor>> c10d::Reducer::*;
   friend type member(BucketCache);
@@ -289,6 +299,8 @@ template struct Expose<ByDevice, &ProcessGroup::deviceTypeToBackend_>;
 template struct Expose<GroupStore, &ProcessGroup::store_>;
 template struct Expose<RebuiltParams, &c10d::Reducer::rebuilt_params_>;
 template struct Expose<Params, &c10d::Reducer::params_>;
+template struct Expose<Backwards, &c10d::Reducer::num_bwd_calls_>;
+template struct Expose<HookCounts, &c10d::Reducer::numGradHooksTriggeredMap_>;
 
 std::vector<std::pair<ProcessGroup::BackendType, c10::intrusive_ptr<Backend>>> backends(
     ProcessGroup& group) {
@@ -335,6 +347,42 @@ void set_buckets(c10d::Reducer& reducer, std::vector<std::vector<size_t>> bucket
   (reducer.*member(BucketCache())).clear();
 }
 
+// With static_graph the first backward of a reducer is special: it counts the hooks of every
+// parameter. One that was interrupted has to be the first again.
+void restart_static_graph(c10d::Reducer& reducer) {
+  reducer.*member(Backwards()) = 0;
+  (reducer.*member(HookCounts())).clear();
+}
+
+// Parameters whose gradient is a view of its bucket (gradient_as_bucket_view, after a backward). DDP
+// divides such a gradient in place and multiplies any other by the reciprocal on its way into the
+// bucket; the results can differ in the last bit.
+std::vector<size_t> viewed_grads(const c10d::Reducer& reducer) {
+  std::vector<size_t> found;
+  for (const auto& bucket : reducer.*member(Buckets())) {
+    for (size_t i = 0; i < bucket.bucket_views_in.size(); ++i) {
+      const auto& grad = bucket.variables[i].grad();
+      if (grad.defined() && grad.is_alias_of(bucket.bucket_views_in[i])) {
+        found.push_back(bucket.variable_indices[i]);
+      }
+    }
+  }
+  std::sort(found.begin(), found.end());
+  return found;
+}
+
+// Makes these gradients views, with zeros in them.
+void view_grads(c10d::Reducer& reducer, const std::vector<size_t>& wanted) {
+  for (auto& bucket : reducer.*member(Buckets())) {
+    for (size_t i = 0; i < bucket.bucket_views_in.size(); ++i) {
+      if (std::binary_search(wanted.begin(), wanted.end(), bucket.variable_indices[i])) {
+        bucket.bucket_views_in[i].zero_();
+        bucket.variables[i].mutable_grad() = bucket.bucket_views_in[i];
+      }
+    }
+  }
+}
+
 }  // namespace keepstep
 
 PYBIND11_MODULE(keepstep_ext, m) {
@@ -356,6 +404,9 @@ PYBIND11_MODULE(keepstep_ext, m) {
   });
   m.def("get_buckets", &get_buckets);
   m.def("set_buckets", &set_buckets);
+  m.def("restart_static_graph", &restart_static_graph);
+  m.def("viewed_grads", &viewed_grads);
+  m.def("view_grads", &view_grads);
   m.def("reducer_size", [](c10d::Reducer& r) { return (r.*member(Params())).size(); });
   m.def("reducer_pending", [](c10d::Reducer& r) { return (r.*member(RebuiltParams())).size(); });
   m.def("reducer_should_rebuild", [](c10d::Reducer& r) { return r.should_rebuild_buckets(); });
