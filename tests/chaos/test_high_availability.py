@@ -88,7 +88,7 @@ class Pair:
 def pair(postgres: Any, tmp_path: Path) -> Iterator[Pair]:
     home = tmp_path / "home"
     home.mkdir()
-    made = Pair(home, postgres.database())
+    made = Pair(home, postgres.store())
     yield made
     made.end()
 

@@ -143,14 +143,14 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     if request.param == "sqlite":
         made: Place = SqlitePlace(tmp_path)
     else:
-        made = PostgresPlace(request.getfixturevalue("postgres").database())
+        made = PostgresPlace(request.getfixturevalue("postgres").store())
     yield made
     made.close()
 
 
 @pytest.fixture
 def shared(postgres: Any) -> Iterator[PostgresPlace]:
-    place = PostgresPlace(postgres.database())
+    place = PostgresPlace(postgres.store())
     yield place
     place.close()
 
@@ -403,14 +403,14 @@ def test_same_identity_twice_is_refused_while_the_first_lives(shared: PostgresPl
 def test_clock_of_the_server_set_back_does_not_lengthen_a_lease(shared: PostgresPlace) -> None:
     """Seen from the server, lease and members are from the future: the same as a clock set back."""
     shared.active("a")
+    second = shared.open()
+    second.enroll(member("b"))
     for table, columns in (
         ("keepstep_head", ("renewed_at", "expires_at")),
         ("keepstep_members", ("seen_at",)),
     ):
         moved = ", ".join(f"{column} = {column} + interval '1 hour'" for column in columns)
         shared.query(f"UPDATE {table} SET {moved}")
-    second = shared.open()
-    second.enroll(member("b"))
     assert second.acquire().id == "a", "its time is cut down, not taken away"
     until(lambda: second.acquire().id == "b", 3 * LEASE_S)
     twin = shared.open()
@@ -578,6 +578,14 @@ def test_tables_of_another_program_are_not_used(shared: PostgresPlace) -> None:
 
 def test_role_without_rights_is_told_which(postgres: Any, shared: PostgresPlace) -> None:
     shared.query("CREATE ROLE guest LOGIN PASSWORD 'guest'")
+    schema = shared.query("SELECT current_schema()")[0][0]
+    for rights in ("nothing", "usage"):
+        if rights == "usage":
+            shared.query(f"GRANT USAGE ON SCHEMA {schema} TO guest")
+        refused_guest(shared)
+
+
+def refused_guest(shared: PostgresPlace) -> None:
     host = shared.url.split("@")[1]
     error = refused(f"postgresql://guest:guest@{host}")
     assert isinstance(error, PermanentError) and "CREATE" in error.hint

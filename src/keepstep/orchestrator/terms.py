@@ -134,6 +134,7 @@ class Terms:
 
     async def _take_office(self) -> None:
         records = await asyncio.to_thread(self._store.load)
+        self._agents.drop()  # the new core will know them only if they come again
         count = self._driver.resume(Core(), records)
         log.info("orchestrator %s is active, %d records replayed", self._me.id, count)
 
@@ -143,6 +144,8 @@ class Terms:
         """Until the lease is lost."""
         while True:
             await self._until_due()
+            if self._driver.away is not None:
+                self._agents.drop()  # at once: what they say now would be lost
             try:
                 if isinstance(self._driver.away, NotActive):
                     raise self._driver.away  # an append has noticed first
@@ -153,8 +156,8 @@ class Terms:
                 self._step_down(lost)
                 return
             except StoreUnavailable as error:
-                if self._driver.away is not None or self._is_over():
-                    self._pause(error)
+                if self._driver.away is not None:
+                    self._pause(error)  # for the newest words
 
     async def _until_due(self) -> None:
         """Until the next renewal, or until something is to be put right."""
@@ -168,8 +171,7 @@ class Terms:
                     while self._driver.away is None:
                         await self._driver.wait_any_change()
             except TimeoutError:
-                return
-            self._agents.drop()  # an append failed just now
+                pass
         else:
             await asyncio.sleep(RETRY_S)
 
@@ -183,9 +185,6 @@ class Terms:
         self.members = await asking
         self._until = began + (self._store.lease_s or 0.0)
         self._agents.beat()
-
-    def _is_over(self) -> bool:
-        return self._store.lease_s is not None and self._monotonic() >= self._until
 
     # ----------------------------------------------------------------------- neither
 

@@ -107,7 +107,7 @@ def mapped_errors(name: str) -> Iterator[None]:
         raise PermanentError(
             f"{name} holds no ledger of this Keepstep: {_words(e)}", hint=EVIDENCE
         ) from e
-    except pg.InsufficientPrivilege as e:
+    except (pg.InsufficientPrivilege, pg.InvalidSchemaName) as e:
         raise PermanentError(
             f"ledger {name} cannot be used: {_words(e)}",
             hint="the role needs CREATE on the schema once, and then to read and write "
