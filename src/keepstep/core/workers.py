@@ -188,6 +188,12 @@ def _copy_failed(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Cop
     elif said.reason == "source-lost":
         _other_source(job, out, attempt, worker, said, why)
     elif said.reason == "side-state-missing" and attempt.kind == "unplanned":
+        # Only when nobody is away is it lost, and only when asking again, after whatever was on
+        # its way to us about an agent's end, gives the same answer.
+        worker.missing += 1
+        if job.away() or worker.missing == 1:
+            worker.asked.pop("copy", None)
+            return
         end_job(
             job,
             out,

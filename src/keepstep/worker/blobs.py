@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -15,6 +16,8 @@ from keepstep.worker import peers
 
 _decoder: msgspec.msgpack.Decoder[m.BlobReply] = msgspec.msgpack.Decoder(m.BlobReply)
 CONNECT_TIMEOUT_S = 5.0
+PATIENCE_S = 5.0
+RETRY_S = 0.2
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:
@@ -88,14 +91,28 @@ class BuddyLine:
             self._connection = self._address = None
 
 
-def fetch(holders: list[m.Address], token: str, rank: int, tick: int) -> m.BlobData | None:
-    """Ask every holder in turn; None when no one has it."""
-    for holder in holders:
-        try:
-            with peers.connect(holder, CONNECT_TIMEOUT_S) as line:
-                reply = _ask(line, m.BlobGet(token=token, rank=rank, tick=tick))
-        except OSError:
-            continue
-        if isinstance(reply, m.BlobData):
-            return reply
-    return None
+def fetch(
+    holders: list[m.Address],
+    token: str,
+    rank: int,
+    tick: int,
+    *,
+    patience_s: float = PATIENCE_S,
+) -> m.BlobData | None:
+    """Ask every holder in turn; None when no one has it. Those that do not answer are asked
+    again for a while: an agent that is started anew comes back with its workers' pages."""
+    deadline, silent = time.monotonic() + patience_s, list(holders)
+    while True:
+        asked, silent = silent, []
+        for holder in asked:
+            try:
+                with peers.connect(holder, CONNECT_TIMEOUT_S) as line:
+                    reply = _ask(line, m.BlobGet(token=token, rank=rank, tick=tick))
+            except OSError:
+                silent.append(holder)
+                continue
+            if isinstance(reply, m.BlobData):
+                return reply
+        if not silent or time.monotonic() > deadline:
+            return None
+        time.sleep(RETRY_S)
