@@ -662,3 +662,22 @@ def test_side_state_that_nobody_has_is_lost_when_everybody_is_there() -> None:
     world.run()
     assert world.view.state == "fell_back"
     assert len(world.told(m.Copy)) == 2
+
+
+def test_side_state_of_a_rank_that_died_while_its_agent_was_away_is_not_forgotten() -> None:
+    world = trained()
+    victim = world.rank(3)
+    world.lose_agent(victim.node)
+    world.die_silently(victim)
+    world.join(victim.node)
+    world.run()
+    assert world.last.outcome == "RESOLVED"
+    # Only once another process has its seat.
+    sent = [command for _, command in world.sent]
+    committed = next(i for i, c in enumerate(sent) if isinstance(c, m.Tell)
+                     and isinstance(c.command, m.Swap))  # fmt: skip
+    forgotten = [
+        i for i, c in enumerate(sent) if isinstance(c, m.Forget) and victim.id in c.workers
+    ]
+    assert all(i > committed for i in forgotten)
+    world.assert_training()

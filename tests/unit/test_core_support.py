@@ -253,6 +253,11 @@ class World:
                 for w in self.workers.values()
                 if w.alive and w.node == name
             ],
+            retained=[
+                (w.id, w.rank)
+                for w in self.workers.values()
+                if not w.alive and w.node == name and w.rank >= 0
+            ],
         )
         self.handle(AgentJoined(job="j", node=name, hello=hello))
 

@@ -203,7 +203,8 @@ def _sweep(job: Job, out: Out, name: str, hello: Hello) -> None:
         out.send(name, CloseStore(generation=generation))
         node.stores.discard(generation)
     if attempt is None and not job.incidents:
-        stale = [worker for worker, _ in hello.retained]
+        # Not that of a rank whose death is news from this very Hello: it is about to be needed.
+        stale = [worker for worker, rank in hello.retained if job.owners.get(rank) != worker]
         if stale:
             out.send(name, Forget(workers=stale))
     for _, owner in job.owning():
