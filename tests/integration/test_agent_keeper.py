@@ -11,7 +11,9 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 from test_agent_process import (
+    DEADLINE_S,
     FAKE_STORE,
     FAKE_WORKER,
     RUN_AGENT,
@@ -24,6 +26,7 @@ from test_agent_process import (
 )
 
 from keepstep.agent import keeper
+from keepstep.agent.processes import Order
 from keepstep.model import messages as m
 
 
@@ -223,6 +226,18 @@ def test_a_keeper_started_by_hand_ends_nobody_else(tmp_path: Path) -> None:
         ["sh", "-c", command], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     assert shell.stdout is not None
+    end = time.monotonic() + DEADLINE_S
+    while keeper.living(tmp_path) is None:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    order = Order(
+        worker="w", slot=0, rank=0, command=["sleep", "60"], env={},
+        log=str(tmp_path / "log"), greeting=b"",
+    )  # fmt: skip
+    with keeper.connect(tmp_path) as agent:
+        agent.sendall(msgspec.msgpack.encode(keeper.Start(order=order)))
+        for _ in ("complete", "started"):
+            assert agent.recv(keeper.MESSAGE_BYTES_MAX)
     assert shell.stdout.readline().strip() == str(keeper.EXIT_LEASE)
     assert [pid for pid in session_of(shell.pid) if pid != shell.pid]  # the bystander
     os.killpg(shell.pid, signal.SIGKILL)

@@ -766,3 +766,56 @@ def test_an_agent_that_was_started_anew_is_offered_as_a_buddy_again() -> None:
     assert len(world.told(m.Buddy)) == 4
     assert world.incidents == []
     world.assert_training()
+
+
+def without_side_state(_: object, command: m.Message) -> m.Message | None:
+    if not isinstance(command, m.Copy):
+        return None
+    return m.CopyFailed(
+        generation=command.generation, reason="side-state-missing", error="held by nobody"
+    )
+
+
+def test_side_state_is_not_lost_while_an_agent_that_may_have_it_is_away() -> None:
+    world = trained()
+    world.refuse = without_side_state
+    world.kill(1)
+    assert world.before(m.CopyFailed)
+    # Neither the victim's neighbours nor the newcomer: somebody else who may be its buddy.
+    away = next(n for n in world.nodes if n not in (world.rank(0).node, "n2"))
+    world.lose_agent(away)
+    world.pump()
+    assert world.view.state == "recovering" and len(world.told(m.Copy)) == 1
+    world.refuse = None
+    world.join(away)
+    world.run()
+    assert world.last.outcome == "RESOLVED"
+    world.assert_training()
+
+
+def test_side_state_that_nobody_has_is_lost_when_everybody_is_there() -> None:
+    world = trained()
+    world.refuse = without_side_state
+    world.kill(1)
+    world.run()
+    assert world.view.state == "fell_back"
+    assert len(world.told(m.Copy)) == 2
+
+
+def test_side_state_of_a_rank_that_died_while_its_agent_was_away_is_not_forgotten() -> None:
+    world = trained()
+    victim = world.rank(3)
+    world.lose_agent(victim.node)
+    world.die_silently(victim)
+    world.join(victim.node)
+    world.run()
+    assert world.last.outcome == "RESOLVED"
+    # Only once another process has its seat.
+    sent = [command for _, command in world.sent]
+    committed = next(i for i, c in enumerate(sent) if isinstance(c, m.Tell)
+                     and isinstance(c.command, m.Swap))  # fmt: skip
+    forgotten = [
+        i for i, c in enumerate(sent) if isinstance(c, m.Forget) and victim.id in c.workers
+    ]
+    assert all(i > committed for i in forgotten)
+    world.assert_training()

@@ -254,7 +254,9 @@ class World:
                 if w.alive and w.node == name
             ],
             retained=[
-                (w.id, w.rank) for w in self.workers.values() if not w.alive and w.node == name
+                (w.id, w.rank)
+                for w in self.workers.values()
+                if not w.alive and w.node == name and w.rank >= 0
             ],
         )
         self.handle(AgentJoined(job="j", node=name, hello=hello))

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from keepstep.adapters.identity.files import write_private
 from keepstep.agent.blobs import BlobServer
 from keepstep.agent.keeper_client import KeptProcesses
 from keepstep.agent.link import Link
@@ -108,7 +109,7 @@ class Agent:
         config = self._config
         if config.keeper is not None:
             self._processes = KeptProcesses(self._loop, config.keeper, self._keeper_lost)
-        self._blobs_address = await self._blobs.start(config.bind)
+        self._blobs_address = await self._serve_blobs()
         setting = Setting(
             job=config.job,
             node=config.node,
@@ -142,6 +143,20 @@ class Agent:
                 self._processes.leave()
             else:
                 self._end_everything()
+
+    async def _serve_blobs(self) -> Address:
+        """Where an earlier agent of the same workers did, if possible: others know it there."""
+        bind, keeper = self._config.bind, self._config.keeper
+        if keeper is None:
+            return await self._blobs.start(bind)
+        note = keeper / "blobs.port"
+        port = int(note.read_text()) if note.exists() else 0
+        try:
+            address = await self._blobs.start(bind, port)
+        except OSError:
+            address = await self._blobs.start(bind)
+        write_private(note, str(address.port).encode())
+        return address
 
     # ----------------------------------------------------------------- to the orchestrator
 

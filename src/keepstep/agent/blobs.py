@@ -54,10 +54,10 @@ class BlobServer:
         self._copies = BlobStore()
         self._server: asyncio.Server | None = None
 
-    async def start(self, host: str) -> Address:
+    async def start(self, host: str, port: int = 0) -> Address:
         decoder: msgspec.msgpack.Decoder[BlobRequest] = msgspec.msgpack.Decoder(BlobRequest)
         self._server = await serve(
-            self._serve, decoder, host, connections_max=CONNECTIONS_MAX, tls=self._tls
+            self._serve, decoder, host, port, connections_max=CONNECTIONS_MAX, tls=self._tls
         )
         return listening_address(self._server)
 

@@ -50,6 +50,7 @@ MESSAGE_BYTES_MAX = 4 << 20
 LOOK_S = 0.25
 PR_SET_CHILD_SUBREAPER = 36
 EXIT_LEASE = 3
+IDLE_NS = 60_000_000_000
 
 
 class KeeperNote(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,9 +190,11 @@ class Keeper:
     def _lease_is_over(self) -> bool:
         if self._out_of_reach_ns is None or (self._agent is not None and self._reached):
             return False
-        if self._agent is not None and not any(h.told.code is None for h in self._held.values()):
-            return False  # nothing runs, and an agent is here to begin with
-        return _now_ns() - self._out_of_reach_ns > self._lease_ns
+        away_ns = _now_ns() - self._out_of_reach_ns
+        if any(held.told.code is None for held in self._held.values()):
+            return away_ns > self._lease_ns
+        # Nothing runs that could be somewhere else, too; an agent may take its time to start.
+        return self._agent is None and away_ns > max(self._lease_ns, IDLE_NS)
 
     # ------------------------------------------------------------------ the agent
 

@@ -136,7 +136,7 @@ def agent_joined(job: Job, out: Out, name: str, hello: Hello) -> None:
     if node.state != "connected" or node.session != hello.session:
         out.record(NodeJoined(job=job.id, at_ns=out.now, node=name, slots=hello.slots))
     node.state = "connected"
-    moved = node.blobs != hello.blobs
+    moved = (node.blobs, node.pid) != (hello.blobs, hello.pid)
     node.blobs, node.pid, node.session = hello.blobs, hello.pid, hello.session
     node.slots = hello.slots
     there = {state.worker: state for state in hello.workers}

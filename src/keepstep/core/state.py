@@ -110,6 +110,7 @@ class Worker:
     positioned_at: int | None = None
     ready: Ready | None = None
     bad_sources: set[int] = field(default_factory=set)
+    missing: int = 0  # times that nobody in reach had its side state
     # rank
     attached: bool = False
     redundant: bool = True
@@ -302,6 +303,10 @@ class Job:
 
     def connected(self) -> list[Node]:
         return [node for node in self.nodes.values() if node.state == "connected"]
+
+    def away(self) -> bool:
+        """Some agent is out of reach, and not given up: it is restarted, or cut off."""
+        return any(node.state == "disconnected" for node in self.nodes.values())
 
     def unplanned(self) -> Incident | None:
         for incident in self.incidents:

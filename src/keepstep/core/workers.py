@@ -205,6 +205,12 @@ def _copy_failed(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Cop
     elif said.reason == "side-state-unreachable":
         worker.asked.pop("copy", None)  # the newcomer has waited; ask those who are there now
     elif said.reason == "side-state-missing" and attempt.kind == "unplanned":
+        # Only when nobody is away is it lost, and only when asking again, after whatever was on
+        # its way to us about an agent's end, gives the same answer.
+        worker.missing += 1
+        if job.away() or worker.missing == 1:
+            worker.asked.pop("copy", None)
+            return
         end_job(
             job,
             out,

@@ -96,6 +96,11 @@ def _wait_for_seat(line: Any, where: str) -> None:
     else:
         blob = blobs.fetch(command.holders, token, command.rank, -1)
         data = blob.data if blob is not None else None
+        if data is None:
+            # Going on without it would give the script other results than the other ranks got.
+            what = f"the init record of rank {command.rank} is held by nobody"
+            os.write(2, f"keepstep: {what}: this process cannot take its seat\n".encode())
+            os._exit(1)
     if data is not None:
         line.init_record = data
         line.recorder.replay = codec.loads_inline(data)

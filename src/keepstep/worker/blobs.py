@@ -17,7 +17,7 @@ from keepstep.worker import peers
 _decoder: msgspec.msgpack.Decoder[m.BlobReply] = msgspec.msgpack.Decoder(m.BlobReply)
 CONNECT_TIMEOUT_S = 5.0
 PATIENCE_S = 5.0
-RETRY_S = 0.5
+RETRY_S = 0.2
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:
@@ -95,10 +95,12 @@ class HoldersUnreachable(TransientError):
     """Nobody who answered has it, but not everybody answered: it need not be lost."""
 
 
-def fetch(holders: list[m.Address], token: str, rank: int, tick: int) -> m.BlobData | None:
-    """Ask every holder in turn; None when no one who answers has it."""
+def fetch(
+    holders: list[m.Address], token: str, rank: int, tick: int, *, patience_s: float = PATIENCE_S
+) -> m.BlobData | None:
+    """As fetch_surely, but None also when some did not answer at all."""
     try:
-        return fetch_surely(holders, token, rank, tick, patience_s=0.0)
+        return fetch_surely(holders, token, rank, tick, patience_s=patience_s)
     except HoldersUnreachable:
         return None
 
@@ -107,7 +109,7 @@ def fetch_surely(
     holders: list[m.Address], token: str, rank: int, tick: int, patience_s: float = PATIENCE_S
 ) -> m.BlobData | None:
     """None means that everybody was asked and no one has it. Those that cannot be reached are
-    asked again for a while."""
+    asked again for a while: an agent that is started anew comes back with its workers' pages."""
     deadline = time.monotonic() + patience_s
     silent = list(holders)
     while silent:
