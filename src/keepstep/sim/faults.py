@@ -117,6 +117,11 @@ def _hit_process(world: World, process: Rank, fault: Fault) -> None:
     elif fault.kind == "slow-down":
         process.slow = SLOWER
         world.after(fault.length_ns, setattr, process, "slow", 1)
+    elif fault.kind == "freeze":  # stopped beyond the limit
+        process.stop()
+        world.after(fault.length_ns, process.resume)
+    elif process.mode in ("init", "building", "arrived", "warming", "joining"):
+        process.fail(fault.kind)
     else:
         process.error = fault.kind  # raised by its next computation
 
@@ -268,6 +273,12 @@ def _operator(world: World, fault: Fault) -> str:
     if not owners:
         return ""
     process = world.random.choice(owners)
+    if fault.kind == "drain-spare":
+        spares = _spare(world)
+        if not spares:
+            return ""
+        operate(world, Drain(job=world.plan.job, node=spares[0].node.name))
+        return spares[0].node.name
     if fault.kind == "drain":
         operate(world, Drain(job=world.plan.job, node=process.node.name))
     elif fault.kind == "mass-taint":
@@ -309,8 +320,11 @@ def _store(world: World, fault: Fault) -> str:
 
 
 def _everyone(world: World, fault: Fault) -> str:
-    """All ranks at once, as when somebody stops the whole job for a while."""
+    """All ranks at once: somebody stops the whole job for a while, or kills it."""
     for process in _owners(world):
+        if fault.kind == "crash":
+            process.exit(-9)
+            continue
         process.stop()
         world.after(fault.length_ns, process.resume)
     return "of the job"
@@ -331,6 +345,15 @@ def _data(world: World, fault: Fault) -> str:
     return "network between all nodes"
 
 
+def _new_groups(world: World, fault: Fault) -> str:
+    """The connections of the generation that is being committed break."""
+    groups = [process.staged for process in _owners(world) if process.staged is not None]
+    for group in groups[:1]:
+        group.reset()
+        return f"of generation {group.generation}"
+    return ""
+
+
 STRIKES: dict[str, Callable[[World, Fault], str]] = {
     "victim": _process(_victim),
     "source": _process(_source),
@@ -347,4 +370,5 @@ STRIKES: dict[str, Callable[[World, Fault], str]] = {
     "everyone": _everyone,
     "spare-node": _spare_node,
     "data": _data,
+    "new-groups": _new_groups,
 }

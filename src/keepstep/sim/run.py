@@ -275,6 +275,10 @@ class Run:
         kinds = [fault.kind for fault in self.plan.faults]
         if "user" in kinds and "raised" in reason:
             return True
+        if "newcomers failed" in reason:
+            return kinds.count("crash") + kinds.count("user") + kinds.count("device") >= 5
+        if "lost their connections" in reason:
+            return kinds.count("reset") >= 6
         if "never all attached" in reason or "no node is left" in reason:
             return self.plan.from_start and len(self.world.fired_faults) >= 3
         if "exited with code" in reason or "before the first step" in reason:
