@@ -316,20 +316,7 @@ def _resume_at_zero(old: Any, job_: Job, out: Out, placed: Any) -> None:
         Job.new_generation = new  # type: ignore[method-assign]
 
 
-def _nobody_released(old: Any, job_: Job, out: Out) -> bool:
-    waiting = job_.replayed
-    result = bool(old(job_, out))
-    if waiting and not job_.replayed:
-        job_.released = None
-        for _, worker in job_.owning():
-            worker.release_due = None
-    return result
-
-
 FIXED: dict[str, Patch] = {
-    "once: a restarted orchestrator let ranks hold for ever": lambda: wrap(
-        recovery.agents_are_back, _nobody_released
-    ),
     "once: a quiet stream was a lost node": lambda: wrap(timers._gone_timer, _gone_is_late),
     "once: all silent ranks were fenced": lambda: wrap(
         timers._reply_ns, lambda _old, job_, _somebody: job_.reply_ns
@@ -667,7 +654,6 @@ def every_mutant() -> list[Mutant]:
 
 # Where a bug shows soonest; any other mutant is looked for in worlds of all kinds.
 HINTS: dict[str, tuple[str, ...]] = {
-    "once: a restarted orchestrator let ranks hold for ever": ("COPY/planned/orchestrator/crash",),
     "once: a quiet stream was a lost node": ("blackout", "COPY/planned/link/hang"),
     "once: all silent ranks were fenced": ("blackout",),
     "once: ranks were staged before the newcomers came": ("RESERVE/unplanned/spare/hang",),

@@ -102,9 +102,8 @@ def _attempt_timers(job: Job, attempt: Attempt) -> list[Timer]:
         return rows
     if attempt.incident.give_up:
         rows.append((attempt.incident.give_up_at + job.build_ns, "give-up", ""))
-    if attempt.retry_at is not None:
-        if not attempt.incident.give_up:
-            rows.append((attempt.retry_at, "retry", ""))
+    elif attempt.retry_at is not None:
+        rows.append((attempt.retry_at, "retry", ""))
     elif attempt.store is None and attempt.store_asked_at:
         if job.nodes[attempt.store_node].state == "connected":  # else it is asked again later
             rows.append((attempt.store_asked_at + STORE_NS, "store", ""))
