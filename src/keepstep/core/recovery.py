@@ -232,6 +232,12 @@ def agents_are_back(job: Job, out: Out) -> bool:
             give_buddy(job, out, worker)
     for incident in [i for i in job.incidents if i.interrupted]:
         _reopen(job, out, incident)
+    # Whether a planned attempt was being undone is not on record: whoever still holds goes on.
+    if job.generation_max > job.generation:
+        job.released = job.generation_max
+        for _, worker in job.owning():
+            if worker.usable and not worker.done:
+                worker.release_due = job.generation_max
     return True
 
 
@@ -245,10 +251,6 @@ def _reopen(job: Job, out: Out, incident: Incident) -> None:
         if not unplanned and not incident.pending:
             close_incident(job, out, incident, "RESOLVED", f"moved; {why}")
     elif incident.attempt_generation >= 0:
-        job.released = incident.attempt_generation
-        for _, worker in job.owning():
-            if worker.usable:
-                worker.release_due = incident.attempt_generation
         incident.also(why)
 
 

@@ -105,13 +105,12 @@ def _attempt_timers(job: Job, attempt: Attempt) -> list[Timer]:
         for worker in late:
             rows += _since(job, worker, "swap", attempt, reply_ns, "member")
         return rows
-    if attempt.incident.give_up:
-        rows.append((attempt.incident.give_up_at + job.build_ns, "give-up", ""))
     if attempt.no_checkpoint and attempt.checkpoint_failed_at:
         rows.append((attempt.checkpoint_failed_at + job.build_ns, "checkpoint", ""))
-    if attempt.retry_at is not None:
-        if not attempt.incident.give_up:
-            rows.append((attempt.retry_at, "retry", ""))
+    if attempt.incident.give_up:
+        rows.append((attempt.incident.give_up_at + job.build_ns, "give-up", ""))
+    elif attempt.retry_at is not None:
+        rows.append((attempt.retry_at, "retry", ""))
     elif attempt.store is None and attempt.store_asked_at:
         if job.nodes[attempt.store_node].state == "connected":  # else it is asked again later
             rows.append((attempt.store_asked_at + STORE_NS, "store", ""))

@@ -324,7 +324,8 @@ class Swap(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """A planned attempt is over without a swap: drop what was staged and go on as before."""
+    """Planned attempts up to this generation are over without a swap: drop what was staged and go
+    on as before. Up to: a restarted orchestrator may not know for which of them a rank holds."""
 
     generation: int
 

@@ -45,9 +45,9 @@ def strike(world: World, fault: Fault) -> bool:
 # ------------------------------------------------------------------ processes
 
 
-def _owners(world: World) -> list[Rank]:
-    owners = world.checker.owners
-    found = [world.ranks[owners[rank]] for rank in sorted(owners) if owners[rank] in world.ranks]
+def owners(world: World) -> list[Rank]:
+    names = world.checker.owners
+    found = [world.ranks[names[rank]] for rank in sorted(names) if names[rank] in world.ranks]
     return [process for process in found if process.alive]
 
 
@@ -69,14 +69,14 @@ def _victim(world: World) -> list[Rank]:
 def _source(world: World) -> list[Rank]:
     attempt, job = _attempt(world), facts(world)
     if attempt is None or job is None or attempt.committed:
-        return _owners(world)[-1:]
+        return owners(world)[-1:]
     moving = {job.owners[rank] for rank in attempt.moving if rank in job.owners}
     for _, name in sorted(attempt.newcomers.items()):
         sources = [s.serve.host for s in sources_for(job, attempt, job.workers[name])]
         sources = [s for s in sources if s not in moving]
         if sources:
             return [world.ranks[sources[0]]]
-    return [p for p in _owners(world) if p.id not in moving][:1]
+    return [p for p in owners(world) if p.id not in moving][:1]
 
 
 def _spare(world: World) -> list[Rank]:
@@ -91,7 +91,7 @@ def _spare(world: World) -> list[Rank]:
 
 def _bystander(world: World) -> list[Rank]:
     special = {p.id for p in _victim(world) + _source(world) + _spare(world)}
-    others = [p for p in _owners(world) if p.id not in special]
+    others = [p for p in owners(world) if p.id not in special]
     return [world.random.choice(others)] if others else []
 
 
@@ -117,6 +117,11 @@ def _hit_process(world: World, process: Rank, fault: Fault) -> None:
     elif fault.kind == "slow-down":
         process.slow = SLOWER
         world.after(fault.length_ns, setattr, process, "slow", 1)
+    elif fault.kind == "freeze":  # stopped beyond the limit
+        process.stop()
+        world.after(fault.length_ns, process.resume)
+    elif process.mode in ("init", "building", "arrived", "warming", "joining"):
+        process.fail(fault.kind)
     else:
         process.error = fault.kind  # raised by its next computation
 
@@ -177,7 +182,7 @@ def _link(world: World, fault: Fault) -> str:
         if node.stream is not None:
             node.stream.close(world.random.choice(("agent", "orchestrator")))
         if world.random.random() < 0.3:
-            groups = [p.group for p in _owners(world) if p.group is not None]
+            groups = [p.group for p in owners(world) if p.group is not None]
             if groups:
                 groups[0].reset()
     elif fault.kind in ("hang", "pause"):
@@ -228,15 +233,15 @@ def _slow(world: World, name: str, length_ns: int) -> None:
 def _detector(world: World, fault: Fault) -> str:
     """It lies: healthy ranks are said to stand still (and that is taken back), or a healthy node
     is called bad."""
-    owners = _owners(world)
-    if not owners:
+    ranks = owners(world)
+    if not ranks:
         return ""
-    liar = world.random.choice(owners)
+    liar = world.random.choice(ranks)
     if fault.kind == "taint":
         operate(world, Taint(job=world.plan.job, target=liar.node.name, reason="a lying detector"))
         return liar.node.name
-    count = len(owners) if fault.kind == "all-stalled" else world.random.randrange(1, len(owners))
-    for process in world.random.sample(owners, count):
+    count = len(ranks) if fault.kind == "all-stalled" else world.random.randrange(1, len(ranks))
+    for process in world.random.sample(ranks, count):
         _lie(world, process, fault.length_ns)
     return f"on {count} ranks"
 
@@ -264,14 +269,20 @@ def _hear(world: World, node: str, said: AgentSaid) -> None:
 
 
 def _operator(world: World, fault: Fault) -> str:
-    owners = [process for process in _owners(world) if not process.done]
-    if not owners:
+    ranks = [process for process in owners(world) if not process.done]
+    if not ranks:
         return ""
-    process = world.random.choice(owners)
+    process = world.random.choice(ranks)
+    if fault.kind == "drain-spare":
+        spares = _spare(world)
+        if not spares:
+            return ""
+        operate(world, Drain(job=world.plan.job, node=spares[0].node.name))
+        return spares[0].node.name
     if fault.kind == "drain":
         operate(world, Drain(job=world.plan.job, node=process.node.name))
     elif fault.kind == "mass-taint":
-        nodes = sorted({owner.node.name for owner in owners})
+        nodes = sorted({owner.node.name for owner in ranks})
         hit = world.random.sample(nodes, max(2, len(nodes) * 3 // 10))
         for index, name in enumerate(hit):
             taint = Taint(job=world.plan.job, target=name, reason="correlated errors")
@@ -309,8 +320,11 @@ def _store(world: World, fault: Fault) -> str:
 
 
 def _everyone(world: World, fault: Fault) -> str:
-    """All ranks at once, as when somebody stops the whole job for a while."""
-    for process in _owners(world):
+    """All ranks at once: somebody stops the whole job for a while, or kills it."""
+    for process in owners(world):
+        if fault.kind == "crash":
+            process.exit(-9)
+            continue
         process.stop()
         world.after(fault.length_ns, process.resume)
     return "of the job"
@@ -331,6 +345,15 @@ def _data(world: World, fault: Fault) -> str:
     return "network between all nodes"
 
 
+def _new_groups(world: World, fault: Fault) -> str:
+    """The connections of the generation that is being committed break."""
+    groups = [process.staged for process in owners(world) if process.staged is not None]
+    for group in groups[:1]:
+        group.reset()
+        return f"of generation {group.generation}"
+    return ""
+
+
 STRIKES: dict[str, Callable[[World, Fault], str]] = {
     "victim": _process(_victim),
     "source": _process(_source),
@@ -347,4 +370,5 @@ STRIKES: dict[str, Callable[[World, Fault], str]] = {
     "everyone": _everyone,
     "spare-node": _spare_node,
     "data": _data,
+    "new-groups": _new_groups,
 }

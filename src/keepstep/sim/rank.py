@@ -156,6 +156,12 @@ class Rank:
         self.world.checker.violated(f"{self.id} (rank {self.rank}) in {self.mode}: {why}")
         self.exit(1, why)
 
+    def fail(self, kind: Any) -> None:
+        """Its script raises before it takes part in anything, and ends."""
+        error = f"RuntimeError: {kind}"
+        self.say(m.Failure(generation=self.generation, error_kind=kind, error=error, version=0))
+        self.exit(1, error)
+
     def sample(self) -> Sample | None:
         if self.mode == "starting":
             return None
@@ -211,7 +217,7 @@ class Rank:
         elif kind is m.Arm or kind is m.Welcome:
             pass
         else:
-            if kind is m.Release and self.hold_generation == generation:
+            if kind is m.Release and self.hold_generation <= generation:
                 self.hold_generation = -1
             self.inbox.append(command)
             self.pump()
@@ -563,7 +569,11 @@ class Rank:
             if not isinstance(command, kinds):
                 continue
             named = getattr(command, "generation", None)
+            later = isinstance(command, m.Release) and named is not None
             if generation is None or named is None or named == generation:
+                del self.inbox[index]
+                return command
+            if later and named >= generation:
                 del self.inbox[index]
                 return command
         return None

@@ -49,6 +49,11 @@ class Result:
     violation: str = ""
 
 
+class Hopeless(Exception):
+    """No process with any state is left, and nobody knows: the orchestrator waits for its nodes,
+    which will never come back. There is nothing it could do."""
+
+
 class Run:
     def __init__(self, plan: Plan, tracing: Callable[[str], None] | None = None) -> None:
         self.plan = plan
@@ -96,6 +101,8 @@ class Run:
     def _must(self, reached: Callable[[], bool], ns: int, what: str) -> None:
         world = self.world
         if not world.run(lambda: world.over or reached(), world.now + ns):
+            if world.checker.owners and not faults.owners(world):
+                raise Hopeless
             job = faults.facts(world)
             view = world.orchestrator.core.job(self.plan.job) if job is not None else None
             why = f"{view.state}: {view.reason}" if view is not None else "no orchestrator"
@@ -272,9 +279,15 @@ class Run:
             raise Violation(f"the job ended {view.state}: {view.reason}")
 
     def _deserved(self, reason: str) -> bool:
+        if not faults.owners(self.world):
+            return True  # nothing was left to save
         kinds = [fault.kind for fault in self.plan.faults]
         if "user" in kinds and "raised" in reason:
             return True
+        if "newcomers failed" in reason:
+            return kinds.count("crash") + kinds.count("user") + kinds.count("device") >= 5
+        if "lost their connections" in reason:
+            return kinds.count("reset") >= 6
         if "never all attached" in reason or "no node is left" in reason:
             return self.plan.from_start and len(self.world.fired_faults) >= 3
         if "exited with code" in reason or "before the first step" in reason:
@@ -329,6 +342,8 @@ def run_plan(
     violation = ""
     try:
         run.play()
+    except Hopeless:
+        run.world.trace("all state is gone")
     except AssertionError as error:  # a checker's, or the core's own
         violation = f"{type(error).__name__}: {error}"
         run.world.trace(violation)

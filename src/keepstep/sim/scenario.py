@@ -242,6 +242,60 @@ def _dark_data(seed: int, draw: random.Random) -> Plan:
     return Plan(seed=seed, migration="unplanned", faults=(fault,))
 
 
+def _bad_spares(seed: int, draw: random.Random) -> Plan:
+    """Whoever takes the seat fails: the job is given up, with its state on disk."""
+    kinds = ("crash", "user", "device")
+    faults = tuple(
+        Fault("spare", draw.choice(kinds), at_ns=index * 2500 * MS + draw.randrange(2 * SECOND))
+        for index in range(9)
+    )
+    return Plan(seed=seed, migration="unplanned", copy_ns=3 * SECOND, spares=3, faults=faults)
+
+
+def _everyone_dies(seed: int, draw: random.Random) -> Plan:
+    fault = Fault("everyone", "crash", at_ns=draw.randrange(2 * SECOND))
+    return Plan(seed=seed, migration=draw.choice(("", *MIGRATIONS)), faults=(fault,))
+
+
+def _cursed_network(seed: int, draw: random.Random) -> Plan:
+    """Every new generation loses its connections before the first step."""
+    count = draw.choice((3, 8))
+    faults = tuple(Fault("new-groups", "reset", phase="COMMIT", nth=n + 1) for n in range(count))
+    return Plan(seed=seed, migration="unplanned", faults=faults)
+
+
+def _cursed_start(seed: int, draw: random.Random) -> Plan:
+    """Ranks die, or whole nodes, each time they are started."""
+    actor = draw.choice(("bystander", "agent"))
+    faults = tuple(
+        Fault(actor, "crash", at_ns=index * 1200 * MS + draw.randrange(SECOND))
+        for index in range(8)
+    )
+    return Plan(seed=seed, migration="", from_start=True, faults=faults)
+
+
+def _cursed_rank(seed: int, draw: random.Random) -> Plan:
+    """The same rank dies in every process it is given."""
+    faults = tuple(Fault("spare", "crash", phase="COMMIT", nth=n + 1) for n in range(2))
+    return Plan(seed=seed, migration="unplanned", spares=3, faults=faults)
+
+
+def _frozen(seed: int, draw: random.Random) -> Plan:
+    """A process is stopped for longer than the limit, and then goes on as if nothing happened."""
+    actor, phase = draw.choice(("bystander", "source", "spare")), draw.choice(("", *PHASES))
+    length = draw.randrange(15 * SECOND, 90 * SECOND)
+    fault = Fault(actor, "freeze", phase=phase, at_ns=SECOND, length_ns=length)
+    return Plan(seed=seed, migration=draw.choice(MIGRATIONS), faults=(fault,))
+
+
+def _operators(seed: int, draw: random.Random) -> Plan:
+    """Drains, moves and taints that get into each other's way."""
+    kinds = (("operator", "drain"), ("operator", "drain-spare"), ("operator", "migrate"))
+    choices = (*kinds, ("detector", "taint"), ("bystander", "crash"), ("agent", "crash"))
+    faults = tuple(Fault(*draw.choice(choices), at_ns=draw.randrange(8 * SECOND)) for _ in range(4))
+    return Plan(seed=seed, migration="planned", spares=draw.choice((1, 2)), faults=faults)
+
+
 STORIES: dict[str, Callable[[int, random.Random], Plan]] = {
     "orchestrator-effect": _orchestrator_effect,
     "disk-full": _disk_full,
@@ -261,6 +315,13 @@ STORIES: dict[str, Callable[[int, random.Random], Plan]] = {
     "hang-after-move": _hang_after_move,
     "unlucky-rank": _unlucky_rank,
     "dark-data": _dark_data,
+    "bad-spares": _bad_spares,
+    "everyone-dies": _everyone_dies,
+    "cursed-network": _cursed_network,
+    "cursed-start": _cursed_start,
+    "cursed-rank": _cursed_rank,
+    "frozen": _frozen,
+    "operators": _operators,
 }
 
 

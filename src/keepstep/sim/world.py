@@ -147,10 +147,21 @@ class World:
             view = getattr(record, "view", None)
             if view is not None:
                 self.said.add(view.reason)
+        self._listen()
         for send in outcome.sends:
             line += f" > {_command(send.command)}"
         self.trace(line)
         self.on_decided(outcome)
+
+    def _listen(self) -> None:
+        """Reasons for waiting stand in no record; operators see them."""
+        job = self.orchestrator.core.state(self.plan.job)
+        if job.reason:
+            self.said.add(job.reason)
+        if job.attempt is not None and job.attempt.no_spare:
+            self.said.add(job.attempt.no_spare)
+        for incident in job.incidents:
+            self.said.add(incident.reason)
 
     def acted(self) -> None:
         for watcher in list(self.watchers):

@@ -178,7 +178,7 @@ class Channel:
             case m.Hold():
                 self.hold_generation = command.generation
             case m.Release():
-                if self.hold_generation == command.generation:
+                if self.hold_generation <= command.generation:
                     self.hold_generation = -1
                 self.inbox.append(command)
             case m.Buddy():

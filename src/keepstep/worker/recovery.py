@@ -194,8 +194,9 @@ class Recovery:
             command = seat.channel.wait(
                 lambda c: (
                     isinstance(c, m.Finish)
+                    or (isinstance(c, m.Release) and c.generation >= generation)
                     or (
-                        isinstance(c, m.Swap | m.Release | m.Leave | m.Checkpoint)
+                        isinstance(c, m.Swap | m.Leave | m.Checkpoint)
                         and c.generation == generation
                     )
                 ),
