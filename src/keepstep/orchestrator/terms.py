@@ -37,6 +37,7 @@ log = logging.getLogger("keepstep.terms")
 RETRY_S = 0.5
 RENEWALS = 4  # per lease
 LOOKS = 8  # of a standby, per lease
+LOOK_S_MAX = 1.0  # one that ends in order is not missed for long
 TWIN_LEASES = 1.5  # a killed predecessor of our id is forgotten by then, a living twin is not
 
 Role = Literal["active", "standby", "suspended"]
@@ -107,7 +108,7 @@ class Terms:
 
     async def _stand_by(self) -> None:
         assert self._store.lease_s is not None
-        await asyncio.sleep(self._store.lease_s / LOOKS)
+        await asyncio.sleep(min(self._store.lease_s / LOOKS, LOOK_S_MAX))
         try:
             if await self._try_acquire():
                 await self._take_office()
