@@ -173,7 +173,7 @@ def hot_path_table(results: dict[str, Any]) -> str:
         name = "  " * depth + path.rpartition("/")[2]
         rows.append([name, *(r["hot_path_us"].get(path, "-") for r in results.values())])
     bare = [r["fence_round_trip_us"].get("p50", "-") for r in results.values()]
-    rows.append(["bare all_reduce, no rank late", *bare])
+    rows.append(["bare meeting, no rank late", *bare])
     for what in sorted({k for r in results.values() for k in _background(r)}):
         row = [f"{_background(r).get(what, 0.0):.1f} %" for r in results.values()]
         rows.append([f"background CPU, {what}", *row])

@@ -132,7 +132,7 @@ def expect_errors(remotes: list[Remote]) -> None:
     for remote in remotes:
         kind, value, seconds = remote.outcome()
         assert kind == "error", value
-        assert "RuntimeError" in value or "Dist" in value, value
+        assert "RuntimeError" in value or "Dist" in value or "Connection" in value, value
         assert seconds < SOON_S, value
 
 
@@ -141,7 +141,7 @@ def expect_death_is_seen(remotes: list[Remote]) -> None:
     ready = multiprocessing.connection.wait([remote.pipe for remote in remotes], SOON_S)
     assert ready, "nobody saw the death"
     kind, value, _ = next(remote for remote in remotes if remote.pipe in ready).outcome()
-    assert kind == "error" and "by peer" in value, value
+    assert kind == "error" and ("by peer" in value or "by rank 2" in value), value
 
 
 def test_stage_beside_training_then_swap_in_place_is_bit_identical(
@@ -242,25 +242,27 @@ def test_abort_from_another_thread_unblocks_a_pending_operation(world: World) ->
     assert world.all("all_reduce") == [6.0] * WORLD
 
 
-def test_fence_sums_and_raises_quickly_when_a_peer_dies(world: World) -> None:
-    assert world.all("fence", [1, 1 << 40, -3]) == [[3, 3 << 40, -9]] * WORLD
+def test_fence_hears_all_and_raises_quickly_when_a_peer_dies(world: World) -> None:
+    expected = ((0, 1 << 40, -3, 0), (WORLD - 1, 1 << 40, -3, 0))
+    assert [tuple(map(tuple, heard)) for heard in world.all("fence")] == [expected] * WORLD
     assert max(world.all("time_fences", 100)) < 0.05
     for remote in world.ranks[:2]:
         remote.call("abort_after", 0.4)
-        remote.send("fence", [1])
+        remote.send("fence")
     time.sleep(0.1)
     world.ranks[2].kill()
     expect_errors(world.ranks[:2])
 
 
-def test_forked_children_do_not_keep_a_dead_rank_connected(world: World) -> None:
+@pytest.mark.parametrize("waiting_in", ["fence", "all_reduce"])
+def test_forked_children_do_not_keep_a_dead_rank_connected(world: World, waiting_in: str) -> None:
     assert world.ranks[2].call("gloo_sockets") > 0
     child, sockets = world.ranks[2].call("fork_and_linger")
     try:
         assert sockets == 0
         assert world.all("all_reduce") == [6.0] * WORLD  # the parent's own are untouched
         for remote in world.ranks[:2]:
-            remote.send("fence", [1])
+            remote.send(waiting_in)
         world.ranks[2].kill()
         expect_death_is_seen(world.ranks[:2])
     finally:

@@ -36,7 +36,7 @@ class Rank:
         self.pair = dist.new_group([0, world - 1])
         self.build()
         if not solo:
-            groups.build_first_fence("127.0.0.1", port, rank, world, 10.0)
+            groups.build_first_fence("127.0.0.1", port, rank, world, "127.0.0.1", 10.0)
         self.staged: Any = None
 
     def build(self) -> None:
@@ -56,8 +56,8 @@ class Rank:
         self.optimizer.zero_grad()
         self.ddp(torch.randn(6, 48)).square().mean().backward()
         if fence:
-            sums = self.groups.fence([1, step], 20.0)
-            assert sums == [self.world, self.world * step], sums
+            low, high = self.groups.fence((step, -self.rank, self.rank, 7))
+            assert low == (step, 1 - self.world, 0, 7) and high == (step, 0, self.world - 1, 7)
         self.optimizer.step()
         return self.digest()
 
@@ -114,7 +114,7 @@ class Rank:
 
     def stage(self, generation: int, port: int, timeout_s: float = 20.0) -> None:
         self.staged = self.groups.stage(
-            generation, "127.0.0.1", port, self.rank, self.world, timeout_s
+            generation, "127.0.0.1", port, self.rank, self.world, "127.0.0.1", timeout_s
         )
 
     def stage_in_thread(self, generation: int, port: int) -> None:
@@ -182,13 +182,13 @@ class Rank:
             return str(error)
         return ""
 
-    def fence(self, values: list[int], timeout_s: float = 20.0) -> list[int]:
-        return list(self.groups.fence(values, timeout_s))
+    def fence(self) -> Any:
+        return self.groups.fence((self.rank, 1 << 40, -3, 0))
 
     def time_fences(self, count: int) -> float:
         begin = time.monotonic()
         for value in range(count):
-            self.groups.fence([value, 1, 2, 3], 20.0)
+            self.groups.fence((value, 1, 2, 3))
         return (time.monotonic() - begin) / count
 
     def gloo_sockets(self) -> int:

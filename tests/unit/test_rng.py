@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import numpy
+import pytest
 import torch
 
 from keepstep.worker import codec, rng
@@ -28,6 +29,18 @@ def test_restore_repeats_all_generators() -> None:
     assert draw() != first
     rng.restore(state)
     assert draw() == first
+
+
+def test_words_read_from_memory_are_those_of_getstate(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rng._PYTHON_WORDS, "this interpreter lays its generator out in another way"
+    for draws in (0, 1, 623, 624, 700):
+        random.seed(draws)
+        for _ in range(draws):
+            random.random()
+        fast = rng._capture_python()
+        with monkeypatch.context() as slow:
+            slow.setattr(rng, "_PYTHON_WORDS", 0)
+            assert rng._capture_python() == fast
 
 
 def test_state_survives_the_codec() -> None:

@@ -28,7 +28,7 @@ Within a phase everything that can be asked for is asked at once (rows, in this 
     Position    newcomers                arrived and tick known               Ready
     Hold        members                  planned: all ready and staged        Held
     Copy        newcomers                ready, all members hold              Copied
-    Checkpoint  members                  all hold and no spare can come       Checkpointed, CheckpointFailed
+    Checkpoint  members                  all hold and no spare can come       Checkpointed
     Swap, Leave everyone                 Committed is on record               Swapped, Resumed
 
 Before Committed everything can be undone; after it, only forward: a fault then is the next

@@ -30,10 +30,10 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-import torch
 import torch._C._distributed_c10d as _C
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
@@ -41,8 +41,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from keepstep.errors import LocalProtocolError, PermanentError, UsageError
 from keepstep.worker import extension, gloo
+from keepstep.worker import fence as fences
+from keepstep.worker.fence import Fence
 
-FENCE = "keepstep-fence"
 RELEASE_TIMEOUT_S = 10.0
 RENDEZVOUS_TIMEOUT_S = 7 * 86_400.0  # ended by abort() or the end of the store, not by a clock
 
@@ -50,7 +51,7 @@ _ext: Any = None
 _solo = False
 _refusal = ""
 _aborts = 0
-_fence: _Fence | None = None
+_fence: Fence | None = None
 _ddp: weakref.WeakSet[DistributedDataParallel] | None = None
 _ddp_rebuilt: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
@@ -80,6 +81,7 @@ def install(solo: bool) -> None:
     _patch_rendezvous(c10d_any)
     _patch_logger()
     os.register_at_fork(after_in_child=gloo.after_fork)
+    os.register_at_fork(after_in_child=fences.after_fork)
 
 
 class _GlooMeta(type):
@@ -198,6 +200,7 @@ def abort() -> None:
     global _aborts
     _aborts += 1
     gloo.shutdown(gloo.watched())
+    fences.interrupt_all()
 
 
 def _groups() -> list[_Group]:
@@ -229,7 +232,7 @@ def go_solo(*, at_boundary: bool = False) -> None:
     gloo.shutdown(meshes)  # queued operations must fail for the destructors to return
     old: list[tuple[str, Any]] = []
     if _fence is not None:
-        old.append((FENCE, _fence.backend))
+        _fence.close()
         _fence = None
     if not already:
         for name, pg in groups:
@@ -302,7 +305,7 @@ class StagedGroups:
         self._aborts = _aborts
         self._backends: dict[tuple[str, Any], Any] = {}
         self._stores: dict[str, Any] = {}
-        self._fence: Any = None
+        self._fence: Fence | None = None
         self._meshes: list[gloo.Mesh] = []
 
     @property
@@ -316,7 +319,9 @@ class StagedGroups:
         fence, self._fence = self._fence, None
         self._stores = {}
         gloo.forget(meshes)
-        del backends, fence
+        if fence is not None:
+            fence.close()
+        del backends
 
     def _check(self) -> None:
         if self.aborted:
@@ -332,7 +337,7 @@ class StagedGroups:
 
 
 def stage(
-    generation: int, host: str, port: int, rank: int, world: int, timeout_s: float
+    generation: int, host: str, port: int, rank: int, world: int, bind: str, timeout_s: float
 ) -> StagedGroups:
     """Build real backends for all groups of this rank, and a fence. Runs in a builder thread.
 
@@ -357,8 +362,9 @@ def stage(
                 backend._set_default_timeout(_timeout(pg, kind))
                 staged._backends[name, kind] = backend
             staged._stores[name] = _C.PrefixStore(f"keepstep/{generation}/store/{name}", client)
-        store = _C.PrefixStore(f"keepstep/{generation}/{FENCE}", client)
-        staged._fence = staged._connect(store, rank, world, timeout)
+        staged._fence = Fence(rank, world, bind)
+        staged._check()
+        staged._fence.connect(_C.PrefixStore(f"keepstep/{generation}", client), timeout_s)
         client.set_timeout(timeout)
         staged._check()
         return staged
@@ -401,8 +407,8 @@ def swap(staged: StagedGroups) -> None:
         c10d._world.pg_map[pg] = (c10d._world.pg_map[pg][0], store)
         _ext.replace_store(pg, store)
     if _fence is not None:
-        old.append((FENCE, _fence.backend))
-    _fence, staged._fence = _Fence(staged._fence), None
+        _fence.close()
+    _fence, staged._fence = staged._fence, None
     _solo = False
     dropped = gloo.installed()
     gloo.install(staged._meshes)
@@ -414,35 +420,22 @@ def swap(staged: StagedGroups) -> None:
 # ----------------------------------------------------------------------------------------- fence
 
 
-class _Fence:
-    def __init__(self, backend: Any) -> None:
-        self.backend = backend
-        self.options = dist.AllreduceOptions()
-        self.timeout_s = -1.0
-
-
-def build_first_fence(host: str, port: int, rank: int, world: int, timeout_s: float) -> None:
+def build_first_fence(
+    host: str, port: int, rank: int, world: int, bind: str, timeout_s: float
+) -> None:
     """Generation 0, on ranks whose groups are real from the start: only the fence is missing."""
     global _fence
-    timeout = timedelta(seconds=timeout_s)
-    store = _C.PrefixStore(f"keepstep/0/{FENCE}", _client(host, port, timeout))
-    mesh = gloo.Mesh()
-    _fence = _Fence(gloo.connect(store, rank, world, timeout, mesh))
-    gloo.install([mesh])
+    client = _client(host, port, timedelta(seconds=timeout_s))
+    _fence = Fence(rank, world, bind)
+    _fence.connect(_C.PrefixStore("keepstep/0", client), timeout_s)
 
 
-def fence(values: list[int], timeout_s: float) -> list[int]:
-    """Sum over all ranks. RuntimeError when aborted or when a peer is gone."""
-    current = _fence
-    if current is None:
+def fence(words: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Least and greatest of each word over all ranks. OSError or RuntimeError when aborted or when
+    a peer is gone."""
+    if _fence is None:
         raise RuntimeError("there is no fence: the groups are solo")
-    if current.timeout_s != timeout_s:
-        current.options.timeout = timedelta(seconds=timeout_s)
-        current.timeout_s = timeout_s
-    # A fresh tensor each time: a failed all-reduce may still write into the one it was given.
-    tensor = torch.tensor(values, dtype=torch.int64)
-    current.backend.allreduce([tensor], current.options).wait()
-    return tensor.tolist()
+    return _fence.meet(words)
 
 
 # ------------------------------------------------------------------------------------------- DDP

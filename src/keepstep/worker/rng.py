@@ -18,17 +18,16 @@ import torch
 assert array.array("I").itemsize == 4, "Python's generator is made of 32-bit words"
 
 _encoder = msgspec.msgpack.Encoder()
-_NUMPY_BYTES = 625 * 4  # of a Mersenne Twister: 624 words and the position
+_TWISTER_BYTES = 625 * 4  # of a Mersenne Twister: 624 words and the position
 
 _numpy_seen: tuple[bytes, tuple[Any, ...]] | None = None  # raw words, and what they were read as
 
 
 def capture() -> bytes:
     """Only generators that exist: CUDA once initialised, numpy once imported."""
-    version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state().numpy().tobytes(),
-        "python": (version, array.array("I", words).tobytes(), gauss),
+        "python": _capture_python(),
     }
     cuda: Any = torch.cuda
     if cuda.is_initialized():
@@ -40,6 +39,24 @@ def capture() -> bytes:
     return _encoder.encode(state)
 
 
+def _capture_python() -> tuple[int, bytes, float | None]:
+    if _PYTHON_WORDS:
+        raw = ctypes.string_at(_PYTHON_WORDS, _TWISTER_BYTES)
+        return random.Random.VERSION, raw[4:] + raw[:4], random._inst.gauss_next  # type: ignore[attr-defined]
+    version, words, gauss = random.getstate()
+    return version, array.array("I", words).tobytes(), gauss
+
+
+def _find_python_words() -> int:
+    """Where CPython keeps the position and the words of its generator, or 0. getstate() makes an
+    object of every word, which takes longer than everything else here together."""
+    where = id(random._inst) + object.__basicsize__  # type: ignore[attr-defined]
+    words = array.array("I", random.getstate()[1]).tobytes()
+    if sys.implementation.name != "cpython":
+        return 0
+    return where if ctypes.string_at(where, _TWISTER_BYTES) == words[-4:] + words[:-4] else 0
+
+
 def _capture_numpy(numpy: Any) -> tuple[Any, ...]:
     """get_state() takes longer than everything else here, and most scripts never draw from
     numpy's global generator between two captures: then the words are as they were. A pending
@@ -48,7 +65,7 @@ def _capture_numpy(numpy: Any) -> tuple[Any, ...]:
     source = numpy.random.mtrand._rand._bit_generator
     raw = b""
     if type(source) is numpy.random.MT19937:
-        raw = ctypes.string_at(source.ctypes.state_address, _NUMPY_BYTES)
+        raw = ctypes.string_at(source.ctypes.state_address, _TWISTER_BYTES)
         if _numpy_seen is not None and _numpy_seen[0] == raw and not _numpy_seen[1][3]:
             return _numpy_seen[1]
     name, key, position, has_gauss, cached = numpy.random.get_state()
@@ -76,3 +93,6 @@ def restore(data: bytes) -> None:
 
 def torch_state(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+_PYTHON_WORDS = _find_python_words()

@@ -67,6 +67,7 @@ class Stager:
                 command.store.port,
                 self._rank,
                 self._world,
+                self._channel.welcome.interface,
                 STAGE_TIMEOUT_S,
             )
         except Exception as error:

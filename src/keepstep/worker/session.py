@@ -259,6 +259,7 @@ def announce(session: Session, line: Line) -> None:
                 int(os.environ["MASTER_PORT"]),
                 seat.rank,
                 seat.world,
+                seat.welcome.interface,
                 FIRST_FENCE_TIMEOUT_S,
             )
         record = line.recorder.encoded(known)

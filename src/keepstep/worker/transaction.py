@@ -2,7 +2,7 @@
 
     begin   note what a retry must find again: RNG, buffers, gradients' presence, small state
     compute the user's function, with its collectives
-    fence   publish the side state of tick+1, then a tiny all-reduce over all ranks. Passed: every
+    fence   publish the side state of tick+1, then meet all ranks (fence.py). Passed: every
             rank had complete gradients and every side state is safe
     apply   the optimizer's update and whatever follows in the function; tick becomes tick+1
 
@@ -20,13 +20,11 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from keepstep.errors import KeepstepError, LocalProtocolError, UsageError
+from keepstep.errors import KeepstepError, UsageError
 from keepstep.worker import groups, results, rng
 from keepstep.worker.objects import Undo
 from keepstep.worker.recovery import Recovery, Retry
 from keepstep.worker.seat import Seat
-
-FENCE_TIMEOUT_S = 7 * 86_400.0  # a fence ends by passing or by an Abort, never by a clock
 
 
 class Transactions:
@@ -42,7 +40,6 @@ class Transactions:
         self._hold = -1
         self._function: Any = None
         self._attached = {id(o): n for n, o in seat.optimizers.items()}
-        self._tokens = [0] * 6
         register_optimizer_step_pre_hook(self._before_update)
         for model in seat.models.values():
             model.register_forward_pre_hook(lambda *_: seat.page.mark())
@@ -207,27 +204,26 @@ class Transactions:
         if seat.alone:
             self._hold = held if word else -1
             return
-        mine = self._tokens
-        mine[0], mine[1], mine[2] = 1, seat.tick, seat.generation
-        mine[3] = zlib.crc32(self.running.encode())
-        mine[4], mine[5] = (1, held) if word else (0, 0)
+        # Words of all ranks, and of each the least and the greatest.
+        mine = (
+            seat.tick,
+            seat.generation,
+            zlib.crc32(self.running.encode()),
+            held if word else -1,
+        )
         if seat.injector:
             seat.injector.point("in_fence", seat.version)
-        total = groups.fence(mine, FENCE_TIMEOUT_S)
-        if seat.aborted():  # and what was summed up means nothing
+        low, high = groups.fence(mine)
+        if seat.aborted():  # and what was heard means nothing
             raise ConnectionAbortedError("aborted in the fence")
-        world = seat.world
-        if total[:4] != [world, world * mine[1], world * mine[2], world * mine[3]]:
+        if low[:3] != high[:3]:
             raise UsageError(
                 f"rank {seat.rank} is in {self.running!r} (tick {seat.tick}) while another rank is "
                 "in another step or section",
                 hint="all ranks must call the same steps and sections in the same order",
             )
-        if total[4]:
-            # At most one planned move runs at a time, and every rank that raises the word names it.
-            self._hold, rest = divmod(total[5], total[4])
-            if rest:
-                raise LocalProtocolError(f"ranks hold for different generations: {total}")
+        # One planned move runs at a time; a lower number is of one that has been given up.
+        self._hold = high[3]
 
     def _fence_failed(self, error: BaseException) -> None:
         in_fence, undo = self._in_fence, self._undo
