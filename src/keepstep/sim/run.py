@@ -31,6 +31,7 @@ FIRE_NS = 25 * SECOND  # a fault that waits for its phase longer than this strik
 QUIET_NS = 400 * SECOND
 END_NS = 120 * SECOND
 CALM_NS = 3 * SECOND
+LOOK_NS = SECOND // 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class Run:
         self.calm_at = 0
         self._previous: object = None
         self._quiet_since: int | None = None
+        self._look_at = 0
 
     # ------------------------------------------------------------------ the story
 
@@ -232,6 +234,9 @@ class Run:
 
     def _settled(self) -> bool:
         """Quiet for some seconds: what was sent last has arrived."""
+        if self.world.now < self._look_at:
+            return False
+        self._look_at = self.world.now + LOOK_NS
         if not self._quiet():
             self._quiet_since = None
         elif self._quiet_since is None:
