@@ -270,6 +270,7 @@ class Checker:
         )
         self._check_content(process)
         self.best[rank] = max(self.best.get(rank, 0), tick)
+        self.world.on_commit()
 
     def _check_content(self, process: Rank) -> None:
         truth, tick = self.world.truth, process.tick

@@ -133,6 +133,8 @@ class Run:
         if self.waiting:
             world.watchers.append(self._watch)
             world.on_decided = self._watch_commit
+            if any(fault.phase == "FENCE" for fault in self.waiting):
+                world.on_commit = self._watch_fence
             world.after(FIRE_NS, self._strike_anyway)
 
     def _start_migration(self, fault: Fault) -> None:
@@ -158,6 +160,13 @@ class Run:
                 self.waiting.remove(fault)
                 write_ns = self.world.orchestrator.append_ns
                 self.world.after(self.world.random.randrange(write_ns), self._strike, fault)
+
+    def _watch_fence(self) -> None:
+        """FENCE: some ranks have passed it, and others still wait in it."""
+        if len({process.tick for process in faults.owners(self.world)}) > 1:
+            for fault in [fault for fault in self.waiting if fault.phase == "FENCE"]:
+                self.waiting.remove(fault)
+                self.world.after(fault.delay_ns, self._strike, fault)
 
     def _strike(self, fault: Fault) -> None:
         self.pending -= 1
@@ -287,7 +296,7 @@ class Run:
         if not faults.owners(self.world):
             return True  # nothing was left to save
         kinds = [fault.kind for fault in self.plan.faults]
-        if "user" in kinds and "raised" in reason:
+        if ("user" in kinds or "quit" in kinds) and "raised" in reason:
             return True
         if "newcomers failed" in reason:
             return kinds.count("crash") + kinds.count("user") + kinds.count("device") >= 5
