@@ -310,6 +310,23 @@ def _torn_fence(seed: int, draw: random.Random) -> Plan:
     return Plan(seed=seed, migration="", faults=tuple(faults))
 
 
+def _echo(seed: int, draw: random.Random) -> Plan:
+    """A slow network, and deaths so close together that answers to one attempt come in the next."""
+    jitter = draw.choice((20, 100, 300)) * MS
+    phase = draw.choice(("RESERVE", "HOLD", "COPY", "COMMIT", "REWIRE", "RESUME"))
+    faults = tuple(
+        Fault(
+            draw.choice(("bystander", "source", "spare")),
+            "crash",
+            phase=phase,
+            delay_ns=draw.randrange(3 * jitter),
+        )
+        for _ in range(draw.choice((1, 2, 2, 3)))
+    )
+    migration = draw.choice(MIGRATIONS)
+    return Plan(seed=seed, migration=migration, jitter_ns=jitter, spares=3, faults=faults)
+
+
 STORIES: dict[str, Callable[[int, random.Random], Plan]] = {
     "orchestrator-effect": _orchestrator_effect,
     "disk-full": _disk_full,
@@ -330,6 +347,7 @@ STORIES: dict[str, Callable[[int, random.Random], Plan]] = {
     "unlucky-rank": _unlucky_rank,
     "dark-data": _dark_data,
     "torn-fence": _torn_fence,
+    "echo": _echo,
     "bad-spares": _bad_spares,
     "everyone-dies": _everyone_dies,
     "cursed-network": _cursed_network,
@@ -366,6 +384,7 @@ def draw_plan(seed: int) -> tuple[str, Plan]:
         spares=draw.choice((1, 2, 2, 3)),
         step_ns=draw.choice((200, 300, 400)) * MS,
         copy_ns=draw.choice((100, 500, 3000)) * MS,
+        jitter_ns=draw.choice((800_000, 800_000, 30 * MS, 100 * MS)),
         notice_ns=draw.choice((SECOND // 2, 2 * SECOND, 8 * SECOND)),
         late_nodes=late,
         migration=migration,
