@@ -668,3 +668,6 @@ HINTS: dict[str, tuple[str, ...]] = {
     "once: a resumed job began with generation 0": ("resume",),
     "breaker: every taint moves": ("mass-taint",),
 }
+
+# Patches that change nothing which matters, and why.
+EQUIVALENT: dict[str, str] = {}

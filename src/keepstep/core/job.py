@@ -14,6 +14,7 @@ from keepstep.core.phases import all_filled
 from keepstep.core.recovery import agents_are_back
 from keepstep.core.state import Attempt, Job, Out, Worker
 from keepstep.core.workers import worker_said
+from keepstep.model.job import AgentSaid, CoreInput
 from keepstep.model.messages import (
     AgentMessage,
     Buddy,
@@ -35,6 +36,14 @@ from keepstep.model.messages import (
     WorkerState,
 )
 from keepstep.model.records import NodeJoined
+
+
+def must_look(job: Job, event: CoreInput) -> bool:
+    """Progress is most of what is said, and while a job just trains nothing follows from it."""
+    if not isinstance(event, AgentSaid) or not isinstance(event.message, Progress):
+        return True
+    trains = job.mode == "running" and not job.replayed
+    return not trains or job.attempt is not None or bool(job.injects)
 
 
 def settle(job: Job, out: Out) -> None:

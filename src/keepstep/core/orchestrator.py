@@ -76,7 +76,8 @@ class Core:
                 self._after_the_end(job, out, event)
             else:
                 self._dispatch(job, out, event)
-                jobs_.settle(job, out)
+                if jobs_.must_look(job, event):
+                    jobs_.settle(job, out)
         return outcome
 
     def deadline(self) -> int | None:

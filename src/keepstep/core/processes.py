@@ -136,7 +136,9 @@ def refill(job: Job, out: Out, needed: int, forced: bool) -> None:
             worker.role = "unwanted"
             out.kill(worker)
     missing = wanted - len(job.standbys())
-    for node_name, slot in placement.free_slots(job.nodes, job.workers.values())[: max(0, missing)]:
+    if missing <= 0:
+        return
+    for node_name, slot in placement.free_slots(job.nodes, job.workers.values())[:missing]:
         start_worker(job, out, node_name, slot, -1, "standby")
 
 

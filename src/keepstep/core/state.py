@@ -14,7 +14,7 @@ commands are idempotent, and rows whose answer is already known are skipped.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -282,16 +282,23 @@ class Job:
         worker = self.owners.get(rank)
         return self.workers[worker] if worker is not None else None
 
-    def owning(self) -> Iterator[tuple[int, Worker]]:
-        for rank in sorted(self.owners):
-            yield rank, self.workers[self.owners[rank]]
+    def owning(self) -> list[tuple[int, Worker]]:
+        """In order of ranks. Called many times for every event, so it avoids sorting."""
+        owners, workers = self.owners, self.workers
+        whole = len(owners) == self.spec.world
+        ranks: Iterable[int] = range(self.spec.world) if whole else sorted(owners)
+        return [(rank, workers[owners[rank]]) for rank in ranks]
 
     def live(self) -> list[int]:
-        return [rank for rank, worker in self.owning() if worker.usable]
+        return [rank for rank, w in self.owning() if w.alive and w.killed_at is None]
 
     def dead(self) -> list[int]:
         """Ranks without a living owner. One whose script has ended needs none."""
-        return [rank for rank, worker in self.owning() if not worker.usable and not worker.done]
+        return [
+            rank
+            for rank, w in self.owning()
+            if not (w.alive and w.killed_at is None) and not w.done
+        ]
 
     def attaching(self) -> tuple[list[int], list[int]]:
         """Ranks that are in attach or through it, and ranks that are not."""
@@ -299,7 +306,11 @@ class Job:
         return there, [rank for rank, _ in self.owning() if rank not in there]
 
     def standbys(self) -> list[Worker]:
-        return [w for w in self.workers.values() if w.role == "standby" and w.usable]
+        return [
+            w
+            for w in self.workers.values()
+            if w.role == "standby" and w.alive and w.killed_at is None
+        ]
 
     def connected(self) -> list[Node]:
         return [node for node in self.nodes.values() if node.state == "connected"]

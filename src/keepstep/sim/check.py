@@ -190,6 +190,7 @@ class Checker:
         """On its way: its record is on the disk, or it needs none."""
         if isinstance(command, m.KillWorker):
             self.killed.add(command.worker)
+            self._check_alarm(command.worker)
         elif isinstance(command, m.StartWorker):
             self.ensure(command.worker in self.placed, f"{command.worker} started, not on record")
         elif isinstance(command, m.OpenStore):
@@ -197,6 +198,17 @@ class Checker:
             self.ensure(known, f"store {command.generation} opened, not on record")
         elif isinstance(command, m.Tell):
             self._told(command.worker, command.command)
+
+    def _check_alarm(self, worker: str) -> None:
+        """False alarm: a healthy rank is fenced in a world where only other processes are hurt."""
+        if not self.world.plan.only_processes or worker not in self.owners.values():
+            return
+        process = self.world.ranks.get(worker)
+        job = self.world.orchestrator.core.state(self.world.plan.job)
+        if process is None or job.mode != "running" or job.ended is not None:
+            return
+        healthy = process.alive and not (process.hung or process.stopped or process.was_stopped)
+        self.ensure(not healthy, f"{worker} (rank {process.rank}) is fenced and was healthy")
 
     def _told(self, worker: str, command: m.WorkerCommand) -> None:
         self.ensure(
@@ -270,6 +282,7 @@ class Checker:
         )
         self._check_content(process)
         self.best[rank] = max(self.best.get(rank, 0), tick)
+        self.world.on_commit()
 
     def _check_content(self, process: Rank) -> None:
         truth, tick = self.world.truth, process.tick

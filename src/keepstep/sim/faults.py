@@ -120,6 +120,8 @@ def _hit_process(world: World, process: Rank, fault: Fault) -> None:
     elif fault.kind == "freeze":  # stopped beyond the limit
         process.stop()
         world.after(fault.length_ns, process.resume)
+    elif fault.kind == "quit":  # its script raises outside of any step
+        process.fail("user")
     elif process.mode in ("init", "building", "arrived", "warming", "joining"):
         process.fail(fault.kind)
     else:
@@ -307,11 +309,14 @@ def _provider(world: World, fault: Fault) -> str:
 
 def _store(world: World, fault: Fault) -> str:
     """Its program cannot be started, says nothing, or dies with ranks waiting in it."""
-    if fault.kind != "crash":
+    if fault.kind in ("refuse", "mute"):
         world.store_failure = fault.kind
         return "of the next generation"
     attempt = _attempt(world)
     node = world.nodes.get(attempt.store_node) if attempt is not None else None
+    if fault.kind == "host" and node is not None and node.alive:
+        node.die(silently=False)
+        return f"with {node.name}"
     store = node.stores.get(attempt.generation) if node is not None and attempt else None
     if store is None:
         return ""

@@ -37,7 +37,8 @@ class Group:
             del self.entered[tick]
         if len(here) == len(self.members):
             for member in self.members.values():
-                delay = 300_000 + self.world.random.randrange(1_200_000)
+                late = self.world.random.random() < 0.02
+                delay = 300_000 + self.world.random.randrange(150 * MS if late else 1_200_000)
                 self.world.after(delay, self._pass, member, rank.tick)
 
     def complete(self, tick: int) -> list[int] | None:

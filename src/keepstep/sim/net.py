@@ -39,7 +39,7 @@ class Net:
         self.disturbed = False  # ever
 
     def delay(self, source: str, target: str) -> int:
-        base = 200_000 + int(self._world.random.random() * 800_000)
+        base = 200_000 + int(self._world.random.random() * self._world.plan.jitter_ns)
         if self._slow:
             base += int(self._slow.get((source, target), 0) * self._world.random.random())
         return base

@@ -182,7 +182,9 @@ class SimOrchestrator:
             if peer is not None:
                 peer.down(send.command)
         self.world.acted()
-        self._arm()
+        news = not isinstance(given, AgentSaid) or not isinstance(given.message, m.Progress)
+        if news or outcome.records or outcome.sends:
+            self._arm()  # progress only moves deadlines away
 
     def _now(self) -> int:
         return self.clock_ns + self.world.now

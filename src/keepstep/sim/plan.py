@@ -32,6 +32,7 @@ class Plan:
     stall_ns: int = 10 * SECOND
     progress_ns: int = SECOND
     step_ns: int = 300 * MS
+    jitter_ns: int = 800_000  # of every message
     copy_ns: int = 500 * MS
     notice_ns: int = SECOND
     late_nodes: tuple[int, ...] = ()  # spare nodes that join later, after so many ns
@@ -40,6 +41,16 @@ class Plan:
     migration: str = "unplanned"  # planned, pre-emptive, unplanned: what is going on
     faults: tuple[Fault, ...] = field(default_factory=tuple)
     job: str = "j"
+
+    @property
+    def only_processes(self) -> bool:
+        """Nothing but processes is hurt: nobody has an excuse for blaming a healthy one."""
+        harmless = ("crash", "hang", "pause", "drain", "migrate", "drain-spare")
+        return not self.from_start and all(
+            fault.actor in ("victim", "source", "spare", "bystander", "operator")
+            and fault.kind in harmless
+            for fault in self.faults
+        )
 
     @property
     def rank_nodes(self) -> int:

@@ -62,6 +62,7 @@ class Rank:
         self.alive = True
         self.stopped = False
         self.stopped_at = 0
+        self.was_stopped = False
         self.hung = False
         self.slow = 1
         self.error = ""  # to be raised in the next computation: "device" or "user"
@@ -136,6 +137,7 @@ class Rank:
     def stop(self) -> None:
         if self.alive and not self.stopped:
             self.stopped, self.stopped_at = True, self.world.now
+            self.was_stopped = True
 
     def resume(self) -> None:
         if self.stopped:

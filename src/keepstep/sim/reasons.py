@@ -18,6 +18,7 @@ import keepstep.core
 # Views and measurements: words about what is, not why something is done.
 NOT_DECISIONS = frozenset({"project.py", "timeline.py", "orchestrator.py"})
 WORDS_MIN = 3
+LENGTH_MAX = 300
 
 
 class _Sentences(ast.NodeVisitor):
@@ -51,8 +52,14 @@ class _Sentences(ast.NodeVisitor):
         text = "".join(parts)
         if len(text.replace("...", " ").split()) < WORDS_MIN:
             return
+        while parts[0] == "...":
+            parts = parts[1:]
+        while parts[-1] == "...":
+            parts = parts[:-1]
+        parts = [parts[0].lstrip(), *parts[1:]]
+        parts = [*parts[:-1], parts[-1].rstrip()]
         pattern = "".join(".*" if part == "..." else re.escape(part) for part in parts)
-        self.found[f"{self.file}: {text}"] = re.compile(pattern.strip(), re.DOTALL)
+        self.found[f"{self.file}: {text}"] = re.compile(pattern, re.DOTALL)
 
 
 @functools.cache
@@ -73,6 +80,7 @@ def _heard_in(text: str) -> tuple[str, ...]:
 
 
 def heard(texts: Iterable[str]) -> frozenset[str]:
-    """Sentences that occur in what the records say; numbers do not matter."""
-    plain = {re.sub(r"\d+", "0", text) for text in texts}
+    """Sentences that occur in what the records say; numbers do not matter. What is long was put
+    together from parts that were heard before: its end is what is new."""
+    plain = {re.sub(r"\d+", "0", text[-LENGTH_MAX:]) for text in texts}
     return frozenset(name for text in sorted(plain) for name in _heard_in(text))

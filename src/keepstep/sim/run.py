@@ -31,6 +31,7 @@ FIRE_NS = 25 * SECOND  # a fault that waits for its phase longer than this strik
 QUIET_NS = 400 * SECOND
 END_NS = 120 * SECOND
 CALM_NS = 3 * SECOND
+LOOK_NS = SECOND // 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class Run:
         self.calm_at = 0
         self._previous: object = None
         self._quiet_since: int | None = None
+        self._look_at = 0
 
     # ------------------------------------------------------------------ the story
 
@@ -131,6 +133,8 @@ class Run:
         if self.waiting:
             world.watchers.append(self._watch)
             world.on_decided = self._watch_commit
+            if any(fault.phase == "FENCE" for fault in self.waiting):
+                world.on_commit = self._watch_fence
             world.after(FIRE_NS, self._strike_anyway)
 
     def _start_migration(self, fault: Fault) -> None:
@@ -156,6 +160,13 @@ class Run:
                 self.waiting.remove(fault)
                 write_ns = self.world.orchestrator.append_ns
                 self.world.after(self.world.random.randrange(write_ns), self._strike, fault)
+
+    def _watch_fence(self) -> None:
+        """FENCE: some ranks have passed it, and others still wait in it."""
+        if len({process.tick for process in faults.owners(self.world)}) > 1:
+            for fault in [fault for fault in self.waiting if fault.phase == "FENCE"]:
+                self.waiting.remove(fault)
+                self.world.after(fault.delay_ns, self._strike, fault)
 
     def _strike(self, fault: Fault) -> None:
         self.pending -= 1
@@ -232,6 +243,9 @@ class Run:
 
     def _settled(self) -> bool:
         """Quiet for some seconds: what was sent last has arrived."""
+        if self.world.now < self._look_at:
+            return False
+        self._look_at = self.world.now + LOOK_NS
         if not self._quiet():
             self._quiet_since = None
         elif self._quiet_since is None:
@@ -282,7 +296,7 @@ class Run:
         if not faults.owners(self.world):
             return True  # nothing was left to save
         kinds = [fault.kind for fault in self.plan.faults]
-        if "user" in kinds and "raised" in reason:
+        if ("user" in kinds or "quit" in kinds) and "raised" in reason:
             return True
         if "newcomers failed" in reason:
             return kinds.count("crash") + kinds.count("user") + kinds.count("device") >= 5

@@ -168,7 +168,7 @@ def _late_news(seed: int, draw: random.Random) -> Plan:
 
 def _raises(seed: int, draw: random.Random) -> Plan:
     """A rank's own computation raises: a broken device, or a bug in the script."""
-    kind = draw.choice(("device", "user"))
+    kind = draw.choice(("device", "user", "quit"))
     fault = Fault("bystander", kind, at_ns=draw.randrange(3 * SECOND))
     return Plan(seed=seed, migration=draw.choice(("", *MIGRATIONS)), faults=(fault,))
 
@@ -207,9 +207,10 @@ def _resume(seed: int, draw: random.Random) -> Plan:
 
 
 def _bad_store(seed: int, draw: random.Random) -> Plan:
-    kind = draw.choice(("refuse", "mute", "crash"))
-    phase = "HOLD" if kind == "crash" else ""
-    fault = Fault("store", kind, phase=phase, delay_ns=draw.randrange(100 * MS))
+    kind = draw.choice(("refuse", "mute", "crash", "host"))
+    phase = "HOLD" if kind in ("crash", "host") else ""
+    delay = draw.randrange(10 * MS if kind == "host" else 100 * MS)
+    fault = Fault("store", kind, phase=phase, delay_ns=delay)
     return Plan(seed=seed, migration=draw.choice(MIGRATIONS), faults=(fault,))
 
 
@@ -296,6 +297,36 @@ def _operators(seed: int, draw: random.Random) -> Plan:
     return Plan(seed=seed, migration="planned", spares=draw.choice((1, 2)), faults=faults)
 
 
+def _torn_fence(seed: int, draw: random.Random) -> Plan:
+    """Struck when some ranks have passed a fence and others wait in it: everybody applies."""
+    actor, kind = draw.choice(
+        (("bystander", "crash"), ("source", "crash"), ("link", "crash"), ("agent", "crash"))
+    )
+    faults = [Fault(actor, kind, phase="FENCE", delay_ns=draw.randrange(500_000))]
+    if draw.random() < 0.5:
+        faults.append(Fault("source", "crash", phase="HOLD", delay_ns=draw.randrange(50 * MS)))
+    if draw.random() < 0.3:
+        faults.append(Fault("orchestrator", "effect", phase="HOLD"))
+    return Plan(seed=seed, migration="", faults=tuple(faults))
+
+
+def _echo(seed: int, draw: random.Random) -> Plan:
+    """A slow network, and deaths so close together that answers to one attempt come in the next."""
+    jitter = draw.choice((20, 100, 300)) * MS
+    phase = draw.choice(("RESERVE", "HOLD", "COPY", "COMMIT", "REWIRE", "RESUME"))
+    faults = tuple(
+        Fault(
+            draw.choice(("bystander", "source", "spare")),
+            "crash",
+            phase=phase,
+            delay_ns=draw.randrange(3 * jitter),
+        )
+        for _ in range(draw.choice((1, 2, 2, 3)))
+    )
+    migration = draw.choice(MIGRATIONS)
+    return Plan(seed=seed, migration=migration, jitter_ns=jitter, spares=3, faults=faults)
+
+
 STORIES: dict[str, Callable[[int, random.Random], Plan]] = {
     "orchestrator-effect": _orchestrator_effect,
     "disk-full": _disk_full,
@@ -315,6 +346,8 @@ STORIES: dict[str, Callable[[int, random.Random], Plan]] = {
     "hang-after-move": _hang_after_move,
     "unlucky-rank": _unlucky_rank,
     "dark-data": _dark_data,
+    "torn-fence": _torn_fence,
+    "echo": _echo,
     "bad-spares": _bad_spares,
     "everyone-dies": _everyone_dies,
     "cursed-network": _cursed_network,
@@ -351,6 +384,7 @@ def draw_plan(seed: int) -> tuple[str, Plan]:
         spares=draw.choice((1, 2, 2, 3)),
         step_ns=draw.choice((200, 300, 400)) * MS,
         copy_ns=draw.choice((100, 500, 3000)) * MS,
+        jitter_ns=draw.choice((800_000, 800_000, 30 * MS, 100 * MS)),
         notice_ns=draw.choice((SECOND // 2, 2 * SECOND, 8 * SECOND)),
         late_nodes=late,
         migration=migration,

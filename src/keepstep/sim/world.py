@@ -53,6 +53,7 @@ class World:
         self.over = False
         self.watchers: list[Callable[[], None]] = []
         self.on_decided: Callable[[Outcome], None] = lambda _: None
+        self.on_commit: Callable[[], None] = lambda: None
         self.said: set[str] = set()  # reasons of decisions
         self.spawn_failures = 0
         self.store_failure = ""  # of the next store to be opened: "refuse" or "mute"
