@@ -293,7 +293,7 @@ def test_a_second_agent_cannot_take_a_connected_nodes_name(tmp_path: Path) -> No
         first, second = await dial(orchestrator), await dial(orchestrator)
         first.send(hello(orchestrator))
         assert isinstance(await first.receive(), Accepted)
-        second.send(hello(orchestrator, pid=2000))
+        second.send(hello(orchestrator, pid=2000, session=2000))
         answer = await second.receive()
         assert isinstance(answer, Refused) and "already" in answer.error
         # The same agent may come back on a new stream before the old one is known to be gone.

@@ -72,6 +72,30 @@ async def until(condition: Callable[[], Any], what: str, seconds: float = 15.0) 
         await asyncio.sleep(0.01)
 
 
+class Joined:
+    """An agent's link, and what it says about itself."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        token = cluster.running[0].token
+        self.connected = False
+        self.last_word_ns = 0
+        self._cluster = cluster
+        self.link = Link(
+            [one.stream for one in cluster.running],
+            hello=lambda: hello(token),
+            on_accepted=self._accepted,
+            on_lost=self._lost,
+            on_command=lambda command: None,
+        )
+
+    def _accepted(self) -> None:
+        self.connected = True
+        self._cluster.connected += 1
+
+    def _lost(self, last_word_ns: int) -> None:
+        self.connected, self.last_word_ns = False, last_word_ns
+
+
 class Cluster:
     """Orchestrators in this event loop, and agents' links to all of them."""
 
@@ -90,19 +114,10 @@ class Cluster:
         self.running.append(made)
         return made
 
-    def link(self) -> Link:
-        token = self.running[0].token
-        link = Link(
-            [one.stream for one in self.running],
-            hello=lambda: hello(token),
-            on_connected=self._count,
-            on_command=lambda command: None,
-        )
-        self._links.append((link, asyncio.create_task(link.run())))
-        return link
-
-    def _count(self) -> None:
-        self.connected += 1
+    def link(self) -> Joined:
+        joined = Joined(self)
+        self._links.append((joined.link, asyncio.create_task(joined.link.run())))
+        return joined
 
     async def vanish(self, one: Orchestrator) -> None:
         """As kill -9 would, as far as others can see: no goodbye to the store."""
@@ -422,7 +437,8 @@ def test_agent_leaves_an_orchestrator_that_fell_silent(within: Within) -> None:
         assert link.connected and cluster.connected == 1, "renewals are heard"
         a._agents.beat = lambda: None  # type: ignore[method-assign]
         await until(lambda: not link.connected, "left")
-        assert link.away_ns(time.monotonic_ns()) >= 0.9 * LEASE_S * 1e9, "since the last word"
+        silence_ns = time.monotonic_ns() - link.last_word_ns
+        assert silence_ns >= 0.9 * LEASE_S * 1e9, "away since the last word"
 
     within(scenario)
 
