@@ -44,11 +44,13 @@ class Plan:
 
     @property
     def only_processes(self) -> bool:
-        """Nothing but processes is hurt: nobody has an excuse for blaming a healthy one."""
+        """Nothing but processes and streams is hurt: nobody has an excuse for fencing a healthy
+        rank."""
         harmless = ("crash", "hang", "pause", "drain", "migrate", "drain-spare")
+        processes = ("victim", "source", "spare", "bystander", "operator")
         return not self.from_start and all(
-            fault.actor in ("victim", "source", "spare", "bystander", "operator")
-            and fault.kind in harmless
+            (fault.actor in processes and fault.kind in harmless)
+            or (fault.actor, fault.kind) == ("link", "crash")
             for fault in self.faults
         )
 

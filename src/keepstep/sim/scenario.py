@@ -327,6 +327,31 @@ def _echo(seed: int, draw: random.Random) -> Plan:
     return Plan(seed=seed, migration=migration, jitter_ns=jitter, spares=3, faults=faults)
 
 
+def _buddy_dies(seed: int, draw: random.Random) -> Plan:
+    """A rank's process and the buddy of its side state are lost together: its own node has it."""
+    fault = Fault("buddy", "crash", phase="HOLD", delay_ns=draw.randrange(2 * SECOND))
+    return Plan(seed=seed, migration="unplanned", spares=3, spare_nodes=3, faults=(fault,))
+
+
+def _hung_hold(seed: int, draw: random.Random) -> Plan:
+    """A rank hangs while it holds for a move that is then undone."""
+    faults = (
+        Fault("bystander", "hang", phase="COPY"),
+        Fault("spare", "crash", phase="COPY", delay_ns=draw.randrange(200 * MS)),
+    )
+    return Plan(seed=seed, migration="planned", spares=1, spare_nodes=1, faults=faults)
+
+
+def _lost_while_away(seed: int, draw: random.Random) -> Plan:
+    """A machine vanishes while the orchestrator is down, and nobody ever says so."""
+    at = draw.randrange(2 * SECOND)
+    faults = (
+        Fault("agent", "vanish", at_ns=at + draw.randrange(SECOND)),
+        Fault("orchestrator", "crash", at_ns=at, length_ns=draw.randrange(SECOND, 25 * SECOND)),
+    )
+    return Plan(seed=seed, migration=draw.choice(("", "unplanned")), faults=faults)
+
+
 STORIES: dict[str, Callable[[int, random.Random], Plan]] = {
     "orchestrator-effect": _orchestrator_effect,
     "disk-full": _disk_full,
@@ -348,6 +373,9 @@ STORIES: dict[str, Callable[[int, random.Random], Plan]] = {
     "dark-data": _dark_data,
     "torn-fence": _torn_fence,
     "echo": _echo,
+    "buddy-dies": _buddy_dies,
+    "lost-while-away": _lost_while_away,
+    "hung-hold": _hung_hold,
     "bad-spares": _bad_spares,
     "everyone-dies": _everyone_dies,
     "cursed-network": _cursed_network,
