@@ -16,6 +16,7 @@ from keepstep.model import wire
 
 _decoder: msgspec.msgpack.Decoder[m.BlobReply] = msgspec.msgpack.Decoder(m.BlobReply)
 CONNECT_TIMEOUT_S = 5.0
+ACK_TIMEOUT_S = 10.0  # a buddy whose machine vanished never closes the connection
 PATIENCE_S = 5.0
 RETRY_S = 0.5
 
@@ -60,7 +61,7 @@ class BuddyLine:
             self.close()
         if self._connection is None:
             connection = socket.create_connection((address.host, address.port), CONNECT_TIMEOUT_S)
-            connection.settimeout(None)
+            connection.settimeout(ACK_TIMEOUT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._connection, self._address = connection, address
