@@ -48,6 +48,7 @@ class Checker:
         self.commit_count = 0
         self.preempted: list[tuple[int, int]] = []
         self.tainted: set[str] = set()
+        self.closed: set[str] = set()
 
     def violated(self, what: str) -> None:
         raise Violation(what)
@@ -94,6 +95,7 @@ class Checker:
     def _on_AttemptStarted(self, record: r.AttemptStarted) -> None:
         self._new_generation(record.generation)
         self.attempts[record.generation] = record
+        self.ensure(record.incident not in self.closed, f"an attempt for closed {record.incident}")
 
     def _on_Decided(self, record: r.Decided) -> None:
         self.ensure(record.generation == self.generation_max, "decided for an old attempt")
@@ -138,6 +140,8 @@ class Checker:
             self.ensure(not storm, f"{sum(minute)} ranks told to move in one minute: a storm")
 
     def _on_IncidentClosed(self, record: r.IncidentClosed) -> None:
+        self.ensure(record.view.id not in self.closed, f"{record.view.id} is closed twice")
+        self.closed.add(record.view.id)
         self.open_incidents.pop(record.view.id, None)
         self.ensure(bool(record.view.reason), f"{record.view.id} closed without a reason")
 
@@ -202,6 +206,9 @@ class Checker:
         if isinstance(command, m.KillWorker):
             self.killed.add(command.worker)
             self._check_alarm(command.worker)
+        elif isinstance(command, m.Forget):
+            needed = [w for w in command.workers if w in self.owners.values()]
+            self.ensure(not needed, f"the side state of {needed} is dropped and still needed")
         elif isinstance(command, m.StartWorker):
             self.ensure(command.worker in self.placed, f"{command.worker} started, not on record")
         elif isinstance(command, m.OpenStore):

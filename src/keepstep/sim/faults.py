@@ -375,6 +375,18 @@ def _buddy(world: World, fault: Fault) -> str:
     return ""
 
 
+def _half_open(world: World, fault: Fault) -> str:
+    """A rank hangs, and its node's stream breaks in a way that only the orchestrator notices."""
+    for process in _bystander(world):
+        node = process.node
+        process.hung = True
+        _cut(world, [(node.name, ORCHESTRATOR), (ORCHESTRATOR, node.name)], fault.length_ns)
+        if node.stream is not None:
+            node.stream.close("orchestrator")
+        return f"{process.id} (rank {process.rank})"
+    return ""
+
+
 STRIKES: dict[str, Callable[[World, Fault], str]] = {
     "victim": _process(_victim),
     "source": _process(_source),
@@ -393,4 +405,5 @@ STRIKES: dict[str, Callable[[World, Fault], str]] = {
     "data": _data,
     "new-groups": _new_groups,
     "buddy": _buddy,
+    "half-open": _half_open,
 }

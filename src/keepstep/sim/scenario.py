@@ -352,6 +352,21 @@ def _lost_while_away(seed: int, draw: random.Random) -> Plan:
     return Plan(seed=seed, migration=draw.choice(("", "unplanned")), faults=faults)
 
 
+def _unseen_hang(seed: int, draw: random.Random) -> Plan:
+    """A hung rank on a node that the orchestrator gives up long before its agent knows of it."""
+    fault = Fault("half-open", "hang", at_ns=draw.randrange(2 * SECOND), length_ns=60 * SECOND)
+    return Plan(seed=seed, migration="", faults=(fault,))
+
+
+def _lost_words(seed: int, draw: random.Random) -> Plan:
+    """Streams break when the ranks say that they train again."""
+    faults = tuple(
+        Fault("link", "crash", phase="RESUME", delay_ns=draw.randrange(250 * MS, 450 * MS))
+        for _ in range(4)
+    )
+    return Plan(seed=seed, migration=draw.choice(MIGRATIONS), jitter_ns=20 * MS, faults=faults)
+
+
 STORIES: dict[str, Callable[[int, random.Random], Plan]] = {
     "orchestrator-effect": _orchestrator_effect,
     "disk-full": _disk_full,
@@ -374,6 +389,8 @@ STORIES: dict[str, Callable[[int, random.Random], Plan]] = {
     "torn-fence": _torn_fence,
     "echo": _echo,
     "buddy-dies": _buddy_dies,
+    "unseen-hang": _unseen_hang,
+    "lost-words": _lost_words,
     "lost-while-away": _lost_while_away,
     "hung-hold": _hung_hold,
     "bad-spares": _bad_spares,
