@@ -367,6 +367,17 @@ def _lost_words(seed: int, draw: random.Random) -> Plan:
     return Plan(seed=seed, migration=draw.choice(MIGRATIONS), jitter_ns=20 * MS, faults=faults)
 
 
+def _remembered_taint(seed: int, draw: random.Random) -> Plan:
+    """The only spare node is drained, the orchestrator restarts, and then a spare is needed."""
+    length = draw.randrange(SECOND // 2, 2 * SECOND)
+    faults = (
+        Fault("operator", "drain-spare", at_ns=SECOND // 5),
+        Fault("orchestrator", "crash", at_ns=SECOND, length_ns=length),
+        Fault("bystander", "crash", at_ns=draw.randrange(16 * SECOND, 20 * SECOND)),
+    )
+    return Plan(seed=seed, migration="", spare_nodes=1, faults=faults)
+
+
 STORIES: dict[str, Callable[[int, random.Random], Plan]] = {
     "orchestrator-effect": _orchestrator_effect,
     "disk-full": _disk_full,
@@ -391,6 +402,7 @@ STORIES: dict[str, Callable[[int, random.Random], Plan]] = {
     "buddy-dies": _buddy_dies,
     "unseen-hang": _unseen_hang,
     "lost-words": _lost_words,
+    "remembered-taint": _remembered_taint,
     "lost-while-away": _lost_while_away,
     "hung-hold": _hung_hold,
     "bad-spares": _bad_spares,
