@@ -4,7 +4,7 @@ A mutant patches functions in place, in every module that has imported them, and
 of its own. `NAMED` are bugs that somebody could write; the others are generated: every row of an
 attempt skipped, every gate of every phase left open, every timer forgotten, every record not
 replayed, every message and every command not taken. `EQUIVALENT` lists those that change nothing
-that matters, with the reason.
+in these worlds, with the reason.
 """
 
 from __future__ import annotations
@@ -211,13 +211,6 @@ def _no_answers_cleared(old: Any, job_: Job, out: Out, worker: Worker, state: An
     worker.asked = asked
 
 
-def _stale_stalls(old: Any, job_: Job, out: Out, name: str, hello: m.Hello) -> None:
-    kept = {w.id: w.stalled for w in job_.workers.values()}
-    old(job_, out, name, hello)
-    for worker in job_.workers.values():
-        worker.stalled = kept.get(worker.id)
-
-
 def _slot_taken(old: Any, nodes: Any, workers_: Any) -> Any:
     return old(nodes, [w for w in workers_ if w.usable])
 
@@ -321,9 +314,10 @@ FIXED: dict[str, Patch] = {
     "once: all silent ranks were fenced": lambda: wrap(
         timers._reply_ns, lambda _old, job_, _somebody: job_.reply_ns
     ),
-    "once: ranks were staged before the newcomers came": lambda: wrap(
-        migration.stage_row, _stage_early
-    ),
+    "once: ranks were staged before the newcomers came": lambda: (
+        wrap(migration.stage_row, _stage_early),
+        setattr(faults, "STAGE_PATIENCE_NS", 0),
+    )[0],
     "once: stores outlived the orchestrator": lambda: wrap(job.agent_joined, _stores_unknown),
     "once: a slot was given away with its process": lambda: wrap(
         job.agent_joined, _stray_has_no_slot
@@ -358,7 +352,6 @@ NAMED: dict[str, Patch] = {
     "generation: any Report counts": lambda: wrap(workers.worker_said, _any_generation("Report")),
     "generation: any Held counts": lambda: wrap(workers.worker_said, _any_generation("Held")),
     "generation: any Staged counts": lambda: wrap(workers.worker_said, _any_generation("Staged")),
-    "generation: any Copied counts": lambda: wrap(workers.worker_said, _any_generation("Copied")),
     "generation: any StageFailed counts": lambda: wrap(
         workers.worker_said, _any_generation("StageFailed")
     ),
@@ -384,7 +377,6 @@ NAMED: dict[str, Patch] = {
     "assign: two newcomers for one rank": lambda: wrap(migration.assign_row, _two_newcomers),
     "hang: everyone is blamed": lambda: wrap(triage.hang_culprits, _blame_everyone),
     "hang: the healthy are blamed": lambda: wrap(triage.hang_culprits, _blame_the_best),
-    "hang: stalls outlive a stream": lambda: wrap(job.agent_joined, _stale_stalls),
     "rejoin: what was asked counts as heard": lambda: wrap(job._adopt, _no_answers_cleared),
     "slots: a dying process leaves its slot free": lambda: wrap(placement.free_slots, _slot_taken),
     "slots: taints do not matter": lambda: method(type(_any_node()), "healthy", _tainted_is_fine),
@@ -404,9 +396,6 @@ NAMED: dict[str, Patch] = {
     ),
     "agent: never fences itself": lambda: method(machine.AgentMachine, "_fence", nothing),
     "agent: never sees a stall": lambda: method(stall.StallDetector, "observe", nothing),
-    "agent: a stall is never taken back": lambda: method(
-        stall.StallDetector, "observe", _no_unstalled
-    ),
     "agent: a hold excuses everything": lambda: method(
         machine.AgentMachine, "_judge_hold", lambda _old, _self, seen: seen
     ),
@@ -422,11 +411,6 @@ def _any_node() -> Any:
 def _refill_keeps(old: Any, job_: Job, out: Out, needed: int, forced: bool) -> None:
     surplus = len(job_.standbys())
     old(job_, out, max(needed, surplus), forced)
-
-
-def _no_unstalled(old: Any, *args: Any, **kwargs: Any) -> Any:
-    news = old(*args, **kwargs)
-    return None if isinstance(news, m.Unstalled) else news
 
 
 # ------------------------------------------------------------------ generated
@@ -654,6 +638,27 @@ def every_mutant() -> list[Mutant]:
 
 # Where a bug shows soonest; any other mutant is looked for in worlds of all kinds.
 HINTS: dict[str, tuple[str, ...]] = {
+    "not heard: Checkpointed": ("bad-spares",),
+    "not told: Checkpoint": ("bad-spares",),
+    "record not replayed: Tainted": ("remembered-taint",),
+    "timer forgotten: park": ("RESERVE/unplanned/spare/hang",),
+    "timer forgotten: start-store": ("start",),
+    "timer forgotten: store": ("bad-store",),
+    "record not replayed: StartBegun": ("start",),
+    "row skipped: migration.hold_without_spare": ("bad-spares",),
+    "row skipped: processes.replace_buddy": ("late-news",),
+    "row skipped: job._seen_resumed": ("lost-words",),
+    "fence: an unreachable node is dead at once": ("unseen-hang",),
+    "gate open: unplanned COPY all_fenced": ("unseen-hang",),
+    "spares: surplus is kept": ("operators", "migrate-back"),
+    "record not replayed: IncidentClosed": ("RETIRE/planned/orchestrator/crash", "disk-full"),
+    "record not replayed: Committed": ("RESUME/planned/orchestrator/crash", "disk-full"),
+    "generation: any Held counts": ("echo",),
+    "copy: side state is forgotten early": ("buddy-dies",),
+    "rejoin: what was asked counts as heard": ("HOLD/unplanned/link/crash", "echo"),
+    "slots: taints do not matter": ("lying-detectors", "operators"),
+    "agent: fences itself without need": ("RETIRE/planned/link/pause", "blackout"),
+    "agent: a hold excuses everything": ("hung-hold",),
     "once: a quiet stream was a lost node": ("blackout", "COPY/planned/link/hang"),
     "once: all silent ranks were fenced": ("blackout",),
     "once: ranks were staged before the newcomers came": ("RESERVE/unplanned/spare/hang",),
@@ -670,4 +675,56 @@ HINTS: dict[str, tuple[str, ...]] = {
 }
 
 # Patches that change nothing which matters, and why.
-EQUIVALENT: dict[str, str] = {}
+EQUIVALENT: dict[str, str] = {
+    "fence: kill is never sent": "the timer of a kill that is not confirmed sends it 5 s later",
+    "generation: any Report counts": "a report stays true until its rank is told something, and "
+    "what it is told comes after the report was heard",
+    "generation: any StageFailed counts": "costs one more attempt",
+    "generation: any Staged counts": "a rendezvous completes with all ranks or not at all",
+    "record: WorkerEnded is not written": "the agents' inventories tell it again",
+    "row skipped: rewire.forget_dead": "costs memory on the agents, nothing else",
+    "row skipped: incidents.widen_incident": "words for operators; decisions do not read them",
+    "row skipped: processes.crash": "a bad slot is only tried more often; unit tests count it",
+    "row skipped: operator.retry_deferred": "worlds are untainted before the breaker's minute is "
+    "over; a unit test waits for it",
+    "agent: nothing is queued while away": "what was lost is asked for and answered again, and an "
+    "inventory tells of exits",
+    "agent: the queue is sent backwards": "as above: nothing depends on the order of its messages",
+    "timer forgotten: rejoin": "nodes that do not come back are given up by their own timers",
+    "record not replayed: IncidentWidened": "words for operators; decisions do not read them",
+    "gate open: resume COPY all_copied": "a newcomer obeys Swap only when it has copied",
+    "gate open: resume COPY all_staged": "newcomers are staged long before they have copied",
+    "record not replayed: Decided": "the survivors' reports lead to the same tick; if all who had "
+    "gone on are dead, making the step again gives the same",
+    "agent row skipped: _not_spawned": "a standby that never parks is replaced after 300 s",
+    "agent row skipped: _forget": "costs memory on the agents, nothing else",
+    "agent row skipped: _stop": "worlds end with the job's last record",
+    "agent row skipped: _emptied": "worlds end with the job's last record",
+    "record not replayed: Untainted": "operators untaint again what still shows as tainted",
+    "record not replayed: Deferred": "as operator.retry_deferred",
+    "record not replayed: CheckpointWritten": "it is written once more",
+    "not heard: Attached": "progress shows it too",
+    "not heard: StageFailed": "the timer of the rendezvous notices, later",
+    "not heard: CopyFailed": "the timer of the newcomer notices, later",
+    "not heard: Resumed": "progress shows it too",
+    "not told: Finish": "Stop ends the processes that are left",
+    "not told: Leave": "a leaver that does not leave is killed after 10 s",
+    "timer forgotten: kill": "a kill that is lost with a stream is sent again with the next Hello",
+    "timer forgotten: settle": "agents speak all the time, and every event makes the core look",
+    "timer forgotten: join": "in these worlds every node with ranks joins; see test_core_start",
+    "timer forgotten: breaker": "as operator.retry_deferred",
+    "timer forgotten: stage": "the workers' own limit for a rendezvous is as long",
+    "timer forgotten: hold": "a rank that does not come to hold hangs, and hangs are seen",
+    "timer forgotten: give-up": "in these worlds the last checkpoint can be written",
+    "record not replayed: WorkerEnded": "the agents' inventories tell it again",
+    "record not replayed: NodeLost": "a dead node does not join again and is given up again",
+    "record not replayed: NodeJoined": "it is in the job's specification, or joins again",
+    "gate open: unplanned RESERVE all_filled": "all_copied asks the same",
+    "gate open: unplanned HOLD all_held": "Copy is sent when all hold; a Swap waits for the hold",
+    "gate open: unplanned HOLD all_ready": "Copy is sent to whoever is ready",
+    "gate open: planned RESERVE all_ready": "Hold is sent when all are ready",
+    "gate open: planned RESERVE all_staged": "Hold is sent when all are staged",
+    "gate open: planned HOLD all_held": "Copy is sent when all hold at one tick",
+    "gate open: resume RESERVE all_filled": "all_copied asks the same",
+    "gate open: resume HOLD all_ready": "Copy is sent to whoever is ready",
+}

@@ -269,3 +269,17 @@ def test_a_rank_already_moving_can_not_be_migrated_again() -> None:
     with pytest.raises(UsageError, match="already being moved") as error:
         world.core.handle(world.now, Migrate(job="j", ranks=[2, 1]))
     assert error.value.hint and (world.view, world.incidents) == before
+
+
+def test_a_breaker_defers_taints_that_come_all_at_once_and_looks_again_after_a_minute() -> None:
+    world = World(job_spec(nodes="n0:2 n1:2 n2:4", spares=4)).start()
+    world.step(3)
+    world.handle(Taint(job="j", target="n0", reason="hot"))
+    world.handle(Taint(job="j", target="n1", reason="hot"))
+    assert [i.victims for i in world.incidents] == [[0, 1]]
+    assert "common cause" in world.recorded(r.Deferred)[0].why
+    world.run(30)
+    assert [i.outcome for i in world.incidents] == ["RESOLVED"]
+    world.run(60)
+    assert [i.victims for i in world.incidents] == [[0, 1], [2, 3]]
+    world.assert_training()

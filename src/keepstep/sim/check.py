@@ -47,6 +47,8 @@ class Checker:
         self.best: dict[int, int] = {}  # rank -> highest tick any of its processes committed
         self.commit_count = 0
         self.preempted: list[tuple[int, int]] = []
+        self.tainted: set[str] = set()
+        self.closed: set[str] = set()
 
     def violated(self, what: str) -> None:
         raise Violation(what)
@@ -93,11 +95,18 @@ class Checker:
     def _on_AttemptStarted(self, record: r.AttemptStarted) -> None:
         self._new_generation(record.generation)
         self.attempts[record.generation] = record
+        self.ensure(record.incident not in self.closed, f"an attempt for closed {record.incident}")
 
     def _on_Decided(self, record: r.Decided) -> None:
         self.ensure(record.generation == self.generation_max, "decided for an old attempt")
         self.ensure(record.generation not in self.decided, "two decisions in one attempt")
         self.decided[record.generation] = record.tick
+
+    def _on_Tainted(self, record: r.Tainted) -> None:
+        self.tainted.add(record.target)
+
+    def _on_Untainted(self, record: r.Untainted) -> None:
+        self.tainted.discard(record.target)
 
     def _on_SignalSeen(self, record: r.SignalSeen) -> None:
         """While one rank hangs, no healthy one is blamed for it."""
@@ -108,8 +117,12 @@ class Checker:
         hung = [p.id for p in owners if p.alive and (p.hung or p.stopped)]
         guilty = blamed.hung or blamed.stopped or blamed.slow > 1
         ill = self.world.net.disturbed or any(p.slow > 1 for p in owners)
-        if hung and not guilty and not ill:
+        if guilty or ill:
+            return
+        if hung:
             self.violated(f"{record.worker} is blamed for a hang of {', '.join(hung)}")
+        if all(fault.kind in ("crash", "migrate", "drain") for fault in self.world.plan.faults):
+            self.violated(f"{record.worker} is blamed for a hang, and nobody hangs")
 
     def _on_IncidentOpened(self, record: r.IncidentOpened) -> None:
         for other in self.open_incidents.values():
@@ -127,6 +140,8 @@ class Checker:
             self.ensure(not storm, f"{sum(minute)} ranks told to move in one minute: a storm")
 
     def _on_IncidentClosed(self, record: r.IncidentClosed) -> None:
+        self.ensure(record.view.id not in self.closed, f"{record.view.id} is closed twice")
+        self.closed.add(record.view.id)
         self.open_incidents.pop(record.view.id, None)
         self.ensure(bool(record.view.reason), f"{record.view.id} closed without a reason")
 
@@ -191,6 +206,9 @@ class Checker:
         if isinstance(command, m.KillWorker):
             self.killed.add(command.worker)
             self._check_alarm(command.worker)
+        elif isinstance(command, m.Forget):
+            needed = [w for w in command.workers if w in self.owners.values()]
+            self.ensure(not needed, f"the side state of {needed} is dropped and still needed")
         elif isinstance(command, m.StartWorker):
             self.ensure(command.worker in self.placed, f"{command.worker} started, not on record")
         elif isinstance(command, m.OpenStore):
@@ -242,6 +260,12 @@ class Checker:
                 over or owner, f"rank {command.rank} is given to {worker} and still to {old}"
             )
             self.seats[command.rank] = worker
+            process = self.world.ranks.get(worker)
+            if process is not None and command.generation == self.generation_max:
+                place = f"{process.node.name}/{process.slot}"
+                bad = {process.node.name, place} & self.tainted
+                fresh = process.mode == "parked"
+                self.ensure(not (bad and fresh), f"{worker} is given a rank in tainted {place}")
 
     def obeyed(self, node: SimNode, command: m.AgentCommand) -> None:
         """A command reached its agent."""
@@ -258,6 +282,15 @@ class Checker:
 
     def ended(self, process: Rank) -> None:
         pass
+
+    def fenced(self, node: SimNode) -> None:
+        """An agent ends its ranks by itself only when they stand still."""
+        since = self.world.now - self.world.plan.stall_ns
+        for process in node.processes.values():
+            self.ensure(
+                not process.alive or process.rank < 0 or process.commit_ns < since,
+                f"{node.name} fences itself while {process.id} trains",
+            )
 
     def swapped(self, process: Rank) -> None:
         """Content at resume: whoever takes part in a new generation is right from the start."""

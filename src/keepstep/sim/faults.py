@@ -147,6 +147,8 @@ def _agent(world: World, fault: Fault) -> str:
         return ""
     if fault.kind == "crash":
         node.die(silently=world.random.random() < 0.4)
+    elif fault.kind == "vanish":
+        node.die(silently=True)
     elif fault.kind in ("hang", "pause"):
         node.pause()
         world.after(fault.length_ns, node.resume)
@@ -359,6 +361,32 @@ def _new_groups(world: World, fault: Fault) -> str:
     return ""
 
 
+def _buddy(world: World, fault: Fault) -> str:
+    """The node that keeps the other copy of the victim's side state dies."""
+    attempt, job = _attempt(world), facts(world)
+    if attempt is None or job is None:
+        return ""
+    for rank in attempt.moving:
+        owner = job.owner(rank)
+        node = world.nodes.get(owner.buddy) if owner is not None else None
+        if node is not None and node.alive:
+            node.die(silently=False)
+            return f"of rank {rank}, {node.name}"
+    return ""
+
+
+def _half_open(world: World, fault: Fault) -> str:
+    """A rank hangs, and its node's stream breaks in a way that only the orchestrator notices."""
+    for process in _bystander(world):
+        node = process.node
+        process.hung = True
+        _cut(world, [(node.name, ORCHESTRATOR), (ORCHESTRATOR, node.name)], fault.length_ns)
+        if node.stream is not None:
+            node.stream.close("orchestrator")
+        return f"{process.id} (rank {process.rank})"
+    return ""
+
+
 STRIKES: dict[str, Callable[[World, Fault], str]] = {
     "victim": _process(_victim),
     "source": _process(_source),
@@ -376,4 +404,6 @@ STRIKES: dict[str, Callable[[World, Fault], str]] = {
     "spare-node": _spare_node,
     "data": _data,
     "new-groups": _new_groups,
+    "buddy": _buddy,
+    "half-open": _half_open,
 }

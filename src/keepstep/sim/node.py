@@ -256,6 +256,8 @@ class SimNode:
 
     def _end(self, effect: core.End) -> None:
         self.world.trace(f"{self.name} ends: {effect.why}" if effect.why else f"{self.name} ends")
+        if effect.code == core.EXIT_FENCED:
+            self.world.checker.fenced(self)
         self.die(silently=False)
 
     def _kill_session(self, effect: core.KillSession) -> None:

@@ -22,6 +22,9 @@ class Fault:
     nth: int = 1  # COMMIT only: the how manieth of this world
 
 
+CRASHES = ("crash", "record", "effect", "full")
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     seed: int
@@ -44,11 +47,13 @@ class Plan:
 
     @property
     def only_processes(self) -> bool:
-        """Nothing but processes is hurt: nobody has an excuse for blaming a healthy one."""
+        """Nothing but processes, streams and the orchestrator is hurt: nobody has an excuse for
+        fencing a healthy rank."""
         harmless = ("crash", "hang", "pause", "drain", "migrate", "drain-spare")
+        processes = ("victim", "source", "spare", "bystander", "operator")
         return not self.from_start and all(
-            fault.actor in ("victim", "source", "spare", "bystander", "operator")
-            and fault.kind in harmless
+            (fault.actor in processes and fault.kind in harmless)
+            or (fault.actor in ("link", "orchestrator") and fault.kind in CRASHES)
             for fault in self.faults
         )
 

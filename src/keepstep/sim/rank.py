@@ -370,7 +370,15 @@ class Rank:
 
     def _buddy_lost(self, why: str, blob: Blob, then: Callable[[], None]) -> None:
         self.say(m.BuddyLost(generation=self.generation, error=why))
-        self.after(SECOND, self._put, blob, then, self.epoch)
+        self.hold = True
+        self.after(SECOND, self._put, blob, self._published(then), self.epoch)
+
+    def _published(self, then: Callable[[], None]) -> Callable[[], None]:
+        def go_on() -> None:
+            self.hold = False
+            then()
+
+        return go_on
 
     def _enter_fence(self) -> None:
         self.go("fence")

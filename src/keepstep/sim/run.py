@@ -289,11 +289,13 @@ class Run:
             needless = recoverable(self.world)
             if needless:
                 raise Violation(f"needless fall-back ({view.reason}): {needless}")
+        elif "newcomers failed" in view.reason and not view.checkpoint:
+            raise Violation(f"given up without a checkpoint: {view.reason}")
         elif not self._deserved(view.reason):
             raise Violation(f"the job ended {view.state}: {view.reason}")
 
     def _deserved(self, reason: str) -> bool:
-        if not faults.owners(self.world):
+        if self.world.checker.owners and not faults.owners(self.world):
             return True  # nothing was left to save
         kinds = [fault.kind for fault in self.plan.faults]
         if ("user" in kinds or "quit" in kinds) and "raised" in reason:

@@ -327,6 +327,57 @@ def _echo(seed: int, draw: random.Random) -> Plan:
     return Plan(seed=seed, migration=migration, jitter_ns=jitter, spares=3, faults=faults)
 
 
+def _buddy_dies(seed: int, draw: random.Random) -> Plan:
+    """A rank's process and the buddy of its side state are lost together: its own node has it."""
+    fault = Fault("buddy", "crash", phase="HOLD", delay_ns=draw.randrange(2 * SECOND))
+    return Plan(seed=seed, migration="unplanned", spares=3, spare_nodes=3, faults=(fault,))
+
+
+def _hung_hold(seed: int, draw: random.Random) -> Plan:
+    """A rank hangs while it holds for a move that is then undone."""
+    faults = (
+        Fault("bystander", "hang", phase="COPY"),
+        Fault("spare", "crash", phase="COPY", delay_ns=draw.randrange(200 * MS)),
+    )
+    return Plan(seed=seed, migration="planned", spares=1, spare_nodes=1, faults=faults)
+
+
+def _lost_while_away(seed: int, draw: random.Random) -> Plan:
+    """A machine vanishes while the orchestrator is down, and nobody ever says so."""
+    at = draw.randrange(2 * SECOND)
+    faults = (
+        Fault("agent", "vanish", at_ns=at + draw.randrange(SECOND)),
+        Fault("orchestrator", "crash", at_ns=at, length_ns=draw.randrange(SECOND, 25 * SECOND)),
+    )
+    return Plan(seed=seed, migration=draw.choice(("", "unplanned")), faults=faults)
+
+
+def _unseen_hang(seed: int, draw: random.Random) -> Plan:
+    """A hung rank on a node that the orchestrator gives up long before its agent knows of it."""
+    fault = Fault("half-open", "hang", at_ns=draw.randrange(2 * SECOND), length_ns=60 * SECOND)
+    return Plan(seed=seed, migration="", faults=(fault,))
+
+
+def _lost_words(seed: int, draw: random.Random) -> Plan:
+    """Streams break when the ranks say that they train again."""
+    faults = tuple(
+        Fault("link", "crash", phase="RESUME", delay_ns=draw.randrange(250 * MS, 450 * MS))
+        for _ in range(4)
+    )
+    return Plan(seed=seed, migration=draw.choice(MIGRATIONS), jitter_ns=20 * MS, faults=faults)
+
+
+def _remembered_taint(seed: int, draw: random.Random) -> Plan:
+    """The only spare node is drained, the orchestrator restarts, and then a spare is needed."""
+    length = draw.randrange(SECOND // 2, 2 * SECOND)
+    faults = (
+        Fault("operator", "drain-spare", at_ns=SECOND // 5),
+        Fault("orchestrator", "crash", at_ns=SECOND, length_ns=length),
+        Fault("bystander", "crash", at_ns=draw.randrange(16 * SECOND, 20 * SECOND)),
+    )
+    return Plan(seed=seed, migration="", spare_nodes=1, faults=faults)
+
+
 STORIES: dict[str, Callable[[int, random.Random], Plan]] = {
     "orchestrator-effect": _orchestrator_effect,
     "disk-full": _disk_full,
@@ -348,6 +399,12 @@ STORIES: dict[str, Callable[[int, random.Random], Plan]] = {
     "dark-data": _dark_data,
     "torn-fence": _torn_fence,
     "echo": _echo,
+    "buddy-dies": _buddy_dies,
+    "unseen-hang": _unseen_hang,
+    "lost-words": _lost_words,
+    "remembered-taint": _remembered_taint,
+    "lost-while-away": _lost_while_away,
+    "hung-hold": _hung_hold,
     "bad-spares": _bad_spares,
     "everyone-dies": _everyone_dies,
     "cursed-network": _cursed_network,

@@ -16,6 +16,7 @@ from keepstep.worker import peers
 
 _decoder: msgspec.msgpack.Decoder[m.BlobReply] = msgspec.msgpack.Decoder(m.BlobReply)
 CONNECT_TIMEOUT_S = 5.0
+ACK_TIMEOUT_S = 10.0  # a buddy whose machine vanished never closes the connection
 PATIENCE_S = 5.0
 RETRY_S = 0.2
 
@@ -62,7 +63,7 @@ class BuddyLine:
             self.close()
         if self._connection is None:
             connection = peers.connect(address, CONNECT_TIMEOUT_S)
-            connection.settimeout(None)
+            connection.settimeout(ACK_TIMEOUT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._connection, self._address = connection, address

@@ -270,7 +270,9 @@ class Seat:
                 if self.aborted():
                     raise ConnectionAbortedError("publishing was aborted") from error
                 self.channel.send(m.BuddyLost(generation=self.generation, error=str(error)))
+                self.page.set("hold", 1)  # it waits for a command, as in a hold
                 self._wait_for_other_buddy(address)
+                self.page.set("hold", 0)
 
     def _wait_for_other_buddy(self, old: m.Address) -> None:
         self.channel.wait_until(lambda: self.channel.buddy != old or self.aborted(), 5.0)
