@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,26 +20,7 @@ WORLDS = int(os.environ.get("KEEPSTEP_SIM_WORLDS", "10000"))
 SEEDS_PER_CELL = 4
 SEEDS_PER_STORY = 30
 
-# Sentences of the core that no world hears, and why.
-UNHEARD: dict[str, str] = {
-    "job.py: not enough healthy slots to resume in": "resumed worlds have enough (test_core_start)",
-    "job.py: was never started": "a start that is lost with its stream and not wanted any more",
-    "placement.py: ... is parked in ... (...)": "said of a spare that was found; nobody asks",
-    "placement.py: the same node, no other has one": "part of the sentence above",
-    "placement.py: ...: node ... is ...": "a spare's node must be away just when a move waits",
-    "placement.py: ... more healthy slots are needed for ... ranks": "half the nodes die at start",
-    "planned.py: gave up after ... attempts, nothing changed": "three failures of one move",
-    "planned.py: nothing is left to move": "its ranks were all replaced while it waited",
-    "planned.py: ranks hold at different ticks ...": "a guard: the hold word is in one fence",
-    "planned.py: the script is ending: nothing is left to move": "worlds end when nothing moves",
-    "start.py: no node is left to start the ranks on": "all nodes die before the first step",
-    "timers.py: not all ranks came to hold in time": "a hang is seen before (test_core_planned)",
-    "timers.py: not all ranks had their new groups in time": "the workers' own limit is as long",
-    "triage.py: ... cannot reach tick ...: not waiting in its fence": "a guard: never seen",
-    "triage.py: device error on ...: replace": "the rank is fenced when its report comes",
-    "workers.py: ... (rank ...) at ... of step ...": "injected faults of real jobs",
-    "workers.py: ... cannot be resumed from: ...": "a bad checkpoint (test_core_start)",
-}
+UNHEARD: dict[str, str] = tomllib.loads(Path(__file__).with_name("unheard.toml").read_text())
 
 
 def tasks() -> Iterator[Task]:
