@@ -143,6 +143,7 @@ def agent_joined(job: Job, out: Out, name: str, hello: Hello) -> None:
     node.state = "connected"
     node.blobs, node.pid, node.session = hello.blobs, hello.pid, hello.session
     node.slots = hello.slots
+    processes.ask_holders_again(job)
     there = {state.worker: state for state in hello.workers}
     for worker in job.workers.values():
         if worker.node == name:

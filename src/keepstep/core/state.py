@@ -108,6 +108,7 @@ class Worker:
     positioned_at: int | None = None
     ready: Ready | None = None
     bad_sources: set[int] = field(default_factory=set)
+    lacks_holders: bool = False  # nobody in reach has its side state, but somebody is out of reach
     # rank
     attached: bool = False
     redundant: bool = True
