@@ -211,7 +211,9 @@ def _sweep(job: Job, out: Out, name: str, hello: Hello) -> None:
         out.send(name, CloseStore(generation=generation))
         node.stores.discard(generation)
     if attempt is None and not job.incidents:
-        stale = [worker for worker, _ in hello.retained]
+        # This very Hello may be the news of a rank's death: its side state is needed now.
+        needed = set(job.owners.values())
+        stale = [worker for worker, _ in hello.retained if worker not in needed]
         if stale:
             out.send(name, Forget(workers=stale))
     for _, owner in job.owning():
