@@ -20,6 +20,8 @@ SEEDS_PER_STORY = 30
 
 # Sentences of the core that no world hears, and why.
 UNHEARD: dict[str, str] = {
+    "faults.py: the attempt is repeated with the same members": "a node without ranks must die "
+    "while it opens a store",
     "job.py: not enough healthy slots to resume in": "resumed worlds have enough (test_core_start)",
     "job.py: was never started": "a start that is lost with its stream and not wanted any more",
     "placement.py: ... is parked in ... (...)": "said of a spare that was found; nobody asks",
