@@ -309,7 +309,16 @@ def _resume_at_zero(old: Any, job_: Job, out: Out, placed: Any) -> None:
         Job.new_generation = new  # type: ignore[method-assign]
 
 
+def _drops_the_news(old: Any, job_: Job, out: Out, name: str, hello: m.Hello) -> None:
+    old(job_, out, name, hello)
+    if job_.attempt is None and not job_.incidents and hello.retained:
+        out.send(name, m.Forget(workers=[worker for worker, _ in hello.retained]))
+
+
 FIXED: dict[str, Patch] = {
+    "once: a rank's death was news and its side state was dropped": lambda: wrap(
+        job._sweep, _drops_the_news
+    ),
     "once: a quiet stream was a lost node": lambda: wrap(timers._gone_timer, _gone_is_late),
     "once: all silent ranks were fenced": lambda: wrap(
         timers._reply_ns, lambda _old, job_, _somebody: job_.reply_ns
@@ -638,6 +647,7 @@ def every_mutant() -> list[Mutant]:
 
 # Where a bug shows soonest; any other mutant is looked for in worlds of all kinds.
 HINTS: dict[str, tuple[str, ...]] = {
+    "once: a rank's death was news and its side state was dropped": ("blackout",),
     "not heard: Checkpointed": ("bad-spares",),
     "not told: Checkpoint": ("bad-spares",),
     "record not replayed: Tainted": ("remembered-taint",),

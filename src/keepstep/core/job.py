@@ -148,6 +148,7 @@ def agent_joined(job: Job, out: Out, name: str, hello: Hello) -> None:
     moved = (node.blobs, node.pid) != (hello.blobs, hello.pid)
     node.blobs, node.pid, node.session = hello.blobs, hello.pid, hello.session
     node.slots = hello.slots
+    processes.ask_holders_again(job)
     there = {state.worker: state for state in hello.workers}
     for worker in job.workers.values():
         if worker.node == name:
@@ -225,7 +226,7 @@ def _sweep(job: Job, out: Out, name: str, hello: Hello) -> None:
         out.send(name, CloseStore(generation=generation))
         node.stores.discard(generation)
     if attempt is None and not job.incidents:
-        # Not that of a rank that died meanwhile: its replacement will ask for it.
+        # This very Hello may be the news of a rank's death: its side state is needed now.
         needed = set(job.owners.values())
         stale = [worker for worker, _ in hello.retained if worker not in needed]
         if stale:

@@ -337,8 +337,6 @@ def copy_row(job: Job, out: Out, attempt: Attempt) -> None:
     for worker in newcomers(job, attempt):
         if worker.ready is None or has_copied(worker, attempt):
             continue
-        if worker.missing and job.away():
-            continue  # whoever is away may have what was missing
         checkpoint = job.spec.resume if attempt.kind == "resume" else ""
         sources = [] if checkpoint else sources_for(job, attempt, worker)
         copy = Copy(

@@ -101,6 +101,14 @@ def crash(job: Job, out: Out, node: Node, slot: int) -> None:
         )
 
 
+def ask_holders_again(job: Job) -> None:
+    """A node came back, or will never: newcomers that lack their side state look once more."""
+    for worker in job.workers.values():
+        if worker.lacks_holders:
+            worker.lacks_holders = False
+            worker.asked.pop("copy", None)
+
+
 def node_lost(job: Job, out: Out, node: Node, why: str) -> None:
     """Fenced: nothing of it runs any more (its launcher swept it, or its ranks ended themselves
     because they could reach nobody for the stall timeout)."""
@@ -108,6 +116,7 @@ def node_lost(job: Job, out: Out, node: Node, why: str) -> None:
         return
     node.state = "dead"
     node.stores.clear()
+    ask_holders_again(job)
     out.record(NodeLost(job=job.id, at_ns=out.now, node=node.name, why=why))
     for worker in list(job.workers.values()):
         if worker.node == node.name and worker.alive:

@@ -110,7 +110,8 @@ class Worker:
     positioned_at: int | None = None
     ready: Ready | None = None
     bad_sources: set[int] = field(default_factory=set)
-    missing: int = 0  # times that nobody in reach had its side state
+    missing: int = 0  # times that nobody had its side state and nobody was out of reach
+    lacks_holders: bool = False  # nobody in reach has its side state, but somebody is out of reach
     # rank
     attached: bool = False
     redundant: bool = True
@@ -314,10 +315,6 @@ class Job:
 
     def connected(self) -> list[Node]:
         return [node for node in self.nodes.values() if node.state == "connected"]
-
-    def away(self) -> bool:
-        """Some agent is out of reach, and not given up: it is restarted, or cut off."""
-        return any(node.state == "disconnected" for node in self.nodes.values())
 
     def unplanned(self) -> Incident | None:
         for incident in self.incidents:

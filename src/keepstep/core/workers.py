@@ -204,11 +204,13 @@ def _copy_failed(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Cop
         _other_source(job, out, attempt, worker, said, why)
     elif said.reason == "side-state-unreachable":
         worker.asked.pop("copy", None)  # the newcomer has waited; ask those who are there now
+    elif said.reason == "side-state-missing" and attempt.kind == "unplanned" and _away(job):
+        worker.lacks_holders = True  # asked again when a node comes back or is known to be dead
     elif said.reason == "side-state-missing" and attempt.kind == "unplanned":
-        # Only when nobody is away is it lost, and only when asking again, after whatever was on
-        # its way to us about an agent's end, gives the same answer.
+        # It is lost only if asking again, after whatever was on its way to us about an agent's
+        # end, gives the same answer.
         worker.missing += 1
-        if job.away() or worker.missing == 1:
+        if worker.missing == 1:
             worker.asked.pop("copy", None)
             return
         end_job(
@@ -224,6 +226,10 @@ def _copy_failed(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Cop
         end_job(job, out, "failed", EXIT_GAVE_UP, reason)
     else:
         newcomer_failed(job, out, worker, why)
+
+
+def _away(job: Job) -> bool:
+    return any(node.state in ("disconnected", "unreachable") for node in job.nodes.values())
 
 
 def _other_source(

@@ -316,7 +316,14 @@ class Run:
 def recoverable(world: World) -> str:
     """Why nothing needed to be lost; empty if it was beyond saving."""
     owners = world.checker.owners
-    alive = {rank: world.ranks[w] for rank, w in owners.items() if world.ranks[w].alive}
+    job = faults.facts(world)
+    assert job is not None
+    # A node that was given up for good is as good as dead: its agent would have ended its ranks.
+    alive = {
+        rank: world.ranks[w]
+        for rank, w in owners.items()
+        if world.ranks[w].alive and job.nodes[world.ranks[w].node.name].state != "dead"
+    }
     if not alive:
         return ""
     top = max(process.tick for process in alive.values())
