@@ -191,7 +191,7 @@ def _adopt(job: Job, out: Out, worker: Worker, state: WorkerState) -> None:
     """What the worker was told before the stream broke may be lost: everything that is not
     answered will be asked again."""
     worker.running = True
-    note_progress(worker, state)
+    note_progress(job, out, worker, state)
     _seen_resumed(job, worker, state)
     worker.swapped = max(worker.swapped, state.generation)
     if worker.role == "standby" and not worker.parked and state.where == "parked":
@@ -263,9 +263,7 @@ def agent_said(job: Job, out: Out, name: str, message: AgentMessage) -> None:
         for state in message.workers:
             worker = _worker(job, name, state.worker)
             if worker is not None:
-                if state.tick > worker.tick:
-                    job.progress_at = out.now
-                note_progress(worker, state)
+                note_progress(job, out, worker, state)
                 _seen_resumed(job, worker, state)
         _after_progress(job, out, name)
     elif isinstance(message, Stalled | Unstalled):
@@ -285,7 +283,9 @@ def _worker(job: Job, node: str, worker_id: str) -> Worker | None:
     return worker
 
 
-def note_progress(worker: Worker, state: WorkerState) -> None:
+def note_progress(job: Job, out: Out, worker: Worker, state: WorkerState) -> None:
+    if state.tick > worker.tick:
+        job.progress_at = out.now
     worker.pid = state.pid or worker.pid
     worker.generation = max(worker.generation, state.generation)
     worker.version = max(worker.version, state.version)
