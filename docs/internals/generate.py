@@ -93,8 +93,8 @@ def phase_section() -> Iterator[str]:
     yield "## Phases\n"
     yield (
         "The phase of an attempt is the first one with a shut gate, found anew after every event. "
-        "Before\nCOMMIT it can be an earlier one than before, and the attempt can be undone or "
-        "follow another one;\nafter COMMIT there is only forward. RETIRE is left at once.\n"
+        "Before\nCOMMIT that can be an earlier one than a moment ago, and an attempt can be undone "
+        "or replaced by the\nnext; after COMMIT there is only forward. RETIRE is left at once.\n"
     )
     every = [gate for kind in phases.PHASES for _, found in gates(kind) for gate in found]
     unique = dict.fromkeys(every)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,7 @@ def core_modules() -> list[ModuleType]:
     return [importlib.import_module(f"keepstep.core.{name}") for name in names]
 
 
+@functools.cache
 def functions_of(module: ModuleType) -> list[Function]:
     short = module.__name__.rsplit(".", 1)[1]
     trees = ast.walk(ast.parse(inspect.getsource(module)))

@@ -1,7 +1,7 @@
 """From COMMIT on: the new placement holds, and everybody is brought to it. Only forward.
 
 `commit` writes the record; the swaps go out in the same outcome, after it is durable. A rank
-whose script has ended needs no groups and is left alone. See migration.py for the whole table.
+whose script has ended needs no groups and is left alone. See phases.py for the whole table.
 """
 
 from __future__ import annotations
