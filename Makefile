@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 # What a bare Debian lacks is installed once; without root this fails and names the package.
 APT := DEBIAN_FRONTEND=noninteractive sh -c 'apt-get update -qq && apt-get install -y -qq "$$0"'
 
-.PHONY: setup setup-postgres demo test test-all lint unit sim sim-soak chaos bench clean
+.PHONY: setup setup-postgres demo test test-all lint unit sim sim-soak chaos bench docs clean
 
 setup: $(VENV)/.ready
 
@@ -62,6 +62,10 @@ test-all: setup setup-postgres lint unit sim
 
 bench: setup
 	$(BIN)/python -m benchmarks
+
+# Pages that repeat what the code says; a unit test compares.
+docs: setup
+	$(BIN)/python docs/internals/generate.py
 
 clean:
 	rm -rf $(VENV)

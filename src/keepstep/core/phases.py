@@ -6,16 +6,8 @@ the attempt, never the incident: the next attempt starts with the next generatio
 still speaks of the old one is ignored. Newcomers that are good keep their process and what they
 have built.
 
-Phases and their gates (first gate that is shut = the phase; `PHASES` below is this table):
-
-    phase    unplanned leaves it when               planned leaves it when
-    RESERVE  every moving rank has a newcomer       newcomers ready, all staged (training runs)
-    HOLD     decided, all held, newcomers ready     all held at one tick
-    COPY     all copied and staged, victims fenced  all copied
-    COMMIT   the record is durable (same outcome)   same
-    REWIRE   all swapped                            same
-    RESUME   all passed their first fence, or done  same
-    RETIRE   at once: old stores and side state dropped, spares refilled afterwards
+Phases and their gates stand in `PHASES` below, those after COMMIT in rewire.py. The first gate that
+is shut tells the phase. In RETIRE old stores and side state are dropped and spares refilled.
 
 Within a phase everything that can be asked for is asked at once (rows, in this order):
 
@@ -24,12 +16,13 @@ Within a phase everything that can be asked for is asked at once (rows, in this 
     OpenStore   an agent not hit         at once                              StoreOpened
     Assign      a parked standby         a moving rank has no newcomer        Arrived
     Decide      members                  all have reported, tick is on record Held
-    Stage       members, newcomers       store open, all reported or arrived  Staged
+    Stage       members, newcomers       store open, newcomers have arrived   Staged
     Position    newcomers                arrived and tick known               Ready
     Hold        members                  planned: all ready and staged        Held
     Copy        newcomers                ready, all members hold              Copied
     Checkpoint  members                  all hold and no spare can come       Checkpointed
-    Swap, Leave everyone                 Committed is on record               Swapped, Resumed
+    Swap        everyone                 Committed is on record               Swapped, Resumed
+    Leave       leavers                  all have resumed                     WorkerExited
 
 Before Committed everything can be undone; after it, only forward: a fault then is the next
 attempt's, in which the newcomers are ranks like all others.
@@ -74,18 +67,22 @@ def has_copied(worker: Worker, attempt: Attempt) -> bool:
 
 
 def all_filled(job: Job, attempt: Attempt) -> bool:
+    """Every moving rank has a newcomer."""
     return all(rank in attempt.newcomers for rank in attempt.moving)
 
 
 def all_ready(job: Job, attempt: Attempt) -> bool:
+    """Every newcomer has found its position and warmed up."""
     return all_filled(job, attempt) and all(w.ready is not None for w in newcomers(job, attempt))
 
 
 def all_held(job: Job, attempt: Attempt) -> bool:
+    """Every member holds at the tick that was decided (planned: at one and the same tick)."""
     return attempt.tick is not None and all(has_held(w, attempt) for w in members(job, attempt))
 
 
 def all_staged(job: Job, attempt: Attempt) -> bool:
+    """Everybody who stays or joins has built the connections of the new generation."""
     if attempt.solo:
         return True
     group = group_of(job, attempt)
@@ -93,6 +90,7 @@ def all_staged(job: Job, attempt: Attempt) -> bool:
 
 
 def all_copied(job: Job, attempt: Attempt) -> bool:
+    """Every newcomer has the state of that tick, with equal digests on both ends."""
     return all_filled(job, attempt) and all(has_copied(w, attempt) for w in newcomers(job, attempt))
 
 

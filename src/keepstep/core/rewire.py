@@ -1,10 +1,12 @@
 """From COMMIT on: the new placement holds, and everybody is brought to it. Only forward.
 
 `commit` writes the record; the swaps go out in the same outcome, after it is durable. A rank
-whose script has ended needs no groups and is left alone. See migration.py for the whole table.
+whose script has ended needs no groups and is left alone. See phases.py for the whole table.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from keepstep.core.incidents import close_incident
 from keepstep.core.phases import has_held, mark, members, newcomers
@@ -80,17 +82,33 @@ def rewire(job: Job, out: Out, attempt: Attempt) -> None:
             worker.swap = Swap(generation=generation, buddy=buddy, solo=attempt.solo)
         out.ask(worker, "swap", generation, worker.swap)
     owners = [worker for _, worker in job.owning() if not worker.done]
-    if not all(worker.swapped >= generation for worker in owners):
-        mark(attempt, out, "REWIRE")
-    elif not all(has_resumed(worker, generation) for worker in owners):
-        mark(attempt, out, "RESUME")
-    else:
-        mark(attempt, out, "RETIRE")
-        retire(job, out, attempt)
+    for phase, gate in FORWARD:
+        if not gate(owners, generation):
+            mark(attempt, out, phase)
+            return
+    mark(attempt, out, "RETIRE")
+    retire(job, out, attempt)
 
 
 def has_resumed(worker: Worker, generation: int) -> bool:
     return worker.resumed is not None and worker.resumed.generation == generation
+
+
+def all_swapped(owners: list[Worker], generation: int) -> bool:
+    """Every rank whose script goes on uses the new connections."""
+    return all(worker.swapped >= generation for worker in owners)
+
+
+def all_resumed(owners: list[Worker], generation: int) -> bool:
+    """Every such rank has passed its first fence of the new generation."""
+    return all(has_resumed(worker, generation) for worker in owners)
+
+
+# The phases behind COMMIT and their gates; those in front of it stand in phases.py.
+FORWARD: tuple[tuple[str, Callable[[list[Worker], int], bool]], ...] = (
+    ("REWIRE", all_swapped),
+    ("RESUME", all_resumed),
+)
 
 
 def retire(job: Job, out: Out, attempt: Attempt) -> None:

@@ -58,16 +58,22 @@ class Input(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Submit(Input, frozen=True):
+    """A new job."""
+
     spec: JobSpec
 
 
 class AgentJoined(Input, frozen=True):
+    """A node's stream was accepted; the Hello says what is there."""
+
     job: str
     node: str
     hello: Hello
 
 
 class AgentSaid(Input, frozen=True):
+    """Anything an agent says after that."""
+
     job: str
     node: str
     message: AgentMessage
@@ -92,12 +98,16 @@ class Wake(Input, frozen=True):
 
 
 class Migrate(Input, frozen=True):
+    """Move these ranks somewhere else."""
+
     job: str
     ranks: list[int]
     reason: str = "requested"
 
 
 class Drain(Input, frozen=True):
+    """Move everything away from a node, and keep it empty."""
+
     job: str
     node: str
     reason: str = "drain"
@@ -121,16 +131,22 @@ class Note(Input, frozen=True):
 
 
 class Untaint(Input, frozen=True):
+    """The node or slot may be used again."""
+
     job: str
     target: str
 
 
 class InjectNow(Input, frozen=True):
+    """Injection: a fault on request."""
+
     job: str
     inject: InjectSpec
 
 
 class Cancel(Input, frozen=True):
+    """End the job; everything is stopped."""
+
     job: str
     reason: str
     exit_code: int

@@ -80,6 +80,8 @@ class Staged(Message, frozen=True):
 
 
 class StageFailed(Message, frozen=True):
+    """They could not be built: a peer or the store did not answer in time."""
+
     generation: int
     error: str
 
@@ -133,6 +135,8 @@ class Copied(Message, frozen=True):
 
 
 class CopyFailed(Message, frozen=True):
+    """A newcomer could not get all of it; the reason decides what is tried next."""
+
     generation: int
     reason: Literal[
         "source-lost",
@@ -147,6 +151,8 @@ class CopyFailed(Message, frozen=True):
 
 
 class Swapped(Message, frozen=True):
+    """The new backends are in place, and training goes on in them."""
+
     generation: int
     swap_ns: int
 
@@ -164,6 +170,8 @@ class Resumed(Message, frozen=True):
 
 
 class Checkpointed(Message, frozen=True):
+    """This rank's part of the just-in-time checkpoint is written."""
+
     generation: int
     path: str
     bytes_written: int
@@ -192,6 +200,8 @@ class Done(Message, frozen=True):
 
 
 class InjectFired(Message, frozen=True):
+    """Said by a rank right before an armed fault strikes it."""
+
     inject: str
     point: str
     version: int
@@ -418,6 +428,8 @@ class Hello(Message, frozen=True):
 
 
 class WorkerStarted(Message, frozen=True):
+    """The process runs."""
+
     worker: str
     slot: int
     pid: int
@@ -433,12 +445,16 @@ class WorkerExited(Message, frozen=True):
 
 
 class WorkerSaid(Message, frozen=True):
+    """A worker's own words, relayed."""
+
     worker: str
     rank: int
     said: WorkerMessage
 
 
 class Progress(Message, frozen=True):
+    """What the pages of the node's workers say, whenever it has changed."""
+
     workers: list[WorkerState]
 
 
@@ -457,10 +473,14 @@ class Stalled(Message, frozen=True):
 
 
 class Unstalled(Message, frozen=True):
+    """It gets on again: an earlier Stalled is taken back."""
+
     worker: str
 
 
 class StoreOpened(Message, frozen=True):
+    """The store of `generation` listens there."""
+
     generation: int
     store: Address
 
@@ -506,6 +526,8 @@ class Alive(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
+    """The Hello was not accepted, and why; the stream is closed."""
+
     error: str
     hint: str = ""
     retry: bool = False  # not the active orchestrator (now): try the next address
@@ -545,7 +567,7 @@ class KillNode(Message, frozen=True):
 
 
 class Tell(Message, frozen=True):
-    """Relay to one worker. `rank` tells the agent the rank a standby has from now on."""
+    """Relay to one worker. An Assign tells the agent as well which rank a standby has now."""
 
     worker: str
     command: WorkerCommand
@@ -564,7 +586,7 @@ class CloseStore(Message, frozen=True):
 
 
 class Forget(Message, frozen=True):
-    """Drop the side state kept for dead workers and for `ranks` of other nodes not listed."""
+    """Drop the side state kept for these dead workers."""
 
     workers: list[str]
 
@@ -620,20 +642,26 @@ BlobRequest = BlobPut | BlobGet
 
 
 class BlobOk(Message, frozen=True):
-    pass
+    """Kept."""
 
 
 class BlobData(Message, frozen=True):
+    """The side state that was asked for."""
+
     tick: int
     data: bytes
     own: bool  # read from the rank's own node, not a buddy copy
 
 
 class BlobMissing(Message, frozen=True):
+    """It is not here; these ticks are."""
+
     held: list[int]
 
 
 class BlobRefused(Message, frozen=True):
+    """A wrong token, or a request that makes no sense."""
+
     error: str
 
 

@@ -26,6 +26,8 @@ class BaseRecord(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class JobSubmitted(BaseRecord, frozen=True, kw_only=True):
+    """The job exists from here on."""
+
     spec: JobSpec
 
 
@@ -53,6 +55,8 @@ class Placed(BaseRecord, frozen=True, kw_only=True):
 
 
 class WorkerEnded(BaseRecord, frozen=True, kw_only=True):
+    """The process is known to be gone."""
+
     worker: str
     rank: int
     code: int
@@ -60,16 +64,22 @@ class WorkerEnded(BaseRecord, frozen=True, kw_only=True):
 
 
 class NodeLost(BaseRecord, frozen=True, kw_only=True):
+    """The node is given up: its processes count as gone."""
+
     node: str
     why: str
 
 
 class NodeJoined(BaseRecord, frozen=True, kw_only=True):
+    """An agent joined: a new one, one that was started anew, or one that was away."""
+
     node: str
     slots: int
 
 
 class IncidentOpened(BaseRecord, frozen=True, kw_only=True):
+    """A cause with its victims; from here on somebody looks after it."""
+
     incident: str
     trigger: Trigger
     cause: str
@@ -79,6 +89,8 @@ class IncidentOpened(BaseRecord, frozen=True, kw_only=True):
 
 
 class IncidentWidened(BaseRecord, frozen=True, kw_only=True):
+    """More victims before it was over."""
+
     incident: str
     cause: str
     victims: list[int]  # those added
@@ -86,6 +98,8 @@ class IncidentWidened(BaseRecord, frozen=True, kw_only=True):
 
 
 class AttemptStarted(BaseRecord, frozen=True, kw_only=True):
+    """The generation is used up, whatever becomes of the attempt."""
+
     incident: str
     generation: int
     kind: Literal["planned", "unplanned", "resume"]
@@ -94,6 +108,8 @@ class AttemptStarted(BaseRecord, frozen=True, kw_only=True):
 
 
 class Decided(BaseRecord, frozen=True, kw_only=True):
+    """Unplanned: the tick from which all go on. It stays the same until it is committed."""
+
     incident: str
     generation: int
     tick: int
@@ -112,10 +128,14 @@ class Committed(BaseRecord, frozen=True, kw_only=True):
 
 
 class IncidentClosed(BaseRecord, frozen=True, kw_only=True):
+    """How it ended, as operators see it."""
+
     view: IncidentView
 
 
 class Tainted(BaseRecord, frozen=True, kw_only=True):
+    """A node or slot that no rank is to be moved to any more."""
+
     target: str
     reason: str
 
@@ -129,6 +149,8 @@ class Deferred(BaseRecord, frozen=True, kw_only=True):
 
 
 class Untainted(BaseRecord, frozen=True, kw_only=True):
+    """The node or slot may be used again."""
+
     target: str
 
 
@@ -142,20 +164,28 @@ class SignalSeen(BaseRecord, frozen=True, kw_only=True):
 
 
 class Warned(BaseRecord, frozen=True, kw_only=True):
+    """Something that an operator should know of."""
+
     message: str
 
 
 class CheckpointWritten(BaseRecord, frozen=True, kw_only=True):
+    """The just-in-time checkpoint of a held job is complete."""
+
     path: str
     tick: int
 
 
 class InjectDone(BaseRecord, frozen=True, kw_only=True):
+    """An injected fault has struck."""
+
     inject: str
     detail: str
 
 
 class JobEnded(BaseRecord, frozen=True, kw_only=True):
+    """How it ended, as operators see it."""
+
     view: JobView
 
 

@@ -101,10 +101,14 @@ class Lost(Input, frozen=True):
 
 
 class Heard(Input, frozen=True):
+    """A command of the orchestrator."""
+
     command: AgentCommand
 
 
 class Spawned(Input, frozen=True):
+    """The process runs."""
+
     start: StartWorker
     pid: int
 
@@ -119,16 +123,22 @@ class Adopted(Input, frozen=True):
 
 
 class NotSpawned(Input, frozen=True):
+    """It could not be started."""
+
     start: StartWorker
     error: str
 
 
 class Said(Input, frozen=True):
+    """A worker's message, to be passed on."""
+
     worker: str
     said: WorkerMessage
 
 
 class Exited(Input, frozen=True):
+    """A process of this node is gone and reaped."""
+
     exited: WorkerExited
 
 
@@ -140,10 +150,14 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 class Looked(Input, frozen=True):
+    """A look at the pages and processes of all workers, taken at the deadline."""
+
     workers: Sequence[Seen]
 
 
 class StoreSaid(Input, frozen=True):
+    """Answer to HostStore; it failed, too, if it ends later by itself."""
+
     message: StoreOpened | StoreFailed
 
 
@@ -195,25 +209,35 @@ class Spawn(Effect, frozen=True):
 
 
 class Kill(Effect, frozen=True):
+    """SIGKILL to its process group."""
+
     worker: str
 
 
 class Relay(Effect, frozen=True):
+    """Write the command to the worker's socket."""
+
     worker: str
     command: WorkerCommand
 
 
 class Raise(Effect, frozen=True):
+    """Send a signal, for fault injection."""
+
     worker: str
     signal: int
     resume_after_ns: int
 
 
 class HostStore(Effect, frozen=True):
+    """Answered by StoreSaid."""
+
     generation: int
 
 
 class DropStore(Effect, frozen=True):
+    """End the store's process, if it runs."""
+
     generation: int
 
 
