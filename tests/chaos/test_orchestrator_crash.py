@@ -116,7 +116,7 @@ def test_killed_at_every_record_of_a_migration(
     else:
         raise AssertionError("no migration takes so many records")
     job.finish(deadline_s=300)
-    assert len(deaths) >= 4, deaths
+    assert len(deaths) >= 3, deaths  # at least: opened and begun, committed, closed
     seen = verdict.identical(job, reference(3, *ARGS), faults=2 * len(deaths) + 1)
     assert any(i["outcome"] == "RESOLVED" for i in seen)
     print(f"died at: {deaths}")
