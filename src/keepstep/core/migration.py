@@ -284,23 +284,39 @@ def _worth_trying(job: Job, out: Out, attempt: Attempt, tick: int) -> bool:
 
 
 def stage_row(job: Job, out: Out, attempt: Attempt) -> None:
-    if attempt.store is None or attempt.solo or attempt.retry_at is not None:
+    if not _may_stage(job, attempt):
         return
+    for worker in group_of(job, attempt):
+        _stage(out, attempt, worker)
+
+
+def stage_one(job: Job, out: Out, attempt: Attempt, worker: Worker) -> bool:
+    """The row for one member that has just reported. True: it was told."""
+    return _may_stage(job, attempt) and _stage(out, attempt, worker)
+
+
+def _may_stage(job: Job, attempt: Attempt) -> bool:
+    if attempt.store is None or attempt.solo or attempt.retry_at is not None:
+        return False
     # A rendezvous has a time limit, and it cannot complete without the newcomers: whoever is told
     # to wait in it before they are there, or before a spare is found, gives up in vain.
-    if not all_filled(job, attempt) or not all(w.arrived for w in newcomers(job, attempt)):
-        return
+    return all_filled(job, attempt) and all(w.arrived for w in newcomers(job, attempt))
+
+
+def _stage(out: Out, attempt: Attempt, worker: Worker) -> bool:
+    if worker.staged == attempt.generation or attempt.store is None:
+        return False
+    joining = worker.role == "newcomer"
+    # A rank's old groups are gone once it has reported; a planned one keeps them.
+    if not (joining or attempt.kind == "planned" or has_reported(worker, attempt)):
+        return False
+    before = worker.asked.get("stage")
     stage = Stage(generation=attempt.generation, store=attempt.store)
-    for worker in group_of(job, attempt):
-        if worker.staged == attempt.generation:
-            continue
-        joining = worker.role == "newcomer"
-        # A rank's old groups are gone once it has reported; a planned one keeps them.
-        if joining or attempt.kind == "planned" or has_reported(worker, attempt):
-            before = worker.asked.get("stage")
-            out.ask(worker, "stage", attempt.generation, stage)
-            if worker.asked.get("stage") != before:
-                attempt.staged_at = out.now
+    out.ask(worker, "stage", attempt.generation, stage)
+    if worker.asked.get("stage") == before:
+        return False
+    attempt.staged_at = out.now
+    return True
 
 
 def position_row(job: Job, out: Out, attempt: Attempt) -> None:

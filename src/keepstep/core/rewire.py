@@ -115,9 +115,7 @@ def forget_dead(job: Job, out: Out) -> None:
     """Nobody needs the dead workers' side state any more."""
     for node in job.nodes.values():
         gone = [
-            w.id
-            for w in job.workers.values()
-            if w.node == node.name and not w.alive and "forget" not in w.asked
+            w.id for w in job.there.get(node.name, ()) if not w.alive and "forget" not in w.asked
         ]
         if gone and out.send(node.name, Forget(workers=gone)):
             for worker in gone:

@@ -13,6 +13,7 @@ commands are idempotent, and rows whose answer is already known are skipped.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -205,10 +206,17 @@ class Attempt:
     no_checkpoint: str = ""  # why the state is not on disk meanwhile
     checkpoint_failed_at: int = 0
     solo: bool = False
+    # For quiet.py: what somebody has answered (with its tick), and where to look for one who has not
+    heard: dict[str, int] = field(default_factory=dict)
+    cursors: dict[str, int] = field(default_factory=dict)
 
     @property
     def committed(self) -> bool:
         return self.committed_at is not None
+
+    def has_member(self, rank: int) -> bool:
+        at = bisect_left(self.members, rank)  # they are in order
+        return at < len(self.members) and self.members[at] == rank
 
 
 @dataclass(slots=True)
@@ -216,9 +224,13 @@ class Job:
     spec: JobSpec
     submitted_at: int
     nodes: dict[str, Node]
+    order: list[Node]  # the same, by index
     mode: Literal["waiting", "opening", "starting", "running"] = "waiting"
     workers: dict[str, Worker] = field(default_factory=dict)
     owners: dict[int, str] = field(default_factory=dict)  # rank -> worker
+    there: dict[str, list[Worker]] = field(
+        default_factory=dict
+    )  # node -> workers ever placed there
     generation: int = 0
     generation_max: int = -1  # highest one ever used
     worker_next: int = 0
@@ -259,6 +271,11 @@ class Job:
     # after a restart of the orchestrator
     replayed: bool = False
     rejoin_until: int | None = None
+    # what the last look left behind, see quiet.py
+    rest: bool = False
+    due: int | None = None  # no timer before that
+    due_known: bool = False
+    cursor: int = 0  # rank that was last seen to get on
 
     @property
     def id(self) -> str:
@@ -277,6 +294,15 @@ class Job:
     def build_ns(self) -> int:
         """How long a newcomer may take for one stage of joining."""
         return max(self.stall_ns, 60 * SECOND)
+
+    def add_worker(self, worker: Worker) -> None:
+        self.workers[worker.id] = worker
+        self.there.setdefault(worker.node, []).append(worker)
+
+    def owners_on(self, node: str) -> list[Worker]:
+        """In order of ranks."""
+        found = [w for w in self.there.get(node, ()) if self.owners.get(w.rank) == w.id]
+        return sorted(found, key=lambda w: w.rank)
 
     def owner(self, rank: int) -> Worker | None:
         worker = self.owners.get(rank)
@@ -302,8 +328,11 @@ class Job:
 
     def attaching(self) -> tuple[list[int], list[int]]:
         """Ranks that are in attach or through it, and ranks that are not."""
-        there = [rank for rank, w in self.owning() if w.attached or w.where == "attaching"]
-        return there, [rank for rank, _ in self.owning() if rank not in there]
+        there: list[int] = []
+        missing: list[int] = []
+        for rank, w in self.owning():
+            (there if w.attached or w.where == "attaching" else missing).append(rank)
+        return there, missing
 
     def standbys(self) -> list[Worker]:
         return [
@@ -345,6 +374,11 @@ class Out:
         self.now = now
         self.job = job
         self._outcome = outcome
+
+    @property
+    def said(self) -> int:
+        """How much has been decided so far."""
+        return len(self._outcome.records) + len(self._outcome.sends)
 
     def record(self, record: Record) -> None:
         self._outcome.records.append(record)

@@ -134,11 +134,10 @@ def _attempt_timers(job: Job, attempt: Attempt) -> list[Timer]:
 
 def _member_timers(job: Job, attempt: Attempt) -> list[Timer]:
     group = members(job, attempt)
-    what, answered = "abort", [w for w in group if has_reported(w, attempt)]
-    if len(answered) == len(group):
-        what, answered = "decide", [w for w in group if has_held(w, attempt)]
-    reply_ns = _reply_ns(job, bool(answered))
-    late = (worker for worker in group if worker not in answered)
+    what, late = "abort", [w for w in group if not has_reported(w, attempt)]
+    if not late:
+        what, late = "decide", [w for w in group if not has_held(w, attempt)]
+    reply_ns = _reply_ns(job, len(late) < len(group))
     return [row for w in late for row in _since(job, w, what, attempt, reply_ns, "member")]
 
 
