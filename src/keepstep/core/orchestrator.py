@@ -103,6 +103,13 @@ class Core:
     def jobs(self) -> list[JobView]:
         return [job_view(job) for job in self._jobs.values()]
 
+    def knows(self, job_id: str) -> bool:
+        return job_id in self._jobs
+
+    def live(self) -> list[str]:
+        """Jobs that have not ended."""
+        return [job.id for job in self._jobs.values() if job.ended is None]
+
     def job(self, job_id: str) -> JobView:
         return job_view(self._job(job_id))
 

@@ -206,7 +206,7 @@ class Attempt:
     no_checkpoint: str = ""  # why the state is not on disk meanwhile
     checkpoint_failed_at: int = 0
     solo: bool = False
-    # For quiet.py: what somebody has answered (with its tick), and where to look for one who has not
+    # For quiet.py: what somebody has answered (with its tick), and who is asked about first
     heard: dict[str, int] = field(default_factory=dict)
     cursors: dict[str, int] = field(default_factory=dict)
 
