@@ -256,14 +256,14 @@ def check_hang(job: Job, out: Out) -> None:
     if attempt is not None and attempt.kind != "planned" and not attempt.committed:
         return
     stalled = {}
-    for rank, worker in job.owning():
+    for worker in job.seated():
         if not worker.usable or worker.done:
             continue
         if attempt is not None and not attempt.committed and has_held(worker, attempt):
             continue
         if worker.stalled is None:
             return
-        stalled[rank] = worker.stalled
+        stalled[worker.rank] = worker.stalled
     if not stalled:
         return
     ranks, reason = hang_culprits(stalled, job.stall_ns)

@@ -55,8 +55,7 @@ def _step(job: Job, out: Out) -> bool:
     if job.replayed:
         return agents_are_back(job, out)
     attempt = job.attempt
-    owners = [worker for _, worker in job.owning()]
-    if len(owners) == job.spec.world and all(worker.done for worker in owners):
+    if len(job.owners) == job.spec.world and all(worker.done for worker in job.seated()):
         end_job(job, out, "done", 0, "all ranks finished")
         return False
     if job.mode != "running" and attempt is None:
@@ -110,7 +109,7 @@ def _give_up(job: Job, out: Out, attempt: Attempt) -> None:
 
 
 def _release(job: Job, out: Out) -> None:
-    for _, worker in job.owning():
+    for worker in job.seated():
         due = worker.release_due
         if due is not None and (not worker.usable or out.tell(worker, Release(generation=due))):
             worker.release_due = None

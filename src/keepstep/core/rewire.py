@@ -53,7 +53,7 @@ def commit(job: Job, out: Out, attempt: Attempt) -> None:
             moves=moves,
         )
     )
-    for _, worker in job.owning():
+    for worker in job.seated():
         worker.stalled = None
         worker.resync = False
         if worker.id in attempt.newcomers.values():
@@ -72,14 +72,14 @@ def move_sentence(job: Job, attempt: Attempt, rank: int) -> str:
 
 def rewire(job: Job, out: Out, attempt: Attempt) -> None:
     generation = attempt.generation
-    for _, worker in job.owning():
+    for worker in job.seated():
         if worker.done or not worker.usable or worker.swapped >= generation:
             continue
         if worker.swap is None or worker.swap.generation != generation:
             buddy = give_buddy(job, out, worker)
             worker.swap = Swap(generation=generation, buddy=buddy, solo=attempt.solo)
         out.ask(worker, "swap", generation, worker.swap)
-    owners = [worker for _, worker in job.owning() if not worker.done]
+    owners = [worker for worker in job.seated() if not worker.done]
     if not all(worker.swapped >= generation for worker in owners):
         mark(attempt, out, "REWIRE")
     elif not all(has_resumed(worker, generation) for worker in owners):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -48,7 +48,7 @@ Role = Literal["standby", "newcomer", "rank", "leaver", "unwanted"]
 Kind = Literal["planned", "unplanned", "resume"]
 
 
-class Send(msgspec.Struct, frozen=True, kw_only=True):
+class Send(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     job: str
     node: str
     command: AgentCommand
@@ -308,21 +308,25 @@ class Job:
         worker = self.owners.get(rank)
         return self.workers[worker] if worker is not None else None
 
-    def owning(self) -> list[tuple[int, Worker]]:
-        """In order of ranks. Called many times for every event, so it avoids sorting."""
+    def seated(self) -> Iterator[Worker]:
+        """Owners in order of ranks. A look begins with it, so it neither sorts nor builds."""
         owners, workers = self.owners, self.workers
         whole = len(owners) == self.spec.world
         ranks: Iterable[int] = range(self.spec.world) if whole else sorted(owners)
-        return [(rank, workers[owners[rank]]) for rank in ranks]
+        return map(workers.__getitem__, map(owners.__getitem__, ranks))
+
+    def owning(self) -> list[tuple[int, Worker]]:
+        """In order of ranks."""
+        return [(worker.rank, worker) for worker in self.seated()]
 
     def live(self) -> list[int]:
-        return [rank for rank, w in self.owning() if w.alive and w.killed_at is None]
+        return [w.rank for w in self.seated() if w.alive and w.killed_at is None]
 
     def dead(self) -> list[int]:
         """Ranks without a living owner. One whose script has ended needs none."""
         return [
-            rank
-            for rank, w in self.owning()
+            w.rank
+            for w in self.seated()
             if not (w.alive and w.killed_at is None) and not w.done
         ]
 
