@@ -28,7 +28,7 @@ from keepstep.core.migration import stage_one
 from keepstep.core.phases import has_held, has_reported
 from keepstep.core.rewire import has_resumed
 from keepstep.core.state import Attempt, Job, Out, Worker
-from keepstep.model.job import AgentSaid, CoreInput
+from keepstep.model.job import AgentJoined, AgentSaid, CoreInput
 from keepstep.model.messages import (
     Attached,
     Done,
@@ -49,7 +49,11 @@ from keepstep.model.messages import (
 
 def follows_nothing(job: Job, out: Out, event: CoreInput) -> bool:
     """Asked after the event's facts were noted, instead of a look."""
-    if not isinstance(event, AgentSaid) or job.replayed or job.injects:
+    if job.replayed or job.injects:
+        return False
+    if isinstance(event, AgentJoined):
+        return job.rest and job.mode == "waiting" and not job.workers and _home_absent(job)
+    if not isinstance(event, AgentSaid):
         return False
     message = event.message
     if isinstance(message, Progress) and job.mode == "running" and job.attempt is None:
@@ -145,8 +149,14 @@ def _still_gathering(
             return False
         if _first(attempt, "held", held.tick):
             return False
+        # Who holds is not missed when a hang is looked for, which recoveries do not do.
+        blind = _in_recovery(attempt)
         return _lacking(
-            job, attempt, "held", ranks, lambda w: not has_held(w, attempt) and _gets_on(w)
+            job,
+            attempt,
+            "held",
+            ranks,
+            lambda w: not has_held(w, attempt) and (blind or _gets_on(w)),
         )
     return False
 
@@ -193,5 +203,15 @@ def _start_waits(job: Job, message: object) -> bool:
             return False
         if not worker.attached and worker.where != "attaching" and not worker.done:
             job.cursor = rank
+            return True
+    return False
+
+
+def _home_absent(job: Job) -> bool:
+    """Ranks are started when the last of their nodes has joined."""
+    homes = job.spec.world // job.spec.local_world
+    for number in range(job.cursor, job.cursor + homes):
+        if job.order[number % homes].state == "absent":
+            job.cursor = number % homes
             return True
     return False

@@ -325,9 +325,7 @@ class Job:
     def dead(self) -> list[int]:
         """Ranks without a living owner. One whose script has ended needs none."""
         return [
-            w.rank
-            for w in self.seated()
-            if not (w.alive and w.killed_at is None) and not w.done
+            w.rank for w in self.seated() if not (w.alive and w.killed_at is None) and not w.done
         ]
 
     def attaching(self) -> tuple[list[int], list[int]]:
