@@ -1,4 +1,4 @@
-"""python -m benchmarks [overhead|pause|restart|memory|all] [--quick]"""
+"""python -m benchmarks [overhead|pause|restart|memory|scale|all] [--quick]"""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import signal
 import sys
 from collections.abc import Callable
 
-from benchmarks import memory, overhead, pause, report, restart
+from benchmarks import memory, overhead, pause, report, restart, scale
 
 PARTS: dict[str, Callable[..., list[str]]] = {
     "overhead": overhead.run,
     "pause": pause.run,
     "restart": restart.run,
     "memory": memory.run,
+    "scale": scale.run,
 }
 
 

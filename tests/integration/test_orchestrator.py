@@ -108,7 +108,7 @@ class FakeCore:
         send = Send(job=given.spec.job, node="n0", command=CloseStore(generation=1))
         return Outcome(records=[record], sends=[send])
 
-    def deadline(self) -> int | None:
+    def deadline(self, now_ns: int | None = None) -> int | None:
         return self.wake_at
 
     def replay(self, records: Iterable[Record]) -> None:

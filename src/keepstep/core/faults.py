@@ -211,7 +211,7 @@ def newcomer_failed(job: Job, out: Out, worker: Worker, why: str) -> None:
 
 def ranks_on(job: Job, name: str) -> list[Worker]:
     """Owners of ranks there that may still run; killing one is no proof of its end."""
-    return [w for _, w in job.owning() if w.node == name and w.alive and not w.done]
+    return [w for w in job.owners_on(name) if w.alive and not w.done]
 
 
 def give_up_node(job: Job, out: Out, name: str, why: str) -> None:
@@ -223,15 +223,13 @@ def give_up_node(job: Job, out: Out, name: str, why: str) -> None:
     if not lost:
         lose_node(job, out, name, why)
         return
-    joining = [
-        w for w in job.workers.values() if w.node == name and w.role == "newcomer" and w.usable
-    ]
+    joining = [w for w in job.there.get(name, ()) if w.role == "newcomer" and w.usable]
     node.state = "unreachable"
     fence_from = max(node.gone_at + SILENT_NS, job.progress_at)
     node.fenced_at = max(out.now, fence_from + job.stall_ns + FENCE_SLACK_NS)
     warn(job, out, f"{name} {why}: its ranks are replaced when they must have ended")
-    for worker in job.workers.values():
-        if worker.node == name and worker.usable:
+    for worker in job.there.get(name, ()):
+        if worker.usable:
             worker.killed_at = out.now
     for worker in lost:
         reason = f"rank {worker.rank} was on {name}, which {why}"
@@ -241,9 +239,7 @@ def give_up_node(job: Job, out: Out, name: str, why: str) -> None:
 
 
 def lose_node(job: Job, out: Out, name: str, why: str) -> None:
-    joining = [
-        w for w in job.workers.values() if w.node == name and w.role == "newcomer" and w.alive
-    ]
+    joining = [w for w in job.there.get(name, ()) if w.role == "newcomer" and w.alive]
     node_lost(job, out, job.nodes[name], why)
     for worker in joining:
         newcomer_failed(job, out, worker, f"{name} {why}")
@@ -260,14 +256,14 @@ def check_hang(job: Job, out: Out) -> None:
     if attempt is not None and attempt.kind != "planned" and not attempt.committed:
         return
     stalled = {}
-    for rank, worker in job.owning():
+    for worker in job.seated():
         if not worker.usable or worker.done:
             continue
         if attempt is not None and not attempt.committed and has_held(worker, attempt):
             continue
         if worker.stalled is None:
             return
-        stalled[rank] = worker.stalled
+        stalled[worker.rank] = worker.stalled
     if not stalled:
         return
     ranks, reason = hang_culprits(stalled, job.stall_ns)

@@ -14,7 +14,6 @@ from keepstep.core.phases import all_filled
 from keepstep.core.recovery import agents_are_back
 from keepstep.core.state import Attempt, Job, Out, Worker
 from keepstep.core.workers import worker_said
-from keepstep.model.job import AgentSaid, CoreInput
 from keepstep.model.messages import (
     AgentMessage,
     Buddy,
@@ -38,23 +37,17 @@ from keepstep.model.messages import (
 from keepstep.model.records import NodeJoined
 
 
-def must_look(job: Job, event: CoreInput) -> bool:
-    """Progress is most of what is said, and while a job just trains nothing follows from it."""
-    if not isinstance(event, AgentSaid) or not isinstance(event.message, Progress):
-        return True
-    trains = job.mode == "running" and not job.replayed
-    return not trains or job.attempt is not None or bool(job.injects)
-
-
 def settle(job: Job, out: Out) -> None:
     for _ in range(200):
         if job.ended is not None or not _step(job, out):
             break
     else:
         raise AssertionError(f"job {job.id} does not come to rest")
+    said = out.said
     if job.ended is None and not job.replayed:
         _release(job, out)
         _refill(job, out)
+    job.rest = out.said == said
 
 
 def _step(job: Job, out: Out) -> bool:
@@ -62,8 +55,7 @@ def _step(job: Job, out: Out) -> bool:
     if job.replayed:
         return agents_are_back(job, out)
     attempt = job.attempt
-    owners = [worker for _, worker in job.owning()]
-    if len(owners) == job.spec.world and all(worker.done for worker in owners):
+    if len(job.owners) == job.spec.world and all(worker.done for worker in job.seated()):
         end_job(job, out, "done", 0, "all ranks finished")
         return False
     if job.mode != "running" and attempt is None:
@@ -117,7 +109,7 @@ def _give_up(job: Job, out: Out, attempt: Attempt) -> None:
 
 
 def _release(job: Job, out: Out) -> None:
-    for _, worker in job.owning():
+    for worker in job.seated():
         due = worker.release_due
         if due is not None and (not worker.usable or out.tell(worker, Release(generation=due))):
             worker.release_due = None
@@ -150,10 +142,9 @@ def agent_joined(job: Job, out: Out, name: str, hello: Hello) -> None:
     node.slots = hello.slots
     processes.ask_holders_again(job)
     there = {state.worker: state for state in hello.workers}
-    for worker in job.workers.values():
-        if worker.node == name:
-            worker.stalled = None  # that it is over may be lost; what still stands is told again
-    for worker in [w for w in job.workers.values() if w.node == name and w.alive]:
+    for worker in job.there.get(name, ()):
+        worker.stalled = None  # that it is over may be lost; what still stands is told again
+    for worker in [w for w in job.there.get(name, ()) if w.alive]:
         state = there.get(worker.id)
         if state is not None:
             _adopt(job, out, worker, state)
@@ -231,8 +222,8 @@ def _sweep(job: Job, out: Out, name: str, hello: Hello) -> None:
         stale = [worker for worker, _ in hello.retained if worker not in needed]
         if stale:
             out.send(name, Forget(workers=stale))
-    for _, owner in job.owning():
-        if owner.node == name and owner.usable and owner.release_due is None:
+    for owner in job.owners_on(name):
+        if owner.usable and owner.release_due is None:
             released = job.released
             if released is not None and released > job.generation and attempt is None:
                 owner.release_due = released
@@ -317,12 +308,12 @@ def _seen_resumed(job: Job, worker: Worker, state: WorkerState) -> None:
 def _after_progress(job: Job, out: Out, name: str) -> None:
     if job.mode == "starting" and job.attempt is None:
         # Attached may have been said while no orchestrator was listening.
-        for _, worker in job.owning():
+        for worker in job.owners_on(name):
             worker.attached = worker.attached or worker.tick > 0
     for inject in list(job.injects.values()):
         if inject.action != "kill-node" or inject.step < 0 or inject.id in job.fired:
             continue
-        there = [w for _, w in job.owning() if w.node == name and w.usable]
+        there = [w for w in job.owners_on(name) if w.usable]
         if inject.node == name and any(w.version >= inject.step for w in there):
             processes.inject_fired(job, out, inject.id, f"{name} killed")
             out.send(name, KillNode())

@@ -284,23 +284,42 @@ def _worth_trying(job: Job, out: Out, attempt: Attempt, tick: int) -> bool:
 
 
 def stage_row(job: Job, out: Out, attempt: Attempt) -> None:
-    if attempt.store is None or attempt.solo or attempt.retry_at is not None:
-        return
-    # A rendezvous has a time limit, and it cannot complete without the newcomers: whoever is told
-    # to wait in it before they are there, or before a spare is found, gives up in vain.
-    if not all_filled(job, attempt) or not all(w.arrived for w in newcomers(job, attempt)):
+    if attempt.store is None or not _may_stage(job, attempt):
         return
     stage = Stage(generation=attempt.generation, store=attempt.store)
     for worker in group_of(job, attempt):
-        if worker.staged == attempt.generation:
-            continue
-        joining = worker.role == "newcomer"
-        # A rank's old groups are gone once it has reported; a planned one keeps them.
-        if joining or attempt.kind == "planned" or has_reported(worker, attempt):
-            before = worker.asked.get("stage")
-            out.ask(worker, "stage", attempt.generation, stage)
-            if worker.asked.get("stage") != before:
-                attempt.staged_at = out.now
+        _stage(out, attempt, worker, stage)
+
+
+def stage_one(job: Job, out: Out, attempt: Attempt, worker: Worker) -> bool:
+    """The row for one member that has just reported. True: it was told."""
+    if attempt.store is None or not _may_stage(job, attempt):
+        return False
+    stage = Stage(generation=attempt.generation, store=attempt.store)
+    return _stage(out, attempt, worker, stage)
+
+
+def _may_stage(job: Job, attempt: Attempt) -> bool:
+    if attempt.solo or attempt.retry_at is not None:
+        return False
+    # A rendezvous has a time limit, and it cannot complete without the newcomers: whoever is told
+    # to wait in it before they are there, or before a spare is found, gives up in vain.
+    return all_filled(job, attempt) and all(w.arrived for w in newcomers(job, attempt))
+
+
+def _stage(out: Out, attempt: Attempt, worker: Worker, stage: Stage) -> bool:
+    if worker.staged == attempt.generation:
+        return False
+    joining = worker.role == "newcomer"
+    # A rank's old groups are gone once it has reported; a planned one keeps them.
+    if not (joining or attempt.kind == "planned" or has_reported(worker, attempt)):
+        return False
+    before = worker.asked.get("stage")
+    out.ask(worker, "stage", attempt.generation, stage)
+    if worker.asked.get("stage") == before:
+        return False
+    attempt.staged_at = out.now
+    return True
 
 
 def position_row(job: Job, out: Out, attempt: Attempt) -> None:

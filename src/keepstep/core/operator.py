@@ -188,12 +188,9 @@ def drain(job: Job, out: Out, request: Drain) -> None:
 
 def _ranks_in(job: Job, node: Node, slot: int | None) -> list[int]:
     return [
-        rank
-        for rank, worker in job.owning()
-        if worker.usable
-        and not worker.done
-        and worker.node == node.name
-        and slot in (None, worker.slot)
+        worker.rank
+        for worker in job.owners_on(node.name)
+        if worker.usable and not worker.done and slot in (None, worker.slot)
     ]
 
 

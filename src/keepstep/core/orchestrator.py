@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from keepstep.core import faults, operator, recovery
+from keepstep.core import faults, operator, quiet, recovery
 from keepstep.core import job as jobs_
 from keepstep.core.project import incident_view, job_view
 from keepstep.core.state import Job, Out, Outcome, Send
@@ -61,6 +61,7 @@ class Core:
         for job in self._jobs.values():
             if job.replayed and job.rejoin_until is None and job.ended is None:
                 recovery.begin_waiting(job, self._now)
+                job.due_known = False
         if isinstance(event, Submit):
             self._submit(event, outcome)
         elif isinstance(event, Wake):
@@ -69,6 +70,7 @@ class Core:
                     out = Out(self._now, job, outcome)
                     fire(job, out)
                     jobs_.settle(job, out)
+                job.due_known = False
         else:
             job = self._job(event.job)
             out = Out(self._now, job, outcome)
@@ -76,13 +78,23 @@ class Core:
                 self._after_the_end(job, out, event)
             else:
                 self._dispatch(job, out, event)
-                if jobs_.must_look(job, event):
-                    jobs_.settle(job, out)
+                if quiet.follows_nothing(job, out, event):
+                    return outcome
+                jobs_.settle(job, out)
+            job.due_known = False
         return outcome
 
-    def deadline(self) -> int | None:
-        """None: only an event can change anything."""
-        times = [at for job in self._jobs.values() for at, _, _ in timers(job)]
+    def deadline(self, now_ns: int | None = None) -> int | None:
+        """None: only an event can change anything. Never too late, but maybe too early: whoever
+        wakes up asks once more with the time it is, and hands in Wake if that has come."""
+        times: list[int] = []
+        for job in self._jobs.values():
+            early = now_ns is not None and job.due is not None and job.due <= now_ns
+            if not job.due_known or early:
+                job.due = min((at for at, _, _ in timers(job)), default=None)
+                job.due_known = True
+            if job.due is not None:
+                times.append(job.due)
         waiting = [j for j in self._jobs.values() if j.replayed and j.ended is None]
         if any(job.rejoin_until is None for job in waiting):
             times.append(self._now)  # the wait for the agents begins with the first event
@@ -90,6 +102,13 @@ class Core:
 
     def jobs(self) -> list[JobView]:
         return [job_view(job) for job in self._jobs.values()]
+
+    def knows(self, job_id: str) -> bool:
+        return job_id in self._jobs
+
+    def live(self) -> list[str]:
+        """Jobs that have not ended."""
+        return [job.id for job in self._jobs.values() if job.ended is None]
 
     def job(self, job_id: str) -> JobView:
         return job_view(self._job(job_id))

@@ -41,7 +41,8 @@ def mark(attempt: Attempt, out: Out, phase: str) -> None:
 
 
 def members(job: Job, attempt: Attempt) -> list[Worker]:
-    return [job.workers[job.owners[rank]] for rank in attempt.members]
+    owners = map(job.owners.__getitem__, attempt.members)
+    return list(map(job.workers.__getitem__, owners))
 
 
 def newcomers(job: Job, attempt: Attempt) -> list[Worker]:
@@ -131,5 +132,6 @@ def phase_now(job: Job, attempt: Attempt) -> str:
 
 def group_of(job: Job, attempt: Attempt) -> list[Worker]:
     """Members of the new generation's process groups."""
-    stay = [w for w in members(job, attempt) if w.rank not in attempt.newcomers]
-    return [w for w in stay if w.rank not in attempt.moving] + newcomers(job, attempt)
+    moved = {*attempt.newcomers, *attempt.moving}
+    stay = [w for w in members(job, attempt) if w.rank not in moved]
+    return stay + newcomers(job, attempt)

@@ -10,7 +10,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from keepstep.core.state import Node, Worker
 from keepstep.model.job import JobSpec
@@ -56,7 +57,7 @@ def choose_spare(
 def free_slots(nodes: Mapping[str, Node], workers: Iterable[Worker]) -> list[tuple[str, int]]:
     """Healthy, connected and empty, emptiest node first (a spare node before a rank's)."""
     taken = {(worker.node, worker.slot) for worker in workers if worker.alive}
-    load = {name: sum(1 for node, _ in taken if node == name) for name in nodes}
+    load = Counter(node for node, _ in taken)
     free = [
         (node.name, slot)
         for node in nodes.values()
@@ -80,36 +81,37 @@ def start_slots(
 ) -> tuple[dict[int, tuple[str, int]] | None, str]:
     """Slots for all ranks of a start from scratch; standbys' slots may be taken for it."""
     held = {(w.node, w.slot) for w in workers if w.alive and w.role != "standby"}
-    usable = [
-        (node.name, slot)
+    usable = {  # in order; no values
+        (node.name, slot): None
         for node in nodes.values()
         if node.state == "connected"
         for slot in range(node.slots)
         if node.healthy(slot) and (node.name, slot) not in held
-    ]
+    }
     placed: dict[int, tuple[str, int]] = {}
     for rank, place in home_slots(spec).items():
         if place in usable:
             placed[rank] = place
-            usable.remove(place)
+            del usable[place]
     for rank in range(spec.world):
         if rank in placed:
             continue
         if not usable:
             missing = spec.world - len(placed)
             return None, f"{missing} more healthy slots are needed for {spec.world} ranks"
-        placed[rank] = usable.pop(0)
+        placed[rank] = next(iter(usable))
+        del usable[placed[rank]]
     return placed, "usual placement" if placed == home_slots(spec) else "some ranks moved"
 
 
-def buddy_node(nodes: Mapping[str, Node], own: str) -> Node | None:
+def buddy_node(nodes: Sequence[Node], own: Node, avoid: str = "") -> Node | None:
     """The next live node after `own` in node order; None if there is no other."""
-    index = nodes[own].index
-    others = [n for n in nodes.values() if n.name != own and n.state == "connected" and n.blobs]
-    if not others:
-        return None
     count = len(nodes)
-    return min(others, key=lambda node: ((node.index - index - 1) % count, node.index))
+    for step in range(1, count):
+        node = nodes[(own.index + step) % count]
+        if node.state == "connected" and node.blobs is not None and node.name != avoid:
+            return node
+    return None
 
 
 def holders(nodes: Mapping[str, Node], own: str, buddy: str) -> list[Address]:
@@ -117,15 +119,15 @@ def holders(nodes: Mapping[str, Node], own: str, buddy: str) -> list[Address]:
 
     The rest is asked too because a buddy may have changed just before the fault."""
     order = [own, buddy] + [node.name for node in sorted(nodes.values(), key=lambda n: n.index)]
-    addresses: list[Address] = []
+    addresses: dict[Address, None] = {}  # in order; no values
     for name in order:
         node = nodes.get(name)
         # A disconnected agent only lost the orchestrator; its blobs may well be served.
         if node is None or node.state in ("absent", "dead"):
             continue
-        if node.blobs is not None and node.blobs not in addresses:
-            addresses.append(node.blobs)
-    return addresses
+        if node.blobs is not None:
+            addresses.setdefault(node.blobs)
+    return list(addresses)
 
 
 def store_node(nodes: Mapping[str, Node], avoid: Iterable[str]) -> Node | None:

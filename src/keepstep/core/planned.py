@@ -50,11 +50,11 @@ def next_move(job: Job, out: Out) -> None:
     waiting = [i for i in job.incidents if i.trigger != "unplanned" and i.cause != "resume"]
     if not waiting:
         return
-    if any(worker.done for _, worker in job.owning()):
+    if any(worker.done for worker in job.seated()):
         for incident in waiting:
             drop_done(job, out, incident)
         return
-    away = sorted({w.node for _, w in job.owning() if job.nodes[w.node].state != "connected"})
+    away = sorted({w.node for w in job.seated() if job.nodes[w.node].state != "connected"})
     if away:
         return
     for incident in waiting:
@@ -90,7 +90,7 @@ def _start_wave(job: Job, out: Out, incident: Incident) -> bool:
 
 
 def move(job: Job, out: Out, attempt: Attempt) -> None:
-    if any(worker.done for _, worker in job.owning()):
+    if any(worker.done for worker in job.seated()):
         release(job, out, attempt)
         drop_done(job, out, attempt.incident)
         return

@@ -35,8 +35,8 @@ def start_worker(job: Job, out: Out, node: str, slot: int, rank: int, role: Role
         started_at=out.now,
     )
     job.worker_next += 1
-    job.workers[worker.id] = worker
-    buddy = placement.buddy_node(job.nodes, node) if rank >= 0 else None
+    job.add_worker(worker)
+    buddy = placement.buddy_node(job.order, job.nodes[node]) if rank >= 0 else None
     worker.buddy = buddy.name if buddy is not None else ""
     generation = job.generation_max if rank >= 0 else job.generation
     worker.start = StartWorker(
@@ -118,8 +118,8 @@ def node_lost(job: Job, out: Out, node: Node, why: str) -> None:
     node.stores.clear()
     ask_holders_again(job)
     out.record(NodeLost(job=job.id, at_ns=out.now, node=node.name, why=why))
-    for worker in list(job.workers.values()):
-        if worker.node == node.name and worker.alive:
+    for worker in job.there.get(node.name, ()):
+        if worker.alive:
             if worker.killed_at is None:
                 worker.killed_at = out.now  # never to be told anything again
                 if worker.role == "rank":
@@ -173,8 +173,7 @@ def may_get_spare(job: Job) -> bool:
 
 def give_buddy(job: Job, out: Out, worker: Worker, avoid: str = "") -> Address | None:
     """Choose the buddy anew and remember it; the caller sends it."""
-    nodes = {n: node for n, node in job.nodes.items() if n != avoid or n == worker.node}
-    buddy = placement.buddy_node(nodes, worker.node)
+    buddy = placement.buddy_node(job.order, job.nodes[worker.node], avoid)
     worker.buddy = buddy.name if buddy is not None else ""
     return buddy.blobs if buddy is not None else None
 

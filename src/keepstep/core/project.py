@@ -172,7 +172,8 @@ def protection_of(job: Job) -> tuple[bool, str]:
     if len(homes) == 1:
         node = next(iter(homes))
         return False, f"any rank may die; all ranks are on {node}, whose loss falls back"
-    alone = [w.rank for w in owners if not w.done and buddy_node(job.nodes, w.node) is None]
+    lonely = {name for name in homes if buddy_node(job.order, job.nodes[name]) is None}
+    alone = [w.rank for w in owners if not w.done and w.node in lonely]
     if alone:
         return False, f"rank {alone[0]} has no buddy on another node for its side state"
     return True, "any rank or any one node may be lost without losing a step"

@@ -47,7 +47,7 @@ def new_job(spec: JobSpec, at_ns: int) -> Job:
         node.name: Node(name=node.name, index=index, slots=node.slots)
         for index, node in enumerate(spec.nodes)
     }
-    job = Job(spec=spec, submitted_at=at_ns, nodes=nodes)
+    job = Job(spec=spec, submitted_at=at_ns, nodes=nodes, order=list(nodes.values()))
     job.injects = {inject.id: inject for inject in spec.inject}
     return job
 
@@ -55,6 +55,7 @@ def new_job(spec: JobSpec, at_ns: int) -> Job:
 def add_node(job: Job, name: str, slots: int) -> Node:
     if name not in job.nodes:
         job.nodes[name] = Node(name=name, index=len(job.nodes), slots=slots)
+        job.order.append(job.nodes[name])
     return job.nodes[name]
 
 
@@ -103,7 +104,7 @@ def _apply_processes(
             running=True,
             started_at=record.at_ns,
         )
-        job.workers[worker.id] = worker
+        job.add_worker(worker)
         job.worker_next = max(job.worker_next, int(worker.id.rsplit(".w", 1)[1]) + 1)
         if record.rank >= 0:
             job.owners[record.rank] = worker.id

@@ -55,7 +55,7 @@ def commit(job: Job, out: Out, attempt: Attempt) -> None:
             moves=moves,
         )
     )
-    for _, worker in job.owning():
+    for worker in job.seated():
         worker.stalled = None
         worker.resync = False
         if worker.id in attempt.newcomers.values():
@@ -74,14 +74,14 @@ def move_sentence(job: Job, attempt: Attempt, rank: int) -> str:
 
 def rewire(job: Job, out: Out, attempt: Attempt) -> None:
     generation = attempt.generation
-    for _, worker in job.owning():
+    for worker in job.seated():
         if worker.done or not worker.usable or worker.swapped >= generation:
             continue
         if worker.swap is None or worker.swap.generation != generation:
             buddy = give_buddy(job, out, worker)
             worker.swap = Swap(generation=generation, buddy=buddy, solo=attempt.solo)
         out.ask(worker, "swap", generation, worker.swap)
-    owners = [worker for _, worker in job.owning() if not worker.done]
+    owners = [worker for worker in job.seated() if not worker.done]
     for phase, gate in FORWARD:
         if not gate(owners, generation):
             mark(attempt, out, phase)
@@ -133,9 +133,7 @@ def forget_dead(job: Job, out: Out) -> None:
     """Nobody needs the dead workers' side state any more."""
     for node in job.nodes.values():
         gone = [
-            w.id
-            for w in job.workers.values()
-            if w.node == node.name and not w.alive and "forget" not in w.asked
+            w.id for w in job.there.get(node.name, ()) if not w.alive and "forget" not in w.asked
         ]
         if gone and out.send(node.name, Forget(workers=gone)):
             for worker in gone:

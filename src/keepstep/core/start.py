@@ -62,8 +62,8 @@ def _begin(job: Job, out: Out) -> None:
     ]
     if leaving:
         return  # being killed: their slots are needed
-    homes = {node for node, _ in placement.home_slots(job.spec).values()}
-    if any(job.nodes[name].state in ("absent", "disconnected", "unreachable") for name in homes):
+    homes = job.spec.nodes[: job.spec.world // job.spec.local_world]
+    if any(job.nodes[n.name].state in ("absent", "disconnected", "unreachable") for n in homes):
         job.reason = "waiting for the agents to join"
         return
     placed, why = placement.start_slots(job.spec, job.nodes, job.workers.values())

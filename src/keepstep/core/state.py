@@ -13,8 +13,9 @@ commands are idempotent, and rows whose answer is already known are skipped.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -47,7 +48,7 @@ Role = Literal["standby", "newcomer", "rank", "leaver", "unwanted"]
 Kind = Literal["planned", "unplanned", "resume"]
 
 
-class Send(msgspec.Struct, frozen=True, kw_only=True):
+class Send(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     job: str
     node: str
     command: AgentCommand
@@ -206,10 +207,17 @@ class Attempt:
     no_checkpoint: str = ""  # why the state is not on disk meanwhile
     checkpoint_failed_at: int = 0
     solo: bool = False
+    # For quiet.py: what somebody has answered (with its tick), and who is asked about first
+    heard: dict[str, int] = field(default_factory=dict)
+    cursors: dict[str, int] = field(default_factory=dict)
 
     @property
     def committed(self) -> bool:
         return self.committed_at is not None
+
+    def has_member(self, rank: int) -> bool:
+        at = bisect_left(self.members, rank)  # they are in order
+        return at < len(self.members) and self.members[at] == rank
 
 
 @dataclass(slots=True)
@@ -217,9 +225,13 @@ class Job:
     spec: JobSpec
     submitted_at: int
     nodes: dict[str, Node]
+    order: list[Node]  # the same, by index
     mode: Literal["waiting", "opening", "starting", "running"] = "waiting"
     workers: dict[str, Worker] = field(default_factory=dict)
     owners: dict[int, str] = field(default_factory=dict)  # rank -> worker
+    there: dict[str, list[Worker]] = field(
+        default_factory=dict
+    )  # node -> workers ever placed there
     generation: int = 0
     generation_max: int = -1  # highest one ever used
     worker_next: int = 0
@@ -260,6 +272,11 @@ class Job:
     # after a restart of the orchestrator
     replayed: bool = False
     rejoin_until: int | None = None
+    # what the last look left behind, see quiet.py
+    rest: bool = False
+    due: int | None = None  # no timer before that
+    due_known: bool = False
+    cursor: int = 0  # rank that was last seen to get on
 
     @property
     def id(self) -> str:
@@ -279,32 +296,46 @@ class Job:
         """How long a newcomer may take for one stage of joining."""
         return max(self.stall_ns, 60 * SECOND)
 
+    def add_worker(self, worker: Worker) -> None:
+        self.workers[worker.id] = worker
+        self.there.setdefault(worker.node, []).append(worker)
+
+    def owners_on(self, node: str) -> list[Worker]:
+        """In order of ranks."""
+        found = [w for w in self.there.get(node, ()) if self.owners.get(w.rank) == w.id]
+        return sorted(found, key=lambda w: w.rank)
+
     def owner(self, rank: int) -> Worker | None:
         worker = self.owners.get(rank)
         return self.workers[worker] if worker is not None else None
 
-    def owning(self) -> list[tuple[int, Worker]]:
-        """In order of ranks. Called many times for every event, so it avoids sorting."""
+    def seated(self) -> Iterator[Worker]:
+        """Owners in order of ranks. A look begins with it, so it neither sorts nor builds."""
         owners, workers = self.owners, self.workers
         whole = len(owners) == self.spec.world
         ranks: Iterable[int] = range(self.spec.world) if whole else sorted(owners)
-        return [(rank, workers[owners[rank]]) for rank in ranks]
+        return map(workers.__getitem__, map(owners.__getitem__, ranks))
+
+    def owning(self) -> list[tuple[int, Worker]]:
+        """In order of ranks."""
+        return [(worker.rank, worker) for worker in self.seated()]
 
     def live(self) -> list[int]:
-        return [rank for rank, w in self.owning() if w.alive and w.killed_at is None]
+        return [w.rank for w in self.seated() if w.alive and w.killed_at is None]
 
     def dead(self) -> list[int]:
         """Ranks without a living owner. One whose script has ended needs none."""
         return [
-            rank
-            for rank, w in self.owning()
-            if not (w.alive and w.killed_at is None) and not w.done
+            w.rank for w in self.seated() if not (w.alive and w.killed_at is None) and not w.done
         ]
 
     def attaching(self) -> tuple[list[int], list[int]]:
         """Ranks that are in attach or through it, and ranks that are not."""
-        there = [rank for rank, w in self.owning() if w.attached or w.where == "attaching"]
-        return there, [rank for rank, _ in self.owning() if rank not in there]
+        there: list[int] = []
+        missing: list[int] = []
+        for rank, w in self.owning():
+            (there if w.attached or w.where == "attaching" else missing).append(rank)
+        return there, missing
 
     def standbys(self) -> list[Worker]:
         return [
@@ -342,6 +373,11 @@ class Out:
         self.now = now
         self.job = job
         self._outcome = outcome
+
+    @property
+    def said(self) -> int:
+        """How much has been decided so far."""
+        return len(self._outcome.records) + len(self._outcome.sends)
 
     def record(self, record: Record) -> None:
         self._outcome.records.append(record)

@@ -71,7 +71,7 @@ def _gone_timer(job: Job, node: Node) -> list[Timer]:
     in it; and if no rank is in reach, nobody could be rebuilt from anything: then we wait."""
     if not ranks_on(job, node.name):
         return [(node.gone_at + job.stall_ns, "node", node.name)]
-    owners = (worker for _, worker in job.owning() if worker.usable and not worker.done)
+    owners = (worker for worker in job.seated() if worker.usable and not worker.done)
     if not any(job.nodes[worker.node].state == "connected" for worker in owners):
         return []
     return [(max(node.gone_at, job.progress_at) + job.stall_ns, "node", node.name)]
@@ -99,7 +99,7 @@ def _start_timers(job: Job) -> list[Timer]:
 def _attempt_timers(job: Job, attempt: Attempt) -> list[Timer]:
     rows: list[Timer] = []
     if attempt.committed_at is not None:
-        owners = [worker for _, worker in job.owning() if not worker.done]
+        owners = [worker for worker in job.seated() if not worker.done]
         late = [w for w in owners if w.swapped < attempt.generation]
         reply_ns = _reply_ns(job, len(late) < len(owners))
         for worker in late:
@@ -134,11 +134,10 @@ def _attempt_timers(job: Job, attempt: Attempt) -> list[Timer]:
 
 def _member_timers(job: Job, attempt: Attempt) -> list[Timer]:
     group = members(job, attempt)
-    what, answered = "abort", [w for w in group if has_reported(w, attempt)]
-    if len(answered) == len(group):
-        what, answered = "decide", [w for w in group if has_held(w, attempt)]
-    reply_ns = _reply_ns(job, bool(answered))
-    late = (worker for worker in group if worker not in answered)
+    what, late = "abort", [w for w in group if not has_reported(w, attempt)]
+    if not late:
+        what, late = "decide", [w for w in group if not has_held(w, attempt)]
+    reply_ns = _reply_ns(job, len(late) < len(group))
     return [row for w in late for row in _since(job, w, what, attempt, reply_ns, "member")]
 
 

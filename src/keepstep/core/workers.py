@@ -16,6 +16,7 @@ from keepstep.core.migration import (
     checkpoint_path,
     sources_for,
 )
+from keepstep.core.phases import has_reported
 from keepstep.core.planned import fail_move
 from keepstep.core.processes import inject_fired, replace_buddy, signal_now
 from keepstep.core.state import Attempt, Job, Out, Worker
@@ -112,7 +113,7 @@ def _rank_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> None:
             attempt.incident.timeline.swapped(said)
     elif isinstance(said, Resumed):
         _resumed(job, out, worker, said)
-    elif attempt is not None and not attempt.committed and worker.rank in attempt.members:
+    elif attempt is not None and not attempt.committed and attempt.has_member(worker.rank):
         _member_said(job, out, attempt, worker, said)
 
 
@@ -122,7 +123,7 @@ def _member_said(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Wor
             return
         worker.version = max(worker.version, said.version)
         worker.done = worker.done or said.done
-        if worker.rank not in attempt.reported:
+        if not has_reported(worker, attempt):
             worker.report = said
             attempt.reported.append(worker.rank)
         if said.error_kind == "device":

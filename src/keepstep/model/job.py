@@ -53,7 +53,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 # --------------------------------------------------------------------------- inputs of the core
 
 
-class Input(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Input(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     pass
 
 

@@ -19,11 +19,12 @@ from typing import Literal
 import msgspec
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    pass
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True, gc=False):
+    """Messages are trees, and an orchestrator of many ranks holds many: the collector of cycles
+    has no business with them."""
 
 
-class Address(msgspec.Struct, frozen=True):
+class Address(msgspec.Struct, frozen=True, gc=False):
     host: str
     port: int
 
@@ -305,7 +306,7 @@ class Decide(Message, frozen=True):
     tick: int
 
 
-class Source(msgspec.Struct, frozen=True, kw_only=True):
+class Source(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     rank: int
     pid: int
     node: str
@@ -395,7 +396,7 @@ WorkerCommand = (
 # --------------------------------------------------------------------------- agent -> orchestrator
 
 
-class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One line of an agent's inventory, and of its progress messages."""
 
     worker: str

@@ -258,10 +258,10 @@ class Orchestrator:
 
     async def _keep_entry(self) -> None:
         """The file lists live jobs; refresh it when that list changes."""
-        written = [view.job for view in self.live_jobs()]
+        written = self.driver.core.live()
         while True:
             await self.driver.wait_any_change()
-            now = [view.job for view in self.live_jobs()]
+            now = self.driver.core.live()
             if now != written:
                 self._write_entry()
                 written = now
@@ -275,7 +275,7 @@ class Orchestrator:
             token=self.token,
             pid=pid,
             pid_started=registry.process_started(pid) or 0,
-            jobs=[view.job for view in self.live_jobs()],
+            jobs=self.driver.core.live(),
             embedded=self.embedded,
             ca=self._authority.certificate if self._authority is not None else "",
         )

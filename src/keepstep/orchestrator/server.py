@@ -43,7 +43,7 @@ log = logging.getLogger("keepstep.server")
 
 HELLO_BYTES_MAX = 1 << 20
 HELLO_S_MAX = 10.0
-CONNECTIONS_MAX = 4096
+CONNECTIONS_MAX = 1 << 15  # a job of 131,072 ranks has 16,384 agents of 8
 
 AgentStream = Stream[AgentMessage]
 NodeKey = tuple[str, str]  # job, node
@@ -168,7 +168,7 @@ class AgentServer:
                 error=f"protocol {hello.protocol} is not {PROTOCOL}",
                 hint="agents and orchestrator must be of the same Keepstep version",
             )
-        if all(view.job != hello.job for view in self._driver.core.jobs()):
+        if not self._driver.core.knows(hello.job):
             return Refused(error=f"no such job: {hello.job}", hint="submit the job first")
         connected = self._peers.get((hello.job, hello.node))
         # Another agent, but of the same workers: the first one is gone, we have not noticed yet.

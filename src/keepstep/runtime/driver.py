@@ -64,6 +64,7 @@ class Driver:
         self._monotonic_ns = monotonic_ns
         self._epoch_ns = wall_ns() - monotonic_ns()
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_ns = 0  # the deadline it stands for
         self._changed = asyncio.Event()
         self._changes: dict[str, int] = {}
         self._seq = 0
@@ -202,16 +203,26 @@ class Driver:
             self._timer = None
 
     def _arm(self) -> None:
-        self._disarm()
         deadline_ns = self.core.deadline()
         if deadline_ns is None or self._closed:
+            self._disarm()
             return
+        if self._timer is not None:
+            if self._timer_ns <= deadline_ns:
+                return  # it comes first, finds that nothing is due and arms the next
+            self._disarm()
         delay_ns = max(deadline_ns - self._now(), WAKE_NS_MIN)
         self._timer = asyncio.get_running_loop().call_later(delay_ns / 1e9, self._wake)
+        self._timer_ns = deadline_ns
 
     def _wake(self) -> None:
         self._timer = None
         if not self.running:
+            return
+        now_ns = self._now()
+        deadline_ns = self.core.deadline(now_ns)
+        if deadline_ns is None or deadline_ns > now_ns:
+            self._arm()
             return
         try:
             self.submit(Wake())

@@ -203,7 +203,7 @@ class SimOrchestrator:
         if epoch != self.epoch or not self.alive or wake != self._wake_at:
             return
         self._wake_at = -1
-        deadline = self.core.deadline()
+        deadline = self.core.deadline(self._now())
         if deadline is not None and deadline <= self._now():
             self.submit(Wake())
         else:
