@@ -162,7 +162,7 @@ class Workers:
         return worker
 
     def tell(self, worker: Worker, command: WorkerCommand) -> None:
-        if isinstance(command, Assign):
+        if isinstance(command, Assign) and not command.presumed:
             worker.rank = command.rank
             self._processes.note(worker.name, worker.rank)
         if worker.channel is not None:

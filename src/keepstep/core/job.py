@@ -7,7 +7,7 @@ callbacks, start.py for the beginning, migration.py for what an attempt is.
 
 from __future__ import annotations
 
-from keepstep.core import faults, planned, processes, rewire, start
+from keepstep.core import faults, planned, processes, rewire, start, understudies
 from keepstep.core.incidents import end_job, warn
 from keepstep.core.migration import EXIT_GAVE_UP, recover
 from keepstep.core.phases import all_filled
@@ -119,6 +119,9 @@ def _refill(job: Job, out: Out) -> None:
     attempt = job.attempt
     if job.mode in ("waiting", "opening"):
         return
+    if attempt is None and job.spec.understudies:
+        processes.end_left_over(job, out)
+        understudies.keep(job, out)
     if attempt is None or attempt.kind == "planned":
         taken = len(attempt.newcomers) if attempt is not None and not attempt.committed else 0
         processes.refill(job, out, planned.pending_ranks(job) - taken, forced=False)
@@ -187,6 +190,8 @@ def _adopt(job: Job, out: Out, worker: Worker, state: WorkerState) -> None:
     worker.swapped = max(worker.swapped, state.generation)
     if worker.role == "standby" and not worker.parked and state.where == "parked":
         worker.parked = "unknown"
+    elif worker.role == "understudy" and state.where not in ("", "starting"):
+        worker.parked = worker.parked or "unknown"
     if state.where == "done":
         worker.done = True
     answered = {"forget"}
@@ -196,7 +201,7 @@ def _adopt(job: Job, out: Out, worker: Worker, state: WorkerState) -> None:
     worker.resync = True
     if worker.killed_at is not None:
         out.send(worker.node, KillWorker(worker=worker.id))
-    elif worker.role == "standby" and job.replayed and state.rank >= 0:
+    elif worker.role in ("standby", "understudy") and job.replayed and state.rank >= 0:
         worker.role = "unwanted"  # it was joining when the orchestrator was restarted
         out.kill(worker)
 
@@ -336,6 +341,8 @@ def exited(job: Job, out: Out, worker: Worker, why: str) -> None:
         faults.newcomer_failed(job, out, worker, f"{worker.id} {why}")
     elif worker.role == "standby" and worker.killed_at is None:
         warn(job, out, f"standby {worker.id} in {worker.place} {why}")
+    elif worker.role == "understudy" and worker.killed_at is None:
+        understudies.lost(job, out, worker, why)
 
 
 def _store_answered(job: Job, out: Out, name: str, message: StoreOpened | StoreFailed) -> None:

@@ -23,7 +23,7 @@ from keepstep.core.phases import (
 )
 from keepstep.core.processes import NOWHERE, close_stores, give_buddy, may_get_spare
 from keepstep.core.state import SECOND, Attempt, Incident, Job, Kind, Out, Worker
-from keepstep.core.triage import headline, judge_reports, name_ranks
+from keepstep.core.triage import group_mismatch, headline, judge_reports, name_ranks
 from keepstep.model.messages import (
     Abort,
     Address,
@@ -150,19 +150,23 @@ def assign_row(job: Job, out: Out, attempt: Attempt) -> None:
             continue
         old = job.owner(rank)
         node, slot = homes.get(rank, ("", 0))
+        prepared = prepared_places(job, rank)
         spare, _ = placement.choose_spare(
             job.standbys(),
             job.nodes,
             away_from=old.node if old is not None else "",
             home=f"{node}/{slot}",
+            prepared=prepared,
         )
         if spare is None or attempt.incident.give_up:
             break
+        spare = prepared.get(spare.place, spare)
         attempt.newcomers[rank] = spare.id
         spare.role = "newcomer"
         spare.rank = rank
         spare.assigned_at = out.now
         spare.arrived, spare.ready, spare.positioned_at = False, None, None
+        spare.asked.clear()
     for worker in newcomers(job, attempt):
         if not worker.arrived and "assign" not in worker.asked:
             assign = Assign(
@@ -174,6 +178,12 @@ def assign_row(job: Job, out: Out, attempt: Attempt) -> None:
                 checkpoint=job.spec.resume if attempt.kind == "resume" else "",
             )
             out.ask(worker, "assign", attempt.generation, assign)
+
+
+def prepared_places(job: Job, rank: int) -> dict[str, Worker]:
+    """Where an understudy of `rank` is ready, and which."""
+    ready = (w for w in job.understudies() if w.ready is not None and w.presumed == rank)
+    return {worker.place: worker for worker in ready}
 
 
 def decide_row(job: Job, out: Out, attempt: Attempt) -> None:
@@ -341,6 +351,12 @@ def position_row(job: Job, out: Out, attempt: Attempt) -> None:
         out.ask(worker, "position", attempt.generation, position)
         if "position" in worker.asked:
             worker.positioned_at = out.now
+
+
+def group_trouble(job: Job, rank: int, members: dict[str, list[int]]) -> str:
+    """The others would wait for it in groups that it does not build, until a timeout."""
+    others = {owner: w.groups for owner, w in job.owning() if owner != rank and w.groups}
+    return group_mismatch({**others, rank: members}) if others else ""
 
 
 def side_state_holders(job: Job, rank: int) -> list[Address]:

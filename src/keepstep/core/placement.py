@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from keepstep.core.state import Node, Worker
 from keepstep.model.job import JobSpec
@@ -21,11 +21,17 @@ CRASHES_MAX = 3  # in one slot, without any training in between
 
 
 def choose_spare(
-    standbys: Iterable[Worker], nodes: Mapping[str, Node], *, away_from: str, home: str = ""
+    standbys: Iterable[Worker],
+    nodes: Mapping[str, Node],
+    *,
+    away_from: str,
+    home: str = "",
+    prepared: Container[str] = (),
 ) -> tuple[Worker | None, str]:
     """The parked standby to use for a rank that was on node `away_from`.
 
-    `home` is a slot to prefer over everything (a resumed job gets its usual placement)."""
+    `home` is a slot to prefer over everything (a resumed job gets its usual placement), `prepared`
+    are those where an understudy of the rank is ready."""
     parked: list[Worker] = []
     refused: list[str] = []
     for worker in standbys:
@@ -44,6 +50,7 @@ def choose_spare(
         parked,
         key=lambda w: (
             w.place != home,
+            w.place not in prepared,
             w.node == away_from,
             nodes[w.node].index,
             w.slot,
@@ -56,7 +63,8 @@ def choose_spare(
 
 def free_slots(nodes: Mapping[str, Node], workers: Iterable[Worker]) -> list[tuple[str, int]]:
     """Healthy, connected and empty, emptiest node first (a spare node before a rank's)."""
-    taken = {(worker.node, worker.slot) for worker in workers if worker.alive}
+    # An understudy only accompanies a standby: where it is alone, the standby is missing.
+    taken = {(w.node, w.slot) for w in workers if w.alive and w.role != "understudy"}
     load = Counter(node for node, _ in taken)
     free = [
         (node.name, slot)

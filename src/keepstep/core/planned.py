@@ -14,6 +14,7 @@ from keepstep.core.migration import (
     assign_row,
     copy_row,
     position_row,
+    prepared_places,
     stage_row,
     start_attempt,
     store_row,
@@ -70,7 +71,9 @@ def _start_wave(job: Job, out: Out, incident: Incident) -> bool:
     wave: list[int] = []
     for rank in incident.pending:
         owner = job.workers[job.owners[rank]]
-        spare, why = placement.choose_spare(spares, job.nodes, away_from=owner.node)
+        spare, why = placement.choose_spare(
+            spares, job.nodes, away_from=owner.node, prepared=prepared_places(job, rank)
+        )
         if spare is None:
             break
         wave.append(rank)

@@ -25,13 +25,16 @@ SIGSTOP = 19
 NOWHERE = Address(host="127.0.0.1", port=0)
 
 
-def start_worker(job: Job, out: Out, node: str, slot: int, rank: int, role: Role) -> Worker:
+def start_worker(
+    job: Job, out: Out, node: str, slot: int, rank: int, role: Role, presumed: int = -1
+) -> Worker:
     worker = Worker(
         id=f"{node}.w{job.worker_next}",
         node=node,
         slot=slot,
         role=role,
         rank=rank,
+        presumed=presumed,
         started_at=out.now,
     )
     job.worker_next += 1
@@ -60,6 +63,7 @@ def start_worker(job: Job, out: Out, node: str, slot: int, rank: int, role: Role
             slot=slot,
             rank=rank,
             generation=generation,
+            presumed=presumed,
         )
     )
     out.send(node, worker.start)
@@ -82,7 +86,9 @@ def worker_ended(job: Job, out: Out, worker: Worker, code: int, why: str, cause:
     node = job.nodes[worker.node]
     if worker.role == "rank" and job.owners.get(worker.rank) == worker.id:
         job.causes.setdefault(worker.rank, (cause, f"rank {worker.rank} ({worker.id}) {why}"))
-    if not wanted and not worker.injected and node.state != "dead":
+    if worker.role == "understudy":
+        job.understudies_failed += not wanted and node.state != "dead"
+    elif not wanted and not worker.injected and node.state != "dead":
         crash(job, out, node, worker.slot)
     # A leaver that is gone is nobody's loss, and its side state is of no use any more.
 
@@ -133,7 +139,7 @@ def node_lost(job: Job, out: Out, node: Node, why: str) -> None:
 def refill(job: Job, out: Out, needed: int, forced: bool) -> None:
     """Keep `spares` standbys, or as many as are needed at once. During a recovery (`forced`)
     only the needed ones: the machine has better things to do than to warm up the next."""
-    for worker in job.standbys():
+    for worker in job.standbys() + job.understudies():
         node = job.nodes[worker.node]
         if node.state == "connected" and not node.healthy(worker.slot):
             worker.role = "unwanted"
@@ -149,6 +155,19 @@ def refill(job: Job, out: Out, needed: int, forced: bool) -> None:
         return
     for node_name, slot in placement.free_slots(job.nodes, job.workers.values())[:missing]:
         start_worker(job, out, node_name, slot, -1, "standby")
+
+
+def end_left_over(job: Job, out: Out) -> None:
+    """A standby and the understudies beside it give one seat; the rest is ended when that is
+    taken and training goes on. So are understudies that have lost their standby."""
+    seats = {worker.place for worker in job.seated() if worker.alive}
+    parked = {worker.place for worker in job.standbys()}
+    for worker in job.workers.values():
+        alone = worker.role == "understudy" and worker.place not in parked
+        taken = worker.role == "standby" and worker.place in seats
+        if (alone or taken) and worker.usable:
+            worker.role = "unwanted"
+            out.kill(worker)
 
 
 def may_get_spare(job: Job) -> bool:

@@ -14,6 +14,7 @@ from keepstep.model.views import (
     NodeView,
     RankView,
     SpareView,
+    UnderstudyView,
 )
 
 
@@ -73,7 +74,7 @@ def job_view(job: Job, state: JobState | None = None, exit_code: int | None = No
         node_loss_protected=protected,
         protection=protection,
         ranks=ranks,
-        spares=[spare_view(w) for w in job.workers.values() if is_spare(w)],
+        spares=[spare_view(job, w) for w in job.workers.values() if is_spare(w)],
         nodes=[node_view(node) for node in job.nodes.values()],
         last_incident=newest,
         injects_fired=list(job.fired),
@@ -133,7 +134,7 @@ def is_spare(worker: Worker) -> bool:
     return worker.usable and worker.role in ("standby", "newcomer")
 
 
-def spare_view(worker: Worker) -> SpareView:
+def spare_view(job: Job, worker: Worker) -> SpareView:
     state = "parked" if worker.parked else "starting"
     return SpareView(
         worker=worker.id,
@@ -142,6 +143,16 @@ def spare_view(worker: Worker) -> SpareView:
         slot=worker.place,
         state="assigned" if worker.role == "newcomer" else state,
         parked_at=worker.parked,
+        understudies=[
+            UnderstudyView(
+                rank=one.presumed,
+                worker=one.id,
+                pid=one.pid,
+                state="ready" if one.ready is not None else "building",
+            )
+            for one in job.understudies()
+            if one.place == worker.place
+        ],
     )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from keepstep.core.incidents import close_incident
 from keepstep.core.processes import give_buddy
-from keepstep.core.state import SECOND, Incident, Job, Node, Out, Worker
+from keepstep.core.state import SECOND, Incident, Job, Node, Out, Role, Worker
 from keepstep.core.timeline import Timeline
 from keepstep.model.job import JobSpec
 from keepstep.model.messages import Swap
@@ -90,6 +90,12 @@ def apply(jobs: dict[str, Job], record: Record) -> None:
         job.incidents.clear()
 
 
+def _role(record: Placed) -> Role:
+    if record.rank >= 0:
+        return "rank"
+    return "understudy" if record.presumed >= 0 else "standby"
+
+
 def _apply_processes(
     job: Job,
     record: Placed | WorkerEnded | NodeLost | NodeJoined | StartBegun | JobStarted,
@@ -99,8 +105,9 @@ def _apply_processes(
             id=record.worker,
             node=record.node,
             slot=record.slot,
-            role="rank" if record.rank >= 0 else "standby",
+            role=_role(record),
             rank=record.rank,
+            presumed=record.presumed,
             running=True,
             started_at=record.at_ns,
         )

@@ -44,7 +44,7 @@ from keepstep.model.views import IncidentView, JobView, NoteView
 SECOND = 1_000_000_000
 NOTES_MAX = 20
 
-Role = Literal["standby", "newcomer", "rank", "leaver", "unwanted"]
+Role = Literal["standby", "understudy", "newcomer", "rank", "leaver", "unwanted"]
 Kind = Literal["planned", "unplanned", "resume"]
 
 
@@ -104,8 +104,9 @@ class Worker:
     where: str = ""
     steps_per_s: float = 0.0
     stalled: Stalled | None = None
-    # standby and newcomer
+    # standby, understudy and newcomer
     parked: str = ""
+    presumed: int = -1  # the rank that an understudy was built for
     assigned_at: int = 0
     arrived: bool = False
     positioned_at: int | None = None
@@ -253,6 +254,7 @@ class Job:
     hang_warned: bool = False
     injects: dict[str, InjectSpec] = field(default_factory=dict)
     fired: list[str] = field(default_factory=list)
+    understudies_failed: int = 0  # since one was ready
     preempted: list[tuple[int, int]] = field(default_factory=list)  # when, ranks told to leave
     deferred: dict[str, str] = field(default_factory=dict)  # tainted target -> reason
     released: int | None = None  # generation of the last planned attempt that was undone
@@ -338,11 +340,21 @@ class Job:
         return there, missing
 
     def standbys(self) -> list[Worker]:
-        return [
+        """One for each place. A place whose understudy is taking a seat is used up."""
+        found = [
             w
             for w in self.workers.values()
             if w.role == "standby" and w.alive and w.killed_at is None
         ]
+        if not self.spec.understudies:
+            return found
+        seats = {w.place for w in self.workers.values() if w.role in ("newcomer", "rank") and w.alive}
+        return [w for w in found if w.place not in seats]
+
+    def understudies(self) -> list[Worker]:
+        if not self.spec.understudies:
+            return []
+        return [w for w in self.workers.values() if w.role == "understudy" and w.usable]
 
     def connected(self) -> list[Node]:
         return [node for node in self.nodes.values() if node.state == "connected"]

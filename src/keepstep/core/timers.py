@@ -7,7 +7,7 @@ Times derive from the one knob, `stall_timeout`.
 
 from __future__ import annotations
 
-from keepstep.core import breaker
+from keepstep.core import breaker, understudies
 from keepstep.core.faults import (
     SILENT_NS,
     give_up_node,
@@ -31,6 +31,7 @@ LEAVE_NS = 10 * SECOND
 KILL_AGAIN_NS = 5 * SECOND
 STORE_NS = 15 * SECOND
 PARK_NS = 300 * SECOND
+REHEARSE_NS = 1800 * SECOND
 JOIN_NS = 60 * SECOND
 
 Timer = tuple[int, str, str]  # when, what, about whom
@@ -54,6 +55,8 @@ def timers(job: Job) -> list[Timer]:
             rows.append((worker.leave_at + LEAVE_NS, "leave", worker.id))
         elif worker.role == "standby" and not worker.parked:
             rows.append((worker.started_at + max(PARK_NS, job.stall_ns), "park", worker.id))
+        elif worker.role == "understudy" and worker.ready is None:
+            rows.append((worker.started_at + REHEARSE_NS + job.stall_ns, "rehearse", worker.id))
     if job.mode in ("waiting", "opening", "starting"):
         rows += _start_timers(job)
     deferred = breaker.deadline(job)
@@ -181,7 +184,7 @@ def _fire_one(job: Job, out: Out, what: str, subject: str) -> None:
         give_up_node(job, out, subject, "did not come back within the stall timeout")
     elif what == "fenced":
         lose_node(job, out, subject, "did not come back, and must have ended its ranks")
-    elif what in ("kill", "leave", "park", "member", "newcomer"):
+    elif what in ("kill", "leave", "park", "rehearse", "member", "newcomer"):
         _fire_worker(job, out, what, job.workers[subject])
     elif what == "join":
         absent = [node.name for node in job.nodes.values() if node.state == "absent"]
@@ -228,6 +231,8 @@ def _fire_worker(job: Job, out: Out, what: str, worker: Worker) -> None:
             job.nodes[worker.node].crashes.get(worker.slot, 0) + 1
         )
         out.kill(worker)
+    elif what == "rehearse":
+        understudies.late(job, out, worker)
     elif what == "newcomer":
         newcomer_failed(job, out, worker, f"{worker.id} was not ready in time")
     else:

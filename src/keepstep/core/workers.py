@@ -6,7 +6,7 @@ Arrived and Ready count for any generation, because its process outlives attempt
 
 from __future__ import annotations
 
-from keepstep.core import start
+from keepstep.core import start, understudies
 from keepstep.core.faults import newcomer_failed, repeat_attempt, stage_failed
 from keepstep.core.incidents import end_job, warn
 from keepstep.core.migration import (
@@ -14,13 +14,14 @@ from keepstep.core.migration import (
     EXIT_GAVE_UP,
     NEWCOMERS_MAX,
     checkpoint_path,
+    group_trouble,
     sources_for,
 )
 from keepstep.core.phases import has_reported
 from keepstep.core.planned import fail_move
 from keepstep.core.processes import inject_fired, replace_buddy, signal_now
 from keepstep.core.state import Attempt, Job, Out, Worker
-from keepstep.core.triage import group_mismatch, headline
+from keepstep.core.triage import headline
 from keepstep.model.messages import (
     Arrived,
     Attached,
@@ -49,8 +50,10 @@ CAUSES = {"comm": "connection", "device": "device-error", "user": "user"}
 
 def worker_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> None:
     if isinstance(said, Parked):
-        if worker.role == "standby":
+        if worker.role in ("standby", "understudy"):
             worker.parked = said.where or "unknown"
+    elif worker.role == "understudy":
+        understudies.said(job, out, worker, said)
     elif isinstance(said, InjectFired):
         _inject_fired(job, out, worker, said)
     elif isinstance(said, BuddyLost):
@@ -74,7 +77,8 @@ def _newcomer_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> N
     elif isinstance(said, Ready):
         if worker.ready is None:
             worker.arrived, worker.ready = True, said
-            timeline.ready(said)
+            if worker.presumed < 0:  # an understudy did all that before it was needed
+                timeline.ready(said)
     elif isinstance(said, Failure):
         last = headline(said.error)
         newcomer_failed(job, out, worker, f"{worker.id} raised {last} while joining")
@@ -90,11 +94,9 @@ def _newcomer_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> N
 
 def _newcomer_attached(job: Job, out: Out, worker: Worker, said: Attached) -> None:
     worker.attached, worker.redundant, worker.groups = True, said.redundant, said.members
-    others = {rank: w.groups for rank, w in job.owning() if rank != worker.rank and w.groups}
-    # The others would wait for it in groups that it does not build, until a timeout.
-    mismatch = group_mismatch({**others, worker.rank: said.members}) if others else ""
-    if mismatch:
-        newcomer_failed(job, out, worker, mismatch)
+    trouble = group_trouble(job, worker.rank, said.members)
+    if trouble:
+        newcomer_failed(job, out, worker, trouble)
 
 
 def _rank_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> None:

@@ -42,6 +42,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     local_world: int  # --nproc-per-node
     nodes: list[NodeSpec]  # the first world/local_world of them get the ranks, in order
     spares: int  # warm standbys to keep, where free slots exist
+    understudies: int = 0  # beside each standby, processes that are built as presumed ranks
     stall_timeout_ns: int
     script: list[str]
     env: dict[str, str] = {}

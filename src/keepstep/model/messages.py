@@ -253,7 +253,8 @@ class Welcome(Message, frozen=True):
 
 
 class Assign(Message, frozen=True):
-    """A standby becomes the newcomer for `rank`."""
+    """A standby becomes the newcomer for `rank`. `presumed`: only as far as Ready, in case that it
+    will be needed; a later Assign for the same rank is answered with what was said already."""
 
     rank: int
     generation: int
@@ -261,6 +262,7 @@ class Assign(Message, frozen=True):
     buddy: Address | None
     holders: list[Address] = []  # blob servers that may hold the rank's init record (tick -1)
     checkpoint: str = ""  # or the directory that does
+    presumed: bool = False
 
 
 class Position(Message, frozen=True):

@@ -45,13 +45,15 @@ class JobStarted(BaseRecord, frozen=True, kw_only=True):
 
 
 class Placed(BaseRecord, frozen=True, kw_only=True):
-    """A process is started in a slot. `rank` -1 is a standby. Worker ids are never used again."""
+    """A process is started in a slot. `rank` -1 is a standby, or with `presumed` an understudy of
+    that rank. Worker ids are never used again."""
 
     worker: str
     node: str
     slot: int
     rank: int
     generation: int
+    presumed: int = -1
 
 
 class WorkerEnded(BaseRecord, frozen=True, kw_only=True):

@@ -22,6 +22,13 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
     state: str  # starting, running, holding, joining, dead, done
 
 
+class UnderstudyView(msgspec.Struct, frozen=True, kw_only=True):
+    rank: int  # presumed
+    worker: str
+    pid: int
+    state: str  # building, ready
+
+
 class SpareView(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
     pid: int
@@ -29,6 +36,7 @@ class SpareView(msgspec.Struct, frozen=True, kw_only=True):
     slot: str
     state: str  # starting, parked, assigned
     parked_at: str = ""
+    understudies: list[UnderstudyView] = []  # in the same slot
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):

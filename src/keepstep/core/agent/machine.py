@@ -452,7 +452,7 @@ class AgentMachine:
             return
         process, command = self._processes[tell.worker], tell.command
         if isinstance(command, Assign):
-            process.rank = command.rank
+            process.rank = -1 if command.presumed else command.rank
         elif isinstance(command, Swap | Release):
             process.sent_on = True
         elif isinstance(command, Abort | Hold):
