@@ -14,7 +14,9 @@ import pytest
 
 from keepstep.sim.many import Summary, Task, failure_lines, run_many
 from keepstep.sim.reasons import sentences
-from keepstep.sim.scenario import STORIES, cells, draw_plan, find_plan, impossible, plan_cell
+from keepstep.sim.scenario import draw_plan, find_plan
+from keepstep.sim.stories import STORIES
+from keepstep.sim.table import cells, impossible, plan_cell
 
 WORLDS = int(os.environ.get("KEEPSTEP_SIM_WORLDS", "10000"))
 SEEDS_PER_CELL = 4

@@ -12,7 +12,8 @@ import click
 from keepstep.errors import UsageError
 from keepstep.sim.many import Summary, Task, failure_lines, run_many
 from keepstep.sim.run import Result, commit, run_plan
-from keepstep.sim.scenario import cells, find_plan
+from keepstep.sim.scenario import find_plan
+from keepstep.sim.table import cells
 
 VIOLATED_EXIT = 1
 

@@ -17,7 +17,7 @@ from keepstep.model import records as r
 
 if TYPE_CHECKING:
     from keepstep.sim.node import SimNode
-    from keepstep.sim.rank import Rank
+    from keepstep.sim.process import Process
     from keepstep.sim.world import World
 
 
@@ -270,17 +270,17 @@ class Checker:
     def obeyed(self, node: SimNode, command: m.AgentCommand) -> None:
         """A command reached its agent."""
 
-    def spawned(self, node: SimNode, process: Rank) -> None:
+    def spawned(self, node: SimNode, process: Process) -> None:
         for other in node.processes.values():
             taken = other is not process and other.alive and other.slot == process.slot
             self.ensure(not taken, f"{process.id} started in the slot of {other.id}")
 
     # ------------------------------------------------------------------ ranks
 
-    def said(self, process: Rank, message: m.WorkerMessage) -> None:
+    def said(self, process: Process, message: m.WorkerMessage) -> None:
         self.ensure(process.alive, f"{process.id} speaks after its end")
 
-    def ended(self, process: Rank) -> None:
+    def ended(self, process: Process) -> None:
         pass
 
     def fenced(self, node: SimNode) -> None:
@@ -292,7 +292,7 @@ class Checker:
                 f"{node.name} fences itself while {process.id} trains",
             )
 
-    def swapped(self, process: Rank) -> None:
+    def swapped(self, process: Process) -> None:
         """Content at resume: whoever takes part in a new generation is right from the start."""
         self.ensure(
             process.generation in self.commits,
@@ -300,7 +300,7 @@ class Checker:
         )
         self._check_content(process)
 
-    def committed(self, process: Rank) -> None:
+    def committed(self, process: Process) -> None:
         self.commit_count += 1
         rank, tick = process.rank, process.tick
         self.ensure(
@@ -317,7 +317,7 @@ class Checker:
         self.best[rank] = max(self.best.get(rank, 0), tick)
         self.world.on_commit()
 
-    def _check_content(self, process: Rank) -> None:
+    def _check_content(self, process: Process) -> None:
         truth, tick = self.world.truth, process.tick
         truth.upto(tick)
         right = (

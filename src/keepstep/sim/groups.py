@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING
 from keepstep.sim.net import MS, SECOND, SILENT_NS
 
 if TYPE_CHECKING:
-    from keepstep.sim.rank import Rank
+    from keepstep.sim.member import Member
     from keepstep.sim.world import World
 
 POLL_NS = 500 * MS
 
 
 class Group:
-    def __init__(self, world: World, generation: int, members: dict[int, Rank]) -> None:
+    def __init__(self, world: World, generation: int, members: dict[int, Member]) -> None:
         self.world = world
         self.generation = generation
         self.members = members
         self.left: set[int] = set()
         self.entered: dict[int, dict[int, tuple[int, int]]] = {}  # tick -> rank -> (value, hold)
 
-    def enter(self, rank: Rank, value: int, hold: int) -> None:
+    def enter(self, rank: Member, value: int, hold: int) -> None:
         if rank.rank in self.left or self.left:
             self._tell_broken(rank, 0)
             return
@@ -53,7 +53,7 @@ class Group:
         assert len(words) <= 1, f"ranks hold for different generations: {sorted(words)}"
         return words.pop() if words else -1
 
-    def _pass(self, member: Rank, tick: int) -> None:
+    def _pass(self, member: Member, tick: int) -> None:
         if member.group is not self or not member.alive:
             return
         nodes = {other.node.name for other in self.members.values()}
@@ -62,7 +62,7 @@ class Group:
             return
         member.fence_passed(self, tick)
 
-    def leave(self, rank: Rank) -> None:
+    def leave(self, rank: Member) -> None:
         """The first one to leave breaks it for all; whoever leaves later changes nothing."""
         first = not self.left
         self.left.add(rank.rank)
@@ -73,7 +73,7 @@ class Group:
                     delay = self.world.net.delay(rank.node.name, other.node.name)
                     self.world.after(delay, self._break, rank.node.name, other, now)
 
-    def _break(self, source: str, other: Rank, since: int) -> None:
+    def _break(self, source: str, other: Member, since: int) -> None:
         if not other.alive or other.group is not self:
             return
         silent = self.world.now - since > SILENT_NS
@@ -82,7 +82,7 @@ class Group:
             return
         other.connection_lost(self)
 
-    def _tell_broken(self, rank: Rank, delay: int) -> None:
+    def _tell_broken(self, rank: Member, delay: int) -> None:
         self.world.after(delay + MS, self._break, rank.node.name, rank, self.world.now)
 
     def reset(self) -> None:
@@ -98,10 +98,10 @@ class Store:
     def __init__(self, world: World, generation: int) -> None:
         self.world = world
         self.generation = generation
-        self.waiting: dict[int, Rank] = {}
+        self.waiting: dict[int, Member] = {}
         self.open = True
 
-    def meet(self, rank: Rank) -> None:
+    def meet(self, rank: Member) -> None:
         if not self.open:
             rank.stage_failed(self.generation, "connection refused")
             return
@@ -119,7 +119,7 @@ class Store:
             delay = 5 * MS + self.world.random.randrange(60 * MS)
             self.world.after(delay, member.met, group)
 
-    def _late(self, rank: Rank) -> None:
+    def _late(self, rank: Member) -> None:
         if self.waiting.get(rank.rank) is rank:
             del self.waiting[rank.rank]
             rank.stage_failed(self.generation, "timed out")

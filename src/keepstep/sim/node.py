@@ -10,7 +10,8 @@ from keepstep.core.agent.blobs import BlobStore
 from keepstep.model import messages as m
 from keepstep.sim.groups import Store
 from keepstep.sim.net import MS, SECOND, SILENT_NS, Connection
-from keepstep.sim.rank import Blob, Rank, newest
+from keepstep.sim.process import Blob, Process, newest
+from keepstep.sim.rank import Rank
 
 if TYPE_CHECKING:
     from keepstep.sim.world import World
@@ -265,24 +266,24 @@ class SimNode:
 
     # ------------------------------------------------------------------ workers
 
-    def said(self, process: Rank, message: m.WorkerMessage) -> None:
+    def said(self, process: Process, message: m.WorkerMessage) -> None:
         self.world.checker.said(process, message)
         self.run(self._said, process.id, message)
 
     def _said(self, worker: str, message: m.WorkerMessage) -> None:
         self.handle(core.Said(worker, message))
 
-    def process_ended(self, process: Rank, code: int, tail: str) -> None:
+    def process_ended(self, process: Process, code: int, tail: str) -> None:
         self.world.checker.ended(process)
         self.later(MS, self._process_ended, process, code, tail)
 
-    def _process_ended(self, process: Rank, code: int, tail: str) -> None:
+    def _process_ended(self, process: Process, code: int, tail: str) -> None:
         if process.rank < 0:
             self.pages.pop(process.id, None)
         exited = m.WorkerExited(worker=process.id, rank=process.rank, code=code, tail=tail)
         self.handle(core.Exited(exited))
 
-    def publish(self, process: Rank, blob: Blob) -> None:
+    def publish(self, process: Process, blob: Blob) -> None:
         self.pages.setdefault(process.id, {})[blob[0] % 2] = blob
 
     def blob(self, rank: int, tick: int) -> Blob | None:
