@@ -24,8 +24,8 @@ def main() -> None:
     parser.add_argument("part", nargs="?", choices=[*PARTS, "all"], default="all")
     parser.add_argument("--quick", action="store_true", help="few repetitions, not to be published")
     parser.add_argument("--repeats", type=int, help="pause: incidents of each kind and script")
-    parser.add_argument("--script", choices=["quick", "construction", "both"], default="both",
-                        help="pause: which of the two scripts")  # fmt: skip
+    parser.add_argument("--script", choices=[*pause.SCRIPTS, "all"], default="all",
+                        help="pause: which script")  # fmt: skip
     parser.add_argument("--parallel", type=int, default=1,
                         help="pause: jobs at a time (four cores for each)")  # fmt: skip
     parser.add_argument("--rounds", type=int, help="the other parts: rounds of measurement")

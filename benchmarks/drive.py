@@ -231,10 +231,15 @@ class Keepstep(Launched):
         found: list[dict[str, Any]] = json.loads(done.stdout)
         return found
 
-    def calm(self) -> bool:
-        """Every rank runs, no incident is open and a spare is parked."""
+    def calm(self, understudies: int = 0) -> bool:
+        """Every rank runs, no incident is open, a spare is parked, and whoever is built beside it
+        is ready."""
         view = self.get()
         self.descendants()
         running = view["state"] == "running" and all(r["state"] == "running" for r in view["ranks"])
-        parked = any(spare["state"] == "parked" for spare in view["spares"])
-        return running and parked and all(x["outcome"] != "OPEN" for x in self.incidents())
+        ready = any(
+            spare["state"] == "parked"
+            and [one["state"] for one in spare["understudies"]] == ["ready"] * understudies
+            for spare in view["spares"]
+        )
+        return running and ready and all(x["outcome"] != "OPEN" for x in self.incidents())

@@ -18,6 +18,7 @@ import signal
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import psutil
@@ -37,8 +38,9 @@ PARTS = ("before the fault", "detect", "RESERVE", "HOLD", "COPY", "COMMIT", "REW
 class Fault:
     """One incident, from outside: what was done to whom, and when."""
 
-    def __init__(self, job: Keepstep, kind: str, victim: int) -> None:
+    def __init__(self, job: Keepstep, kind: str, victim: int, understudies: int) -> None:
         self.job = job
+        self.understudies = understudies
         self.kind = kind
         self.victim = victim
         self.witness = (victim + 1) % WORLD
@@ -46,7 +48,8 @@ class Fault:
 
     def run(self, chance: random.Random) -> dict[str, Any]:
         job = self.job
-        job.until(job.calm, "a parked spare and steady training", every_s=ASK_S)
+        calm = partial(job.calm, self.understudies)
+        job.until(calm, "a parked spare and steady training", every_s=ASK_S)
         self.steady_ns = time.monotonic_ns()
         begin = job.step(self.witness)
         job.until(lambda: job.step(self.witness) >= begin + STEADY_STEPS, "steady steps")
@@ -160,19 +163,21 @@ def parts(
 # ------------------------------------------------------------------------------------ plans
 
 
-def campaign(build_s: float, planned: int, unplanned: int, seed: int) -> list[dict[str, Any]]:
+def campaign(script: str, planned: int, unplanned: int, seed: int) -> list[dict[str, Any]]:
+    _, build_s, understudies = SCRIPTS[script]
     chance = random.Random(seed)
     found: list[dict[str, Any]] = []
     left = {"planned": planned, "unplanned": unplanned}
     while any(left.values()):
         arguments = ["--build-s", str(build_s)]
         options = ["--nproc-per-node", str(WORLD), "--spares", "1", "--quiet"]
+        options += ["--understudies", str(understudies)]
         with Keepstep(options, "model.py", arguments) as job:
             for kind in ["planned", "unplanned"] * PAIRS_PER_JOB:
                 if not left[kind]:
                     continue
                 left[kind] -= 1
-                one = Fault(job, kind, chance.randrange(WORLD)).run(chance)
+                one = Fault(job, kind, chance.randrange(WORLD), understudies).run(chance)
                 found.append(one)
                 pause = f"{one['pause_ms']:.0f} ms" if "pause_ms" in one else one["outcome"]
                 report.say(f"  {kind}, rank {one['victim']}: {pause}")
@@ -209,33 +214,41 @@ def condense(found: list[dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def campaigns(build_s: float, count: int, parallel: int) -> list[dict[str, Any]]:
+def campaigns(script: str, count: int, parallel: int) -> list[dict[str, Any]]:
     """`count` incidents of each kind, in `parallel` jobs side by side (four cores each)."""
     shares = [count // parallel + (i < count % parallel) for i in range(parallel)]
-    seeds = itertools.count(int(build_s) + 1)
+    seeds = itertools.count(int(SCRIPTS[script][1]) + 1)
     with ThreadPoolExecutor(parallel) as pool:
-        jobs = [pool.submit(campaign, build_s, n, n, next(seeds)) for n in shares if n]
+        jobs = [pool.submit(campaign, script, n, n, next(seeds)) for n in shares if n]
         return [one for job in jobs for one in job.result()]
 
 
-SCRIPTS = {"quick": ("quick script", 0.0), "construction": ("20 s construction", 20.0)}
-FILES = {"quick": "pause", "construction": "pause-construction"}
+SCRIPTS = {  # title, seconds of construction, understudies beside the spare
+    "quick": ("quick script", 0.0, 0),
+    "construction": ("20 s construction", 20.0, 0),
+    "understudies": ("20 s construction, understudies", 20.0, WORLD),
+}
+FILES = {
+    "quick": "pause",
+    "construction": "pause-construction",
+    "understudies": "pause-understudies",
+}
 
 
 def run(
-    quick: bool, repeats: int | None = None, script: str = "both", parallel: int = 1
+    quick: bool, repeats: int | None = None, script: str = "all", parallel: int = 1
 ) -> list[str]:
     texts: list[str] = []
-    for name in SCRIPTS if script == "both" else [script]:
+    for name in SCRIPTS if script == "all" else [script]:
         texts += _run_script(name, quick, repeats or (3 if quick else 30), parallel)
     return texts
 
 
 def _run_script(name: str, quick: bool, count: int, parallel: int) -> list[str]:
     provenance = report.Provenance()
-    title, build_s = SCRIPTS[name]
+    title, _, understudies = SCRIPTS[name]
     report.say(f"pause: {title}, {count} of each kind, {parallel} job(s) at a time")
-    found = campaigns(build_s, count, parallel)
+    found = campaigns(name, count, parallel)
     results = {
         f"{kind}, {title}": condense([x for x in found if x["kind"] == kind])
         for kind in ("planned", "unplanned")
@@ -243,12 +256,14 @@ def _run_script(name: str, quick: bool, count: int, parallel: int) -> list[str]:
     note = (
         "p99 is by nearest rank: of fewer than 100 incidents it is the largest. A standby parks "
         "at the script's first question about its rank, which in this script comes before "
-        "construction: an unplanned pause therefore contains the construction, a planned one not."
+        "construction: an unplanned pause therefore contains the construction, a planned one not. "
+        "Understudies are built as presumed ranks ahead of time, and take that seat without it."
     )
     body = {
         "ranks": WORLD,
         "parameters": 6 * (2048 * 2048 + 2048),
         "optimizer": "AdamW, fused",
+        "understudies": understudies,
         "cores": psutil.cpu_count(),
         "jobs_at_a_time": parallel,
         "note": note,

@@ -50,6 +50,7 @@ class FakeWorker:
     error: str = ""
     seen: int = -1  # newest generation
     alive: bool = True
+    presumed: bool = False  # its agent does not know its rank
     mute: bool = False  # stopped: takes commands, answers nothing
 
 
@@ -73,6 +74,7 @@ def job_spec(
     world: int = 4,
     local_world: int = 2,
     spares: int = 1,
+    understudies: int = 0,
     resume: str = "",
     inject: list[InjectSpec] | None = None,
 ) -> JobSpec:
@@ -85,6 +87,7 @@ def job_spec(
             for name, _, slots in (node.partition(":") for node in nodes.split())
         ],
         spares=spares,
+        understudies=understudies,
         stall_timeout_ns=STALL,
         script=["train.py"],
         directory="/jobs/j",
@@ -244,7 +247,7 @@ class World:
                     worker=w.id,
                     slot=w.slot,
                     pid=9,
-                    rank=w.rank,
+                    rank=-1 if w.presumed else w.rank,
                     generation=w.generation,
                     tick=w.tick,
                     version=w.tick,
@@ -348,7 +351,7 @@ class World:
                     twins = [
                         w.id
                         for w in self.workers.values()
-                        if w.rank == rank and w.alive and w.id != worker_id
+                        if w.rank == rank and w.alive and w.id != worker_id and not w.presumed
                     ]
                     leaving = {w for w in twins if self.workers[w].state == "held"}
                     assert set(twins) <= leaving, f"rank {rank} has two owners: {twins}"
@@ -389,7 +392,10 @@ class World:
             command.worker, node.name, command.slot, command.rank, command.generation
         )
         taken = [w.id for w in self.workers.values() if w.alive and w.node == node.name]
-        assert not any(self.workers[w].slot == command.slot for w in taken), "slot is taken"
+        there = [w for w in taken if self.workers[w].slot == command.slot]
+        known = self.core.state("j").workers
+        shared = [w for w in (*there, command.worker) if known[w].presumed >= 0]
+        assert not there or shared, "slot is taken"
         self.workers[worker.id] = worker
         self.agent_says(node.name, m.WorkerStarted(worker=worker.id, slot=worker.slot, pid=9))
         if command.rank < 0:
@@ -416,6 +422,9 @@ class World:
     def _answers(self, w: FakeWorker, c: m.WorkerCommand) -> list[m.WorkerMessage]:
         serve = m.Address("10.0.0.1", 5000)
         if isinstance(c, m.Assign):
+            w.presumed = c.presumed
+            if w.state == "joining" and w.rank == c.rank:
+                return [m.Arrived(generation=c.generation)]  # built for it already
             if w.state != "parked":
                 return []
             w.rank, w.state = c.rank, "joining"

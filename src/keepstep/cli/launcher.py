@@ -396,4 +396,5 @@ def resume_command(spec: JobSpec, checkpoint: str) -> str:
     command = ["keepstep", "run", "--resume", checkpoint]
     command += ["--local-nodes", str(spec.world // spec.local_world)]
     command += ["--nproc-per-node", str(spec.local_world), "--spares", str(spec.spares)]
+    command += ["--understudies", str(spec.understudies)] if spec.understudies else []
     return shlex.join(command + spec.script)

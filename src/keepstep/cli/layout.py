@@ -39,6 +39,7 @@ def check_counts(
     nnodes: int,
     nproc: int,
     spares: int,
+    understudies: int = 0,
     local_nodes: int | None,
     spare_nodes: int,
     external: bool = False,
@@ -48,11 +49,17 @@ def check_counts(
         ("--nnodes", nnodes, 1),
         ("--nproc-per-node", nproc, 1),
         ("--spares", spares, 0),
+        ("--understudies", understudies, 0),
         ("--local-nodes", 1 if local_nodes is None else local_nodes, 1),
         ("--spare-nodes", spare_nodes, 0),
     ):
         if not least <= value <= RANKS_MAX:
             raise UsageError(f"{name} is {value}: it must be {least} to {RANKS_MAX}")
+    if understudies and not spares and not spare_nodes:
+        raise UsageError(
+            f"--understudies {understudies} without a spare",
+            hint="understudies are kept beside spares: add --spares 1",
+        )
     if nnodes > 1 and local_nodes is None and not external:
         raise UsageError(
             f"--nnodes {nnodes} needs an orchestrator that the other machines can reach",

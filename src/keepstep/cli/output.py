@@ -107,6 +107,8 @@ class LogTail:
     def learn(self, view: JobView) -> None:
         for spare in view.spares:
             self._names[spare.worker] = f"spare {spare.slot}"
+            for one in spare.understudies:
+                self._names[one.worker] = f"understudy of {one.rank}"
         # After the spares: one that has a rank assigned is listed as both.
         for seat in view.ranks:
             if seat.worker:

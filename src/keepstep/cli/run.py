@@ -42,6 +42,10 @@ STALL_S_DEFAULT = 300.0
 )  # fmt: skip
 @click.option("--spares", type=int, default=0, show_default=True, help="Warm standby processes.")
 @click.option(
+    "--understudies", type=int, default=0, show_default=True, metavar="N",
+    help="Beside each spare, N processes built ahead as presumed ranks.",
+)  # fmt: skip
+@click.option(
     "--local-nodes", "--local_nodes", type=int, default=None,
     help="Run that many agents here, as if they were nodes.",
 )  # fmt: skip
@@ -76,6 +80,7 @@ def run(
     nnodes: int,
     nproc: int,
     spares: int,
+    understudies: int,
     local_nodes: int | None,
     spare_nodes: int,
     stall_s: float,
@@ -95,6 +100,7 @@ def run(
         nnodes=nnodes,
         nproc=nproc,
         spares=spares,
+        understudies=understudies,
         local_nodes=local_nodes,
         spare_nodes=spare_nodes,
         external=orchestrator is not None,
@@ -115,6 +121,7 @@ def run(
         local_world=layout.local_world,
         nodes=layout.nodes,
         spares=layout.spares,
+        understudies=understudies,
         stall_timeout_ns=int(stall_s * 1e9),
         script=(["-m", script] if module else [script]) + list(args),
         directory=str(Path(log_dir).absolute() if log_dir else where / "jobs" / job),

@@ -46,7 +46,11 @@ def print_jobs(views: Sequence[JobView]) -> None:
             [f"rank {r.rank}", r.pid, r.node, r.slot, r.generation, r.committed_step, r.state]
             for r in view.ranks
         ]
-        rows += [["spare", s.pid, s.node, s.slot, "", "", s.state] for s in view.spares]
+        for s in view.spares:
+            rows.append(["spare", s.pid, s.node, s.slot, "", "", s.state])
+            for one in s.understudies:
+                state = f"understudy of rank {one.rank}, {one.state}"
+                rows.append(["", one.pid, s.node, s.slot, "", "", state])
         _table(console, ("", "pid", "node", "slot", "generation", "step", "state"), rows)
         for note in view.notes:
             console.print(Text(f"  note {_clock(note.at_ns)} {note.text}"), soft_wrap=True)
@@ -78,8 +82,16 @@ def print_incidents(incidents: Sequence[IncidentView]) -> None:
 
 
 def print_spares(spares: Sequence[SpareLine]) -> None:
-    rows = [[s.job, s.slot, s.pid, s.state, s.parked_at] for s in spares]
-    _table(_console(), ("job", "slot", "pid", "state", "parked at"), rows)
+    rows = [[s.job, s.slot, s.pid, s.state, s.parked_at, _ready(s)] for s in spares]
+    _table(_console(), ("job", "slot", "pid", "state", "parked at", "understudies"), rows)
+
+
+def _ready(spare: SpareLine) -> str:
+    """Ranks whose seats it could take without building."""
+    ready = [str(one.rank) for one in spare.understudies if one.state == "ready"]
+    building = [str(one.rank) for one in spare.understudies if one.state != "ready"]
+    said = f"ready for {', '.join(ready)}" if ready else ""
+    return said + (f" (building {', '.join(building)})" if building else "")
 
 
 def _clock(at_ns: int) -> str:

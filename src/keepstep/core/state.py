@@ -348,7 +348,9 @@ class Job:
         ]
         if not self.spec.understudies:
             return found
-        seats = {w.place for w in self.workers.values() if w.role in ("newcomer", "rank") and w.alive}
+        seats = {
+            w.place for w in self.workers.values() if w.role in ("newcomer", "rank") and w.alive
+        }
         return [w for w in found if w.place not in seats]
 
     def understudies(self) -> list[Worker]:

@@ -8,9 +8,9 @@ whatever position the job has then) and wait there. When a rank is lost, its und
 ready, becomes its newcomer instead of the standby of the same place. It is assigned like any other
 and answers at once with what it said before; Copy leads it on to where the job is.
 
-A place (a slot) still gives one seat. As soon as one of its processes takes a seat the others are not
-used, and when training goes on they are ended. An understudy for another rank is of no use to a
-seat, so nothing ever depends on there being one: if it fails, the standby is there.
+A place (a slot) still gives one seat. As soon as one of its processes takes a seat the others are
+not used, and when training goes on they are ended. An understudy for another rank is of no use to
+a seat, so nothing ever depends on there being one: if it fails, the standby is there.
 
 They are started one at a time on each node, while nothing is wrong.
 """

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from keepstep.model.messages import Address
-from keepstep.model.views import IncidentView, JobView
+from keepstep.model.views import IncidentView, JobView, UnderstudyView
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -108,6 +108,7 @@ class SpareLine(msgspec.Struct, frozen=True, kw_only=True):
     slot: str
     state: str
     parked_at: str = ""
+    understudies: list[UnderstudyView] = []
 
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True):

@@ -152,6 +152,9 @@ class Checker:
         kind = self.attempts[generation].kind
         workers = list(record.placement.values())
         self.ensure(len(set(workers)) == len(workers), "one process owns two ranks")
+        known = self.world.orchestrator.core.state(self.world.plan.job).workers
+        places = {known[worker].place for worker in workers}
+        self.ensure(len(places) == len(workers), "one slot gives two seats")
         tick = record.tick if kind != "resume" else self.world.plan.resume_tick
         whole = min((self.best.get(rank, 0) for rank in range(self.world.plan.ranks)), default=0)
         self.ensure(tick >= whole, f"committed tick {tick}, but all ranks had finished {whole}")
@@ -251,7 +254,7 @@ class Checker:
                 command.generation in self.attempts,
                 f"{type(command).__name__} {command.generation}: not on record",
             )
-        elif isinstance(command, m.Assign):
+        elif isinstance(command, m.Assign) and not command.presumed:
             old = self.seats.get(command.rank)
             over = old is None or old == worker or old in self.killed | self.ended_on_record
             over = over or not self.world.orchestrator.core.state("j").workers[str(old)].usable
@@ -271,9 +274,14 @@ class Checker:
         """A command reached its agent."""
 
     def spawned(self, node: SimNode, process: Process) -> None:
+        """One process in a slot; only understudies share that of their standby."""
+        workers = self.world.orchestrator.core.state(self.world.plan.job).workers
         for other in node.processes.values():
-            taken = other is not process and other.alive and other.slot == process.slot
-            self.ensure(not taken, f"{process.id} started in the slot of {other.id}")
+            if other is process or not other.alive or other.slot != process.slot:
+                continue
+            pair = [workers[one.id] for one in (other, process) if one.id in workers]
+            shared = any(w.presumed >= 0 and w.role in ("understudy", "unwanted") for w in pair)
+            self.ensure(shared, f"{process.id} started in the slot of {other.id}")
 
     # ------------------------------------------------------------------ ranks
 

@@ -32,6 +32,7 @@ class Plan:
     per_node: int = 2
     spare_nodes: int = 2
     spares: int = 2
+    understudies: int = 0
     stall_ns: int = 10 * SECOND
     progress_ns: int = SECOND
     step_ns: int = 300 * MS
@@ -69,6 +70,7 @@ class Plan:
             local_world=self.per_node,
             nodes=[NodeSpec(name=name, slots=self.per_node) for name in names],
             spares=self.spares,
+            understudies=self.understudies,
             stall_timeout_ns=self.stall_ns,
             script=["train.py"],
             directory="/jobs/j",

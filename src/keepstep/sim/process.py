@@ -193,6 +193,9 @@ class Process:
         if 0 <= generation < self.abort_generation:
             return
         kind = type(command)
+        if isinstance(command, m.Assign) and self.rank not in (-1, command.rank):
+            self.exit(1)  # built as another rank
+            return
         if self._answered(kind, generation):
             return
         if kind is m.Abort:

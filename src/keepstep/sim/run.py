@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import functools
 import subprocess
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from keepstep.core import understudies
 from keepstep.core.orchestrator import Outcome
 from keepstep.core.state import Job
 from keepstep.model.job import Untaint
@@ -32,6 +34,7 @@ QUIET_NS = 400 * SECOND
 END_NS = 120 * SECOND
 CALM_NS = 3 * SECOND
 LOOK_NS = SECOND // 4
+KEPT = ("rank", "standby", "understudy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,8 @@ class Run:
             self._heal()
         self._must(lambda: self._tick() >= plan.resume_tick + 3, START_NS, "no start")
         if not plan.from_start:
+            if plan.understudies:
+                self._must(self._understudied, START_NS, "no understudy")
             self._disturb()
         world.run(lambda: world.over or self._calm(), world.now + 4 * QUIET_NS)
         if world.over:
@@ -110,6 +115,13 @@ class Run:
             why = f"{view.state}: {view.reason}" if view is not None else "no orchestrator"
             phase = job.attempt.phase if job is not None and job.attempt is not None else "-"
             raise Violation(f"{what} within {ns // SECOND} virtual seconds ({why}; phase {phase})")
+
+    def _understudied(self) -> bool:
+        """Some are ready, or there is no place for any."""
+        job = faults.facts(self.world)
+        if job is None or not min(self.plan.spares, self._room(job)):
+            return job is not None
+        return sum(worker.ready is not None for worker in job.understudies()) >= 2
 
     def _tick(self) -> int:
         best = self.world.checker.best
@@ -236,7 +248,9 @@ class Run:
         parked = sum(1 for worker in job.standbys() if worker.parked)
         if parked < min(self.plan.spares, self._room(job)):
             return False
-        if any(w.alive and w.role not in ("rank", "standby") for w in job.workers.values()):
+        if any(w.alive and w.role not in KEPT for w in job.workers.values()):
+            return False
+        if any(worker.ready is None for worker in job.understudies()):
             return False
         owners = [self.world.ranks[job.owners[rank]] for rank in job.owners]
         return all(p.alive and p.generation == job.generation and not p.hung for p in owners)
@@ -265,7 +279,7 @@ class Run:
             if not process.alive:
                 continue
             worker = job.workers.get(process.id)
-            known = worker is not None and worker.usable and worker.role in ("rank", "standby")
+            known = worker is not None and worker.usable and worker.role in KEPT
             if not known:
                 raise Violation(f"{process.id} runs and nobody knows why")
         for node in world.nodes.values():
@@ -275,6 +289,19 @@ class Run:
         standbys = len(job.standbys())
         if standbys > max(self.plan.spares, 0):
             raise Violation(f"{standbys} standbys, {self.plan.spares} are wanted")
+        self._check_understudies(job)
+
+    def _check_understudies(self, job: Job) -> None:
+        """As many as are wanted in every place that has a standby, each for another rank."""
+        wanted = min(self.plan.understudies, self.plan.ranks)
+        there = Counter(worker.place for worker in job.understudies())
+        ranks = {(worker.place, worker.presumed) for worker in job.understudies()}
+        failing = job.understudies_failed >= understudies.FAILURES_MAX
+        for worker in job.standbys():
+            if there.pop(worker.place, 0) != wanted and not failing:
+                raise Violation(f"not {wanted} understudies beside {worker.id}")
+        if there or len(ranks) != len(job.understudies()):
+            raise Violation(f"understudies without a standby, or twice: {sorted(ranks)}")
 
     def _check_end(self) -> None:
         ended = self.world.checker.job_ended

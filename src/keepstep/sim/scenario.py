@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from keepstep.errors import UsageError
 from keepstep.sim.net import MS, SECOND
@@ -21,7 +22,14 @@ from keepstep.sim.table import (
 
 
 def draw_plan(seed: int) -> tuple[str, Plan]:
-    """The world of a seed: half of them from the table or a story, half thrown together."""
+    """The world of a seed: half of them from the table or a story, half thrown together. Every
+    fourth has understudies beside its standbys."""
+    name, plan = _draw(seed)
+    understudies = random.Random(f"understudies {seed}").choice((0, 0, 0, 0, 0, 0, 2, 3))
+    return name, replace(plan, understudies=understudies)
+
+
+def _draw(seed: int) -> tuple[str, Plan]:
     draw = random.Random(f"world {seed}")
     dice = draw.random()
     if dice < 0.3:

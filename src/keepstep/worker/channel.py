@@ -57,6 +57,7 @@ class Channel:
         self.buddy: m.Address | None = None
         self.buddy_known = False
         self.armed: list[m.Arm] = []
+        self.seat = -1  # rank that a standby was given
         self._answers: dict[type[m.Message], m.WorkerMessage] = {}
         # called in the daemon thread; set by the session before it matters
         self.on_abort: Callable[[m.Abort], None] = lambda _: None
@@ -137,6 +138,11 @@ class Channel:
         generation: int = getattr(command, "generation", -1)
         if generation >= 0 and generation < self.abort_generation:
             return
+        if isinstance(command, m.Assign):
+            if self.seat not in (-1, command.rank):
+                os.write(2, f"keepstep: built as rank {self.seat}, asked to be another\n".encode())
+                os._exit(1)
+            self.seat = command.rank
         answer = self._answer(command, generation)
         if answer is not None:
             self.send(answer)
