@@ -56,6 +56,40 @@ def test_node_killed_from_outside(start: Start, reference: Reference, verdict: V
     verdict.identical(job, reference(3, *args), faults=1, incidents=1)
 
 
+@pytest.mark.cost(50)
+def test_understudies_spare_the_pause_a_long_construction(
+    start: Start, reference: Reference, verdict: Verdict
+) -> None:
+    """Built long before, in another epoch, as the rank they take over; the second one beside a
+    spare that was itself started after the first fault."""
+    args = ["--epochs", "30", "--steps-per-epoch", "12", "--slow", "yes", "--build-s", "6"]
+    options = ("--nproc-per-node", "3", "--spares", "1", "--understudies", "1")
+    job = start(*options, script_args=args)
+    used = []
+    for victim in (0, 0):
+        job.until(lambda s, v=victim: ready_for(s) == [v], "an understudy that is ready", 120)
+        step = job.step()
+        job.until_step(step + 14)  # in another epoch
+        used.append(understudy(job.status(), victim))
+        job.kill_rank(victim)
+        job.until(lambda s, v=victim: s["ranks"][v]["pid"] == used[-1], "the understudy's seat")
+        job.until(lambda s: s["state"] == "running", "training")
+    job.finish(deadline_s=240)
+    seen = verdict.identical(job, reference(3, *args), faults=2, incidents=2)
+    assert all(one["pause_ms"] < 6000 for one in seen), [one["pause_ms"] for one in seen]
+    assert all("newcomer_build" not in one["timings_ms"] for one in seen)
+
+
+def ready_for(status: dict[str, Any]) -> list[int]:
+    found = [one for spare in status["spares"] for one in spare["understudies"]]
+    return sorted(one["rank"] for one in found if one["state"] == "ready")
+
+
+def understudy(status: dict[str, Any], rank: int) -> int:
+    found = [one for spare in status["spares"] for one in spare["understudies"]]
+    return next(int(one["pid"]) for one in found if one["rank"] == rank)
+
+
 @pytest.mark.cost(28)
 def test_two_ranks_die_at_once(start: Start, reference: Reference, verdict: Verdict) -> None:
     args = ["--epochs", "5", "--steps-per-epoch", "12", "--slow", "yes"]

@@ -123,6 +123,14 @@ def test_several_machines_are_refused_with_a_hint() -> None:
     assert check_counts(nnodes=2, nproc=1, spares=0, local_nodes=2, spare_nodes=0) == 2
 
 
+def test_understudies_without_a_spare_are_refused_with_a_hint() -> None:
+    counts = {"nnodes": 1, "nproc": 2, "local_nodes": None, "spare_nodes": 0}
+    with pytest.raises(UsageError) as caught:
+        check_counts(**counts, spares=0, understudies=2)  # type: ignore[arg-type]
+    assert "--spares 1" in caught.value.hint
+    assert check_counts(**counts, spares=1, understudies=2) == 1  # type: ignore[arg-type]
+
+
 def test_inject_words_become_a_spec() -> None:
     spec = parse_inject("kill:rank=2,step=5,point=in_backward", "inject-1")
     assert spec == InjectSpec(id="inject-1", action="kill", rank=2, step=5, point="in_backward")
