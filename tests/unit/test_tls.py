@@ -15,6 +15,7 @@ import pytest
 from keepstep.adapters.identity.authority import Authority, fingerprint, new_node_key
 from keepstep.adapters.identity.tokens import Tokens, job_secret, node_secret, parse
 from keepstep.adapters.transport import tls
+from keepstep.adapters.transport.blocking import shut
 from keepstep.adapters.transport.stream import Stream, StreamClosed, connect, serve
 from keepstep.agent import identity
 from keepstep.cli.client import checked
@@ -133,7 +134,7 @@ def test_workers_of_one_job_talk_and_an_end_from_another_thread_is_seen(
             line = peers.connect(address, 5.0)
             line.sendall(b"hello")
             assert line.recv(100) == b"hello"
-            peers.shut(served[0])
+            shut(served[0])
             thread.join(5)
             assert not thread.is_alive()
             with contextlib.suppress(OSError):

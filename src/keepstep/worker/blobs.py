@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from keepstep.adapters.transport.blocking import Frames, shut
 from keepstep.errors import PermanentError, TransientError
 from keepstep.model import messages as m
 from keepstep.model import wire
@@ -21,22 +22,9 @@ PATIENCE_S = 5.0
 RETRY_S = 0.2
 
 
-def _receive(connection: socket.socket, count: int) -> bytes:
-    data = bytearray(count)
-    view = memoryview(data)
-    done = 0
-    while done < count:
-        part = connection.recv_into(view[done:])
-        if part == 0:
-            raise ConnectionError("blob server closed the connection")
-        done += part
-    return bytes(data)
-
-
 def _ask(connection: socket.socket, request: m.BlobRequest) -> m.BlobReply:
     connection.sendall(wire.frame(request))
-    length = wire.body_length(_receive(connection, wire.HEADER.size))
-    return wire.decode(_decoder, _receive(connection, length))
+    return Frames(connection, _decoder).receive()
 
 
 class BuddyLine:
@@ -83,7 +71,7 @@ class BuddyLine:
     def interrupt(self) -> None:
         with self._lock:
             if self._connection is not None:
-                peers.shut(self._connection)
+                shut(self._connection)
 
     def close(self) -> None:
         with self._lock:
