@@ -19,9 +19,10 @@ from keepstep.adapters.transport import tls
 from keepstep.agent import blobs as server_module
 from keepstep.agent.blobs import BlobServer
 from keepstep.errors import PermanentError
-from keepstep.model.messages import Address, BlobData, BlobGet, BlobOk, BlobPut, TlsFiles
+from keepstep.model.messages import Address, BlobData, BlobGet, BlobOk, BlobPut, BlobReply, TlsFiles
 from keepstep.model.wire import HEADER, frame
 from keepstep.worker import peers
+from keepstep.worker.ahead import PAUSE, Ahead
 from keepstep.worker.blobs import BuddyLine, fetch
 
 
@@ -171,3 +172,55 @@ def test_a_stranger_that_sends_anything_is_dropped_without_a_word(parts: list[by
             line.sendall(b"".join(parts))
             line.shutdown(socket.SHUT_WR)
         assert said(line) == b""
+
+
+def test_what_was_sent_ahead_is_not_sent_again_unless_it_was_wrong() -> None:
+    with buddy() as (address, server):
+        sent: list[int] = []
+        answer = server.answer
+
+        def counted(request: BlobPut | BlobGet, connection: int = 0) -> BlobReply:
+            if isinstance(request, BlobPut):
+                sent.append(request.tick)
+            return answer(request, connection)
+
+        server.answer = counted  # type: ignore[method-assign]
+        line = BuddyLine("t")
+        line.send_ahead(address, 2, 6, b"no connection yet")
+        line.put(address, 2, 6, b"six", lambda: False)
+        line.send_ahead(address, 2, 7, b"seven")
+        line.put(address, 2, 7, b"seven", lambda: False)
+        assert sent == [6, 7]
+        line.send_ahead(address, 2, 8, b"wrong")
+        line.put(address, 2, 8, b"right", lambda: False)
+        line.put(address, 2, 9, b"nine", lambda: False)
+        assert sent == [6, 7, 8, 8, 9]
+        for tick, data in ((7, b"seven"), (8, b"right"), (9, b"nine")):  # one more than needed
+            kept = server.answer(BlobGet(token="t", rank=2, tick=tick))
+            assert isinstance(kept, BlobData) and kept.data == data
+        line.close()
+
+
+def test_after_an_interruption_the_next_put_takes_a_new_connection() -> None:
+    with buddy() as (address, _):
+        line = BuddyLine("t")
+        line.put(address, 2, 7, b"seven", lambda: False)
+        line.send_ahead(address, 2, 8, b"eight")
+        line.interrupt()
+        line.put(address, 2, 8, b"eight", lambda: False)
+        newest = fetch([address], "t", 2, -2)
+        assert newest is not None and newest.data == b"eight"
+        line.close()
+
+
+def test_a_wrong_guess_stops_guessing_for_a_while() -> None:
+    ahead = Ahead()
+    assert ahead.worthwhile()
+    ahead.begin(lambda: b"guess")
+    ahead.wait()
+    ahead.judge(b"guess")
+    assert ahead.worthwhile()
+    ahead.begin(lambda: b"guess")
+    ahead.wait()
+    ahead.judge(b"truth")
+    assert [ahead.worthwhile() for _ in range(PAUSE)] == [False] * (PAUSE - 1) + [True]
