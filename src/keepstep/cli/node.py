@@ -84,22 +84,13 @@ def agent(
     """Join this machine to a live job as one of its nodes, or as one more with spares."""
     if slots is not None and slots < 1:
         raise UsageError(f"--slots is {slots}: it must be at least 1")
-    token = _token(token_file)
+    token = find.token_in(token_file)
     wanted = Wanted(orchestrator=orchestrator, token=token, job=job, node=node, bind=bind)
     member = _returning(wanted) if adopt else None
     if member is None:
         member = _patiently(wanted) if wait else _member(wanted)
     folder = identity.folder(home(), member.job, member.node) if adopt else None
     sys.exit(asyncio.run(Node(member, slots or member.slots or 1, folder).run()))
-
-
-def _token(file: Path | None) -> str:
-    if file is None:
-        return os.environ.pop("KEEPSTEP_TOKEN", "")
-    try:
-        return file.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the token in {file}: {error}") from error
 
 
 def _returning(wanted: Wanted) -> Membership | None:
@@ -133,7 +124,8 @@ def _member(wanted: Wanted) -> Membership:
     registry.prepare_home(where)
     named = wanted.orchestrator
     if named is None:
-        entry = find.one_job(where, wanted.job).entry
+        entry = find.one_job(where, find.Which(job=wanted.job)).entry
+        assert entry is not None, "nobody was named"
         there = find.external(where, entry.id, entry.token)
     elif "://" in named and parse(wanted.token) is not None:
         url = checked(named)
