@@ -131,7 +131,7 @@ def external(home: Path, named: str, token: str) -> Reached:
         raise UsageError(
             f"no token for {named}", hint="set KEEPSTEP_TOKEN, or name a file with --token-file"
         )
-    ca = ca or ca_for(urls[0], token)
+    ca = ca or ca_for(urls, token)
     streams: list[Address] = []
     failure: TransientError | None = None
     for url in list(urls):
@@ -149,17 +149,24 @@ def external(home: Path, named: str, token: str) -> Reached:
     return Reached(urls=urls, streams=streams, token=token, ca=ca)
 
 
-def ca_for(url: str, token: str) -> str:
-    """ "" for plain text on loopback, else the authority that the token names."""
-    if not url.startswith("https:"):
+def ca_for(urls: list[str], token: str) -> str:
+    """ "" for plain text on loopback, else the authority that the token names, from whichever
+    answers."""
+    asked = [url for url in urls if url.startswith("https:")]
+    if not asked:
         return ""
     parsed = parse(token)
     if parsed is None:
         raise UsageError(
-            f"this token does not say whom to believe at {url}",
+            f"this token does not say whom to believe at {asked[0]}",
             hint="use one of `keepstep token create` (with --operator to run jobs)",
         )
-    return fetch_ca(url, parsed.fingerprint)
+    for url in asked[:-1]:
+        try:
+            return fetch_ca(url, parsed.fingerprint)
+        except TransientError:
+            continue
+    return fetch_ca(asked[-1], parsed.fingerprint)
 
 
 def at_host(stream: Address, url: str) -> Address:

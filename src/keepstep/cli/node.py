@@ -128,22 +128,22 @@ def _member(wanted: Wanted) -> Membership:
         assert entry is not None, "nobody was named"
         there = find.external(where, entry.id, entry.token)
     elif "://" in named and parse(wanted.token) is not None:
-        url = checked(named)
-        ca = find.ca_for(url, wanted.token)
-        return _joined(where, wanted, url=url, ca=ca, token=wanted.token)
+        urls = [checked(url.strip()) for url in named.split(",")]
+        ca = find.ca_for(urls, wanted.token)
+        return _joined(where, wanted, urls=urls, ca=ca, token=wanted.token)
     else:
         there = find.external(where, named, wanted.token)
     if not there.ca:
         return join.on_loopback(there, find.job_of(there, wanted.job), wanted.node)
-    return _joined(where, wanted, url=there.url, ca=there.ca, operator=there.token)
+    return _joined(where, wanted, urls=there.urls, ca=there.ca, operator=there.token)
 
 
 def _joined(
-    where: Path, wanted: Wanted, *, url: str, ca: str, token: str = "", operator: str = ""
+    where: Path, wanted: Wanted, *, urls: list[str], ca: str, token: str = "", operator: str = ""
 ) -> Membership:
     return join.by_certificate(
         where,
-        url=url,
+        urls=urls,
         ca=ca,
         token=token,
         operator=operator,
