@@ -119,6 +119,11 @@ class Postgres:
     def url(self, database: str) -> str:
         return f"postgresql://{USER}:{self._password}@127.0.0.1:{self.port}/{database}"
 
+    def beyond(self, store: str) -> str:
+        """The address of `store` in other network namespaces, which see the same files."""
+        path = store.replace(f"127.0.0.1:{self.port}/", "/")
+        return f"{path}&host={self._folder}&port={self.port}"
+
     def store(self) -> str:
         """The address of a new, empty place: a schema, which costs less than a database."""
         import psycopg

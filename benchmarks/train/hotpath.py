@@ -9,6 +9,7 @@ a microsecond, which is charged to its parent. A name that no longer exists is r
 from __future__ import annotations
 
 import importlib
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -64,7 +65,8 @@ class Profile:
         path = self._path
 
         def probed(*args: Any, **kwargs: Any) -> Any:
-            if label in path:  # recursion: the outermost call counts
+            # Recursion: the outermost call counts. Other threads: no step waits for them here.
+            if label in path or threading.current_thread() is not threading.main_thread():
                 return original(*args, **kwargs)
             path.append(label)
             began = time.perf_counter_ns()

@@ -204,3 +204,92 @@ def test_a_launcher_joins_its_own_nodes(lab: Lab, tmp_path: Path) -> None:
     assert sorted(line[-6:] for line in done.stdout.splitlines()) == ["rank 0", "rank 1"]
     assert machine.pids() == [] and list(machine.home.glob("nodes/*")) == []
     assert b"here is rank" not in lab.sniffer.seen()
+
+
+@pytest.mark.timeout(280)
+def test_two_orchestrators_share_an_authority_and_operators_are_elsewhere(
+    lab: Lab, tmp_path: Path, postgres: Any
+) -> None:
+    """The active one is killed: nodes, tokens and operators go on with the other."""
+    pair = Pair(lab, postgres.beyond(postgres.store()), tmp_path)
+    for machine in lab.machines[:2]:
+        assert not list(machine.home.glob("authorities/*/ca.key"))
+    listed = pair.first.run("token", "list", "--json", KEEPSTEP_STORE=pair.store)
+    assert sorted(one["role"] for one in json.loads(listed.stdout)) == ["join", "operator"]
+    pair.agent("n0", pair.urls[0])
+    pair.agent("n1", pair.urls[1])  # a standby, and it says so
+    slow, out = tmp_path / "slow", tmp_path / "out"
+    slow.touch()
+    out.mkdir()
+    run = pair.job("--out", str(out), *STEPS, "--slow", str(slow))
+
+    def step() -> int:
+        seen = pair.operate("status", at=pair.urls[1])
+        return int(seen[0]["committed_step"]) if isinstance(seen, list) and seen else 0
+
+    lab.until(lambda: step() >= 3, "the first steps")
+    pair.running[0].kill()
+    pair.running[0].wait()
+    lab.until(lambda: pair.connected() == ["n0", "n1"], "both nodes at the other one")
+    pair.agent("n2", ",".join(pair.urls))
+    lab.until(lambda: pair.connected() == ["n0", "n1", "n2"], "a node that joins the other one")
+    lab.until(lambda: [s for s in pair.operate("spares") if s["state"] == "parked"], "a spare")
+    moved = pair.operate("migrate", "--rank", "1")
+    assert moved["outcome"] == "RESOLVED", moved
+    assert "no live job x" in pair.operate("drain", "n1", "--job", "x")
+    slow.unlink()
+    assert run.wait(DEADLINE_S) == 0, lab.logs()
+    pair.running[1].terminate()
+    pair.running[1].wait()
+    assert "no orchestrator answers" in pair.operate("status")
+    after = pair.third.run("status", "--json", KEEPSTEP_STORE=pair.store)
+    assert [(one["job"], one["state"]) for one in json.loads(after.stdout)] == [("job", "done")]
+    after = pair.third.run("incidents", "--json", "--store", pair.store)
+    assert [one["outcome"] for one in json.loads(after.stdout)] == ["RESOLVED"]
+    assert b"PRIVATE KEY" not in lab.sniffer.seen()
+
+
+class Pair:
+    """Two orchestrators on one store; everything else is on the third machine."""
+
+    def __init__(self, lab: Lab, store: str, folder: Path) -> None:
+        self.store = store
+        self.first, self.second, self.third = lab.machines
+        self.running: list[subprocess.Popen[str]] = []
+        self.urls: list[str] = []
+        for machine, id in ((self.first, "a"), (self.second, "b")):
+            words = ("orchestrator", "--id", id, "--host", machine.address, "--lease", "3")
+            self.running.append(machine.start("orchestrator", *words, KEEPSTEP_STORE=store))
+            entry = machine.home / "orchestrators" / f"{id}.json"
+            lab.until(entry.exists, f"orchestrator {id}")
+            self.urls.append(json.loads(entry.read_text())["url"])
+        # A token is made beside either of them, and good at both.
+        self.join = self._token(self.first, folder / "join")
+        self.operator = self._token(self.second, folder / "operator", "--operator")
+
+    def _token(self, machine: Machine, file: Path, *words: str) -> Path:
+        made = machine.run("token", "create", *words, KEEPSTEP_STORE=self.store)
+        assert made.returncode == 0, made.stderr
+        file.write_text(made.stdout)
+        return file
+
+    def agent(self, node: str, urls: str) -> None:
+        words = ("agent", "--orchestrator", urls, "--node", node, "--wait")
+        self.third.start(f"agent-{node}", *words, "--token-file", str(self.join))
+
+    def job(self, *arguments: str) -> subprocess.Popen[str]:
+        words = ["run", "--orchestrator", ",".join(self.urls), "--job-id", "job", "--nnodes", "2"]
+        words += ["--nproc-per-node", "1", "--spares", "1", "--stall-timeout", STALL_S]
+        words += [str(SCRIPT), *arguments]
+        return self.third.start("run", *words, KEEPSTEP_TOKEN=self.operator.read_text().strip())
+
+    def operate(self, *words: str, at: str = "") -> Any:
+        """The JSON that a command prints, or its error."""
+        where = ("--orchestrator", at or ",".join(self.urls), "--token-file", str(self.operator))
+        done = self.third.run(*words, *where, "--json")
+        return json.loads(done.stdout) if done.returncode == 0 else done.stderr
+
+    def connected(self) -> list[str]:
+        seen = self.operate("status")
+        nodes = seen[0]["nodes"] if isinstance(seen, list) and seen else []
+        return [one["node"] for one in nodes if one["state"] == "connected"]

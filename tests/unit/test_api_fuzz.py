@@ -18,6 +18,7 @@ from test_core_support import World, job_spec
 from test_stream_fuzz import of, texts
 
 from keepstep.adapters.identity.authority import Authority
+from keepstep.adapters.identity.tokens import Folder, Tokens
 from keepstep.adapters.store.sqlite import SqliteLedger
 from keepstep.model.job import InjectSpec, JobSpec
 from keepstep.model.messages import PROTOCOL, Address
@@ -73,6 +74,7 @@ class Api:
         info = bodies.Info(id="x", pid=1, stream=Address("127.0.0.1", 1), protocol=PROTOCOL)
         desk = Desk(
             Authority.open(directory / "authority"),
+            tokens=Tokens(Folder(directory)),
             own_token="t",
             stream=Address("", 1),
             jobs=lambda: list(world.core.jobs()),

@@ -68,8 +68,8 @@ def run(
         embedded=embedded,
     )
     found = find.Found(entry=entry, view=view("job", "running"))
-    monkeypatch.setattr(find, "one_job", lambda home, job: found)
-    monkeypatch.setattr(moves.Client, "of", lambda entry: there)
+    monkeypatch.setattr(find, "one_job", lambda home, which: found)
+    monkeypatch.setattr(find.Client, "of", lambda entry: there)
     return invoke(words)
 
 

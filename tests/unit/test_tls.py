@@ -13,8 +13,9 @@ import msgspec
 import pytest
 
 from keepstep.adapters.identity.authority import Authority, fingerprint, new_node_key
-from keepstep.adapters.identity.tokens import Tokens, job_secret, node_secret, parse
+from keepstep.adapters.identity.tokens import Folder, Tokens, job_secret, node_secret, parse
 from keepstep.adapters.transport import tls
+from keepstep.adapters.transport.blocking import shut
 from keepstep.adapters.transport.stream import Stream, StreamClosed, connect, serve
 from keepstep.agent import identity
 from keepstep.cli.client import checked
@@ -133,7 +134,7 @@ def test_workers_of_one_job_talk_and_an_end_from_another_thread_is_seen(
             line = peers.connect(address, 5.0)
             line.sendall(b"hello")
             assert line.recv(100) == b"hello"
-            peers.shut(served[0])
+            shut(served[0])
             thread.join(5)
             assert not thread.is_alive()
             with contextlib.suppress(OSError):
@@ -166,7 +167,7 @@ def test_a_bad_signing_request_is_refused(authority: Authority, request_: str) -
 
 
 def test_tokens_are_good_for_one_thing_and_for_a_time(tmp_path: Path) -> None:
-    tokens = Tokens(tmp_path)
+    tokens = Tokens(Folder(tmp_path))
     text, kept = tokens.create("ab" * 32, role="join", now_ns=0, ttl_ns=HOUR_NS)
     parsed = parse(text)
     assert parsed is not None and parsed.fingerprint == "ab" * 32
@@ -244,7 +245,10 @@ def job(name: str, **states: tuple[str, int]) -> JobView:
 
 
 def desk(authority: Authority, *jobs: JobView) -> Desk:
-    return Desk(authority, own_token="own", stream=Address("", 9), jobs=lambda: list(jobs))
+    tokens = Tokens(Folder(authority.path))
+    return Desk(
+        authority, own_token="own", stream=Address("", 9), tokens=tokens, jobs=lambda: list(jobs)
+    )
 
 
 def ask(node: str = "", job: str = "") -> JoinRequest:

@@ -2,22 +2,33 @@
 
 Two sources answer a BlobGet: progress pages of this node's workers, alive or dead and not yet
 forgotten, and copies that ranks of other nodes have put here as their buddy. A copy is
-acknowledged only when it is stored, because the sender's fence stands on that answer.
+acknowledged only when it is stored, because the sender's fence stands on that answer: every rank
+of the job waits for the slowest answer of all.
+
+Threads: each connection has one, which stores and acknowledges without the event loop. Pages
+belong to the loop's thread, so it is asked for whatever is not a put. Copies are under a lock.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import itertools
 import logging
+import socket
+import ssl
+import struct
+import threading
+import time
 from collections.abc import Callable, Sequence
 
 import msgspec
 
-from keepstep.adapters.transport.stream import Stream, listening_address, serve
+from keepstep.adapters.transport.blocking import Frames, shut
+from keepstep.adapters.transport.stream import HANDSHAKE_S_MAX, SILENT_PEER_S, configure
 from keepstep.adapters.transport.tls import server_context
 from keepstep.agent.page import PageReader
-from keepstep.core.agent.blobs import BlobStore
+from keepstep.core.agent.blobs import TICKS_KEPT, BlobStore
 from keepstep.errors import RemoteProtocolError
 from keepstep.model.messages import (
     Address,
@@ -32,9 +43,13 @@ from keepstep.model.messages import (
     TlsFiles,
 )
 from keepstep.model.page import INIT_TICK
+from keepstep.model.wire import frame
 
 CONNECTIONS_MAX = 1024
+BACKLOG = 128
 FIRST_REQUEST_S = 10.0  # a connection that has not shown the token by then is closed
+LOOP_S_MAX = 10.0  # longer than the event loop is ever busy
+_SEND_TIMEOUT = struct.pack("ll", SILENT_PEER_S, 0)
 
 logger = logging.getLogger(__name__)
 
@@ -51,50 +66,136 @@ class BlobServer:
         self._token = token.encode()
         self._tls = server_context(tls, clients=True) if tls is not None else None
         self._pages = pages
-        self._copies = BlobStore()
-        self._server: asyncio.Server | None = None
+        self._decoder: msgspec.msgpack.Decoder[BlobRequest] = msgspec.msgpack.Decoder(BlobRequest)
+        self._lock = threading.Lock()
+        # One that is sent ahead of its fence must not drive out one that may still be needed.
+        self._copies = BlobStore(TICKS_KEPT + 1)
+        self._writers: dict[int, int] = {}  # rank -> number of the connection that put last
+        self._listener: socket.socket | None = None
+        self._connections: set[socket.socket] = set()
+        self._closed = False
 
     async def start(self, host: str, port: int = 0) -> Address:
-        decoder: msgspec.msgpack.Decoder[BlobRequest] = msgspec.msgpack.Decoder(BlobRequest)
-        self._server = await serve(
-            self._serve, decoder, host, port, connections_max=CONNECTIONS_MAX, tls=self._tls
-        )
-        return listening_address(self._server)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        self._listener, self._loop = listener, asyncio.get_running_loop()
+        threading.Thread(
+            target=self._accept, args=(listener,), name="keepstep-blobs", daemon=True
+        ).start()
+        return Address(*listener.getsockname()[:2])
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        with self._lock:
+            self._closed = True
+            connections = list(self._connections)
+        if self._listener is not None:
+            shut(self._listener)
+            self._listener.close()
+        for connection in connections:
+            shut(connection)
 
-    def answer(self, request: BlobRequest) -> BlobReply:
+    # ----------------------------------------------------------------- threads
+
+    def _accept(self, listener: socket.socket) -> None:
+        for number in itertools.count(1):
+            try:
+                connection, peer = listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                logger.exception("accepting failed; going on")
+                time.sleep(0.1)  # out of file descriptors: nothing tells when there is one again
+                continue
+            name = f"{peer[0]}:{peer[1]}"
+            with self._lock:
+                taken = not self._closed and len(self._connections) < CONNECTIONS_MAX
+                if taken:
+                    self._connections.add(connection)
+            if not taken:
+                logger.warning("refused %s: closed, or too many connections are open", name)
+                connection.close()
+                continue
+            threading.Thread(
+                target=self._run, args=(connection, name, number), name="keepstep-blob", daemon=True
+            ).start()
+
+    def _run(self, connection: socket.socket, peer: str, number: int) -> None:
+        """One connection to its end. Its errors end it and nothing else."""
+        try:
+            configure(connection)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
+            if self._tls is not None:
+                connection = self._encrypted(self._tls, connection)
+                connection.do_handshake()
+            self._serve(connection, peer, number)
+        except OSError as error:
+            logger.debug("blob connection of %s ended: %s", peer, error)
+        except RemoteProtocolError as error:
+            logger.warning("dropped %s: %s", peer, error)
+        except Exception:
+            logger.exception("blob connection of %s failed", peer)
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+            connection.close()
+
+    def _encrypted(self, tls: ssl.SSLContext, accepted: socket.socket) -> ssl.SSLSocket:
+        accepted.settimeout(HANDSHAKE_S_MAX)
+        connection = tls.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False)
+        with self._lock:  # the accepted one is an empty shell now
+            self._connections.discard(accepted)
+            self._connections.add(connection)
+            if self._closed:
+                shut(connection)
+        return connection
+
+    def _serve(self, connection: socket.socket, peer: str, number: int) -> None:
+        frames = Frames(connection, self._decoder)
+        try:
+            request = frames.receive(time.monotonic() + FIRST_REQUEST_S)
+        except TimeoutError as error:
+            raise RemoteProtocolError("no request came") from error
+        connection.settimeout(None)
+        while True:
+            if isinstance(request, BlobPut):
+                reply = self.answer(request, number)
+            else:
+                future = asyncio.run_coroutine_threadsafe(self._from_pages(request), self._loop)
+                reply = future.result(LOOP_S_MAX)
+            connection.sendall(frame(reply))
+            if isinstance(reply, BlobRefused):
+                logger.warning("refused a blob request of %s: %s", peer, reply.error)
+                return
+            request = frames.receive()
+
+    # ----------------------------------------------------------------- requests
+
+    async def _from_pages(self, request: BlobGet) -> BlobReply:
+        return self.answer(request)
+
+    def answer(self, request: BlobRequest, connection: int = 0) -> BlobReply:
+        """`connection` counts up: what a rank had sent over one that it has given up may be read
+        after what it has put over the next, and must not take its place."""
         if not hmac.compare_digest(request.token.encode(), self._token):
             return BlobRefused(error="wrong token")
-        if isinstance(request, BlobPut):
-            if request.tick < INIT_TICK or request.rank < 0:
-                return BlobRefused(error=f"no such side state: {request.rank}/{request.tick}")
-            self._copies.put(request.rank, request.tick, request.data)
-            return BlobOk()
-        return self._get(request)
-
-    async def _serve(self, stream: Stream[BlobRequest]) -> None:
-        deadline_s: float | None = FIRST_REQUEST_S
-        while True:
-            try:
-                request = await asyncio.wait_for(stream.receive(), deadline_s)
-            except TimeoutError as error:
-                raise RemoteProtocolError("no request came") from error
-            reply = self.answer(request)
-            if isinstance(reply, BlobRefused):
-                logger.warning("refused a blob request of %s: %s", stream.peer, reply.error)
-            stream.send(reply)
-            await stream.drain()
-            if isinstance(reply, BlobRefused):
-                return
-            deadline_s = None
+        if not isinstance(request, BlobPut):
+            return self._get(request)
+        rank, tick = request.rank, request.tick
+        if tick < INIT_TICK or rank < 0:
+            return BlobRefused(error=f"no such side state: {rank}/{tick}")
+        with self._lock:
+            if connection < self._writers.get(rank, 0):
+                return BlobRefused(error=f"rank {rank} has opened another connection since")
+            self._writers[rank] = connection
+            self._copies.put(rank, tick, request.data)
+        return BlobOk()
 
     def _get(self, request: BlobGet) -> BlobReply:
         pages = self._pages(request.rank)
         own = [blob for page in pages if (blob := page.blob(request.tick)) is not None]
-        copy = self._copies.get(request.rank, request.tick)
+        with self._lock:
+            copy = self._copies.get(request.rank, request.tick)
+            copied = self._copies.ticks(request.rank)
         # max keeps the first of equals: the youngest worker's, and a page before a copy.
         best = max(own, key=lambda blob: blob[0], default=None)
         if best is not None and (copy is None or best[0] >= copy[0]):
@@ -102,4 +203,4 @@ class BlobServer:
         if copy is not None:
             return BlobData(tick=copy[0], data=copy[1], own=False)
         held = {tick for page in pages for tick in page.ticks()}
-        return BlobMissing(held=sorted(held | set(self._copies.ticks(request.rank))))
+        return BlobMissing(held=sorted(held | set(copied)))

@@ -29,6 +29,8 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     directory: str
     stall_timeout_ns: int
     slots: int = 0  # as the job's spec says; 0: it says nothing
+    other_orchestrators: list[Address] = []  # of which one may be active instead
+    other_urls: list[str] = []
 
 
 def folder(home: Path, job: str, node: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -34,13 +35,42 @@ class Reached(msgspec.Struct, frozen=True, kw_only=True):
         return Client(self.urls, self.token, self.ca)
 
 
+class Which(msgspec.Struct, frozen=True, kw_only=True):
+    """What a command line says about whom it means."""
+
+    job: str | None = None
+    orchestrator: str | None = None  # None: those of this machine
+    token: str = ""
+
+
 class Found(msgspec.Struct, frozen=True, kw_only=True):
-    entry: registry.Entry
     view: JobView
+    entry: registry.Entry | None = None  # of an orchestrator of this machine
+    there: Reached | None = None  # one that was named
+
+    def client(self) -> Client:
+        if self.there is not None:
+            return self.there.client()
+        assert self.entry is not None
+        return Client.of(self.entry)
 
 
-def all_jobs(home: Path) -> list[Found]:
-    """Jobs of every live orchestrator, ended ones that it still knows included."""
+def token_in(file: Path | None) -> str:
+    if file is None:
+        return os.environ.pop("KEEPSTEP_TOKEN", "")
+    try:
+        return file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the token in {file}: {error}") from error
+
+
+def all_jobs(home: Path, which: Which) -> list[Found]:
+    """Jobs of every live orchestrator, or of the one that is named; ended ones that it still
+    knows included."""
+    if which.orchestrator is not None:
+        there = external(home, which.orchestrator, which.token)
+        views = there.client().get("/v1/jobs", list[JobView])
+        return [Found(view=view, there=there) for view in views]
     found: dict[str, Found] = {}
     for entry in registry.live(home):
         try:
@@ -56,21 +86,26 @@ def all_jobs(home: Path) -> list[Found]:
     return list(found.values())
 
 
-def live_jobs(home: Path) -> list[Found]:
-    return [one for one in all_jobs(home) if one.view.state not in ENDED]
+def live_jobs(home: Path, which: Which) -> list[Found]:
+    return [one for one in all_jobs(home, which) if one.view.state not in ENDED]
 
 
-def one_job(home: Path, job: str | None) -> Found:
+def one_job(home: Path, which: Which) -> Found:
     """The live job that is meant: the named one, or the only one."""
-    found = live_jobs(home)
-    if job is not None:
+    found = live_jobs(home, which)
+    if which.job is not None:
         for one in found:
-            if one.view.job == job:
+            if one.view.job == which.job:
                 return one
         known = ", ".join(one.view.job for one in found) or "none"
-        raise NoJob(f"no live job {job}", hint=f"live jobs: {known}")
+        raise NoJob(f"no live job {which.job}", hint=f"live jobs: {known}")
+    if not found and which.orchestrator is not None:
+        raise NoJob(f"no job is running at {which.orchestrator}")
     if not found:
-        raise NoJob("no job is running", hint=f"looked in {home}; is KEEPSTEP_HOME right?")
+        raise NoJob(
+            "no job is running",
+            hint=f"looked in {home}; is KEEPSTEP_HOME right? --orchestrator asks elsewhere",
+        )
     if len(found) > 1:
         names = ", ".join(one.view.job for one in found)
         raise UsageError(f"{len(found)} jobs are running", hint=f"choose one with --job: {names}")
@@ -96,7 +131,7 @@ def external(home: Path, named: str, token: str) -> Reached:
         raise UsageError(
             f"no token for {named}", hint="set KEEPSTEP_TOKEN, or name a file with --token-file"
         )
-    ca = ca or ca_for(urls[0], token)
+    ca = ca or ca_for(urls, token)
     streams: list[Address] = []
     failure: TransientError | None = None
     for url in list(urls):
@@ -114,17 +149,24 @@ def external(home: Path, named: str, token: str) -> Reached:
     return Reached(urls=urls, streams=streams, token=token, ca=ca)
 
 
-def ca_for(url: str, token: str) -> str:
-    """ "" for plain text on loopback, else the authority that the token names."""
-    if not url.startswith("https:"):
+def ca_for(urls: list[str], token: str) -> str:
+    """ "" for plain text on loopback, else the authority that the token names, from whichever
+    answers."""
+    asked = [url for url in urls if url.startswith("https:")]
+    if not asked:
         return ""
     parsed = parse(token)
     if parsed is None:
         raise UsageError(
-            f"this token does not say whom to believe at {url}",
+            f"this token does not say whom to believe at {asked[0]}",
             hint="use one of `keepstep token create` (with --operator to run jobs)",
         )
-    return fetch_ca(url, parsed.fingerprint)
+    for url in asked[:-1]:
+        try:
+            return fetch_ca(url, parsed.fingerprint)
+        except TransientError:
+            continue
+    return fetch_ca(asked[-1], parsed.fingerprint)
 
 
 def at_host(stream: Address, url: str) -> Address:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import msgspec
 
 from keepstep.adapters.store.sqlite import read_records
 from keepstep.core.orchestrator import Core
-from keepstep.model.records import IncidentClosed, JobEnded, JobSubmitted
+from keepstep.errors import UsageError
+from keepstep.model.records import IncidentClosed, JobEnded, JobSubmitted, Record
 from keepstep.model.views import IncidentView, JobView
 
 KINDS = (JobSubmitted.__name__, JobEnded.__name__, IncidentClosed.__name__)
@@ -31,24 +32,52 @@ def ledgers(home: Path) -> list[Path]:
     return sorted((home / "ledgers").glob("*.db"), key=written_ns, reverse=True)
 
 
-def past_jobs(home: Path, *, skip: Collection[str] = (), latest: bool = False) -> list[Past]:
+def past_jobs(
+    home: Path, *, store: str = "", skip: Collection[str] = (), latest: bool = False
+) -> list[Past]:
     """Jobs from ledgers, newest first; `latest` stops at the newest ledger that has one.
 
-    `skip`: jobs that a live orchestrator has told about already."""
+    `store`: a shared one, looked at first. `skip`: jobs that a live orchestrator has told about
+    already."""
     found: list[Past] = []
-    for path in ledgers(home):
-        found += _of_ledger(path, skip)
+    for source in [*([shared(store)] if store else []), *map(_file, ledgers(home))]:
+        found += _of_ledger(source, skip)
         if latest and found:
             break
     found.sort(key=lambda past: past.at_ns, reverse=True)
     return found[:1] if latest else found
 
 
-def _of_ledger(path: Path, skip: Collection[str]) -> list[Past]:
+class Source(msgspec.Struct, frozen=True):
+    read: Callable[[Collection[str]], Iterator[Record]]  # records of these kinds; (): of all
+    reason: str  # why a job that has not ended is as it is
+
+
+def _file(path: Path) -> Source:
+    return Source(
+        lambda kinds: read_records(path, kinds),
+        f"its orchestrator {path.stem} is not running: this is the last state known",
+    )
+
+
+def shared(url: str) -> Source:
+    try:
+        from keepstep.adapters.store import postgres
+    except ImportError as error:
+        raise UsageError(
+            f"--store needs psycopg: {error}", hint="pip install 'keepstep[postgres]'"
+        ) from error
+    return Source(
+        lambda kinds: postgres.read_records(url, kinds),
+        "as the store has it: --orchestrator asks the one that is active",
+    )
+
+
+def _of_ledger(source: Source, skip: Collection[str]) -> list[Past]:
     submitted: dict[str, int] = {}
     ended: dict[str, JobEnded] = {}
     incidents: dict[str, list[IncidentView]] = {}
-    for record in read_records(path, KINDS):
+    for record in source.read(KINDS):
         if record.job in skip:
             continue
         if isinstance(record, JobSubmitted):
@@ -62,17 +91,16 @@ def _of_ledger(path: Path, skip: Collection[str]) -> list[Past]:
         for job, end in ended.items()
     ]
     lost = [job for job in submitted if job not in ended]
-    return past + (_interrupted(path, lost, submitted) if lost else [])
+    return past + (_interrupted(source, lost, submitted) if lost else [])
 
 
-def _interrupted(path: Path, jobs: list[str], submitted: dict[str, int]) -> list[Past]:
+def _interrupted(source: Source, jobs: list[str], submitted: dict[str, int]) -> list[Past]:
     """Their orchestrator was killed; the last state that it made durable is known."""
     core = Core()
-    core.replay(list(read_records(path)))
-    reason = f"its orchestrator {path.stem} is not running: this is the last state known"
+    core.replay(list(source.read(())))
     return [
         Past(
-            view=msgspec.structs.replace(view, reason=reason),
+            view=msgspec.structs.replace(view, reason=source.reason),
             incidents=list(core.incidents(view.job)),
             at_ns=submitted[view.job],
         )

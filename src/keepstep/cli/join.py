@@ -18,6 +18,7 @@ from keepstep.cli.find import Reached, at_host
 from keepstep.errors import UsageError
 from keepstep.model.messages import Address
 from keepstep.model.views import JobView
+from keepstep.orchestrator.main import is_unspecified
 from keepstep.orchestrator.requests import Joined, JoinRequest
 
 LOOPBACK = "127.0.0.1"
@@ -67,7 +68,7 @@ def on_loopback(there: Reached, view: JobView, node: str | None) -> Membership:
 def by_certificate(
     home: Path,
     *,
-    url: str,
+    urls: list[str],
     ca: str,
     operator: str = "",
     token: str = "",
@@ -80,8 +81,14 @@ def by_certificate(
 
     key, request = new_node_key(node or "node")
     asked = JoinRequest(request=request, token=token, job=job, node=node)
-    joined = Client(url, operator, ca).post("/v1/join", asked, Joined)
-    stream = at_host(joined.stream, url)
+    joined = Client(urls, operator, ca).post("/v1/join", asked, Joined)
+    stream = at_host(joined.stream, urls[0])
+    # One that listens everywhere cannot be found under that address.
+    others = [
+        peer
+        for peer in joined.peers
+        if peer.stream != stream and not is_unspecified(peer.stream.host)
+    ]
     where = identity.folder(home, joined.job, joined.node)
     known = identity.Identity(
         job=joined.job,
@@ -89,10 +96,12 @@ def by_certificate(
         token=joined.token,
         job_token=joined.job_token,
         orchestrator=stream,
-        url=url,
+        url=urls[0],
         directory=str(_directory(home, joined)),
         stall_timeout_ns=joined.stall_timeout_ns,
         slots=joined.slots,
+        other_orchestrators=[peer.stream for peer in others],
+        other_urls=list(dict.fromkeys([*urls[1:], *(peer.url for peer in others)])),
     )
     identity.save(where, known, key=key, certificate=joined.certificate, ca=joined.ca)
     return from_identity(where, bind)
@@ -104,8 +113,8 @@ def from_identity(where: Path, bind: str = "") -> Membership:
     return Membership(
         job=known.job,
         node=known.node,
-        urls=[known.url],
-        streams=[known.orchestrator],
+        urls=[known.url, *known.other_urls],
+        streams=[known.orchestrator, *known.other_orchestrators],
         ca=identity.ca_of(where),
         token=known.token,
         bind=bind or address_towards(known.orchestrator),

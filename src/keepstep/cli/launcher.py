@@ -168,7 +168,7 @@ class Launcher:
                 member = await asyncio.to_thread(
                     by_certificate,
                     self._home,
-                    url=there.url,
+                    urls=there.urls,
                     ca=there.ca,
                     operator=there.token,
                     job=spec.job,

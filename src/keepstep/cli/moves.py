@@ -12,7 +12,6 @@ import time
 from typing import Any
 
 from keepstep.cli import history, show
-from keepstep.cli.client import Client
 from keepstep.cli.find import Found
 from keepstep.cli.home import home
 from keepstep.cli.output import closed_text
@@ -29,7 +28,7 @@ EXIT_CODES = {"RESOLVED": 0, "ABORTED": 1, "FAILED": 3, "FELL_BACK": 4}
 def ask(found: Found, verb: str, body: Any, said: str, *, wait: bool, as_json: bool) -> None:
     """Exits with the code of the outcome, unless that is 0 or nobody waits."""
     job = found.view.job
-    asked = Client.of(found.entry).post(f"/v1/jobs/{job}/{verb}", body, Asked)
+    asked = found.client().post(f"/v1/jobs/{job}/{verb}", body, Asked)
     show.words(f"{job}: {said} ({asked.incident})")
     if not wait:
         if as_json:
@@ -47,13 +46,13 @@ def ask(found: Found, verb: str, body: Any, said: str, *, wait: bool, as_json: b
 
 
 def wait_for(found: Found, incident: str) -> IncidentView:
-    client, job = Client.of(found.entry), found.view.job
+    client, job, entry = found.client(), found.view.job, found.entry
     change, silent, reason = 0, False, ""
     while True:
         try:
             seen = client.get(f"/v1/jobs/{job}/watch", Watch, since=change, wait_s=WATCH_S)
         except TransientError as error:
-            if found.entry.embedded and registry.read(home(), found.entry.id) is None:
+            if entry and entry.embedded and registry.read(home(), entry.id) is None:
                 return _from_ledger(job, incident)
             if not silent:
                 show.words(f"{error.message}; waiting for it")

@@ -84,22 +84,13 @@ def agent(
     """Join this machine to a live job as one of its nodes, or as one more with spares."""
     if slots is not None and slots < 1:
         raise UsageError(f"--slots is {slots}: it must be at least 1")
-    token = _token(token_file)
+    token = find.token_in(token_file)
     wanted = Wanted(orchestrator=orchestrator, token=token, job=job, node=node, bind=bind)
     member = _returning(wanted) if adopt else None
     if member is None:
         member = _patiently(wanted) if wait else _member(wanted)
     folder = identity.folder(home(), member.job, member.node) if adopt else None
     sys.exit(asyncio.run(Node(member, slots or member.slots or 1, folder).run()))
-
-
-def _token(file: Path | None) -> str:
-    if file is None:
-        return os.environ.pop("KEEPSTEP_TOKEN", "")
-    try:
-        return file.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the token in {file}: {error}") from error
 
 
 def _returning(wanted: Wanted) -> Membership | None:
@@ -133,25 +124,26 @@ def _member(wanted: Wanted) -> Membership:
     registry.prepare_home(where)
     named = wanted.orchestrator
     if named is None:
-        entry = find.one_job(where, wanted.job).entry
+        entry = find.one_job(where, find.Which(job=wanted.job)).entry
+        assert entry is not None, "nobody was named"
         there = find.external(where, entry.id, entry.token)
     elif "://" in named and parse(wanted.token) is not None:
-        url = checked(named)
-        ca = find.ca_for(url, wanted.token)
-        return _joined(where, wanted, url=url, ca=ca, token=wanted.token)
+        urls = [checked(url.strip()) for url in named.split(",")]
+        ca = find.ca_for(urls, wanted.token)
+        return _joined(where, wanted, urls=urls, ca=ca, token=wanted.token)
     else:
         there = find.external(where, named, wanted.token)
     if not there.ca:
         return join.on_loopback(there, find.job_of(there, wanted.job), wanted.node)
-    return _joined(where, wanted, url=there.url, ca=there.ca, operator=there.token)
+    return _joined(where, wanted, urls=there.urls, ca=there.ca, operator=there.token)
 
 
 def _joined(
-    where: Path, wanted: Wanted, *, url: str, ca: str, token: str = "", operator: str = ""
+    where: Path, wanted: Wanted, *, urls: list[str], ca: str, token: str = "", operator: str = ""
 ) -> Membership:
     return join.by_certificate(
         where,
-        url=url,
+        urls=urls,
         ca=ca,
         token=token,
         operator=operator,

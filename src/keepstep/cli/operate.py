@@ -1,28 +1,29 @@
 """Operator commands: look at jobs, move their ranks, break them on purpose.
 
-Each finds its orchestrator through KEEPSTEP_HOME/orchestrators; `--job` is needed only when
-several jobs are live. stdout is data (JSON word for word with --json), stderr is words.
+Each finds its orchestrator through KEEPSTEP_HOME/orchestrators, or asks the one that is named, with
+an operator's token; `--job` is needed only when several jobs are live. stdout is data (JSON word
+for word with --json), stderr is words.
 """
 
 from __future__ import annotations
 
+import functools
 import secrets
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
 
 from keepstep.adapters.store import sqlite
 from keepstep.adapters.store.chain import VerifyResult
 from keepstep.cli import find, history, moves, show
-from keepstep.cli.client import Client
 from keepstep.cli.home import home
 from keepstep.cli.layout import check_inject
-from keepstep.errors import PermanentError, UsageError
+from keepstep.errors import PermanentError, TransientError, UsageError
 from keepstep.model.job import POINTS, InjectSpec
-from keepstep.model.views import IncidentView, JobView
+from keepstep.model.views import IncidentView
 from keepstep.orchestrator.api import spare_lines
 from keepstep.orchestrator.main import ENDED
 from keepstep.orchestrator.requests import (
@@ -38,8 +39,40 @@ F = TypeVar("F", bound=Callable[..., Any])
 LEDGER_BROKEN = 1
 
 
-def job_option(command: F) -> F:
-    return click.option("--job", metavar="ID", help="Which job, when several are live.")(command)
+def which_options(command: F) -> F:
+    """--job, --orchestrator and --token-file become the argument `which`."""
+
+    @functools.wraps(command)
+    def told(
+        *args: Any,
+        job: str | None,
+        orchestrator: str | None,
+        token_file: Path | None,
+        **kwargs: Any,
+    ) -> Any:
+        token = find.token_in(token_file) if orchestrator is not None else ""
+        which = find.Which(job=job, orchestrator=orchestrator, token=token)
+        return command(*args, which=which, **kwargs)
+
+    for option in (
+        click.option(
+            "--token-file", type=click.Path(path_type=Path), metavar="FILE",
+            help="Holds a token of `keepstep token create --operator` [default: KEEPSTEP_TOKEN].",
+        ),
+        click.option(
+            "--orchestrator", metavar="ID|URL", help="Which one [default: all of this machine]."
+        ),
+        click.option("--job", metavar="ID", help="Which job, when several are live."),
+    ):  # fmt: skip
+        told = option(told)
+    return cast(F, told)
+
+
+def store_option(command: F) -> F:
+    return click.option(
+        "--store", default="", envvar="KEEPSTEP_STORE", metavar="URL",
+        help="Look for jobs that nobody runs here in this shared store [default: KEEPSTEP_STORE].",
+    )(command)  # fmt: skip
 
 
 def json_option(command: F) -> F:
@@ -47,12 +80,13 @@ def json_option(command: F) -> F:
 
 
 @click.command()
-@job_option
+@which_options
+@store_option
 @click.option("--all", "everything", is_flag=True, help="Ended jobs too.")
 @json_option
-def status(job: str | None, everything: bool, as_json: bool) -> None:
+def status(which: find.Which, store: str, everything: bool, as_json: bool) -> None:
     """Show jobs: ranks, spares, nodes. Live ones, else the latest that ended."""
-    views = [one.view for one in chosen(job, everything)]
+    views = [one.view for one in chosen(which, everything, store)]
     if as_json:
         show.print_json(views)
     elif views:
@@ -62,12 +96,13 @@ def status(job: str | None, everything: bool, as_json: bool) -> None:
 
 
 @click.command()
-@job_option
+@which_options
+@store_option
 @click.option("--all", "everything", is_flag=True, help="Those of ended jobs too.")
 @json_option
-def incidents(job: str | None, everything: bool, as_json: bool) -> None:
+def incidents(which: find.Which, store: str, everything: bool, as_json: bool) -> None:
     """Show incidents, newest first: what happened, how long it took, what it cost."""
-    found = [incident for one in chosen(job, everything) for incident in one.incidents]
+    found = [incident for one in chosen(which, everything, store) for incident in one.incidents]
     found.sort(key=lambda incident: incident.opened_at_ns, reverse=True)
     if as_json:
         show.print_json(found)
@@ -77,29 +112,33 @@ def incidents(job: str | None, everything: bool, as_json: bool) -> None:
         show.words("no incidents")
 
 
-def chosen(job: str | None, everything: bool) -> list[history.Past]:
+def chosen(which: find.Which, everything: bool, store: str = "") -> list[history.Past]:
     """Live jobs, else the latest that ended; all of them, or the named one."""
-    where = home()
-    known = [
-        history.Past(view=one.view, incidents=_incidents(one), at_ns=0)
-        for one in find.all_jobs(where)
-    ]
+    where, job = home(), which.job
+    try:
+        there = find.all_jobs(where, which)
+    except TransientError as error:
+        if not store:
+            raise
+        show.words(f"{error.message}; reading the store")
+        there = []
+    known = [history.Past(view=one.view, incidents=_incidents(one), at_ns=0) for one in there]
     names = [one.view.job for one in known]
     if job is not None:
         if job not in names:
-            known = history.past_jobs(where)
+            known = history.past_jobs(where, store=store)
         known = [one for one in known if one.view.job == job]
         if not known:
             raise UsageError(f"no such job: {job}", hint="keepstep status --all lists all jobs")
         return known
     if everything:
-        return known + history.past_jobs(where, skip=names)
+        return known + history.past_jobs(where, store=store, skip=names)
     live = [one for one in known if one.view.state not in ENDED]
-    return live or known[-1:] or history.past_jobs(where, latest=True)
+    return live or known[-1:] or history.past_jobs(where, store=store, latest=True)
 
 
 def _incidents(one: find.Found) -> list[IncidentView]:
-    return Client.of(one.entry).get(f"/v1/jobs/{one.view.job}/incidents", list[IncidentView])
+    return one.client().get(f"/v1/jobs/{one.view.job}/incidents", list[IncidentView])
 
 
 def wait_option(command: F) -> F:
@@ -111,55 +150,58 @@ def wait_option(command: F) -> F:
 @click.option("--rank", "ranks", type=int, multiple=True, required=True, help="Repeatable.")
 @click.option("--reason", default="requested", show_default=True)
 @wait_option
-@job_option
+@which_options
 @json_option
 def migrate(
-    ranks: tuple[int, ...], reason: str, no_wait: bool, job: str | None, as_json: bool
+    ranks: tuple[int, ...], reason: str, no_wait: bool, which: find.Which, as_json: bool
 ) -> None:
     """Move a rank to a spare while training goes on, and wait for the outcome."""
     body = MigrateRequest(ranks=list(ranks), reason=reason)
     said = f"moving rank {', '.join(map(str, ranks))}"
-    moves.ask(find.one_job(home(), job), "migrate", body, said, wait=not no_wait, as_json=as_json)
+    moves.ask(find.one_job(home(), which), "migrate", body, said, wait=not no_wait, as_json=as_json)
 
 
 @click.command()
 @click.argument("node")
 @click.option("--reason", default="drain", show_default=True)
 @wait_option
-@job_option
+@which_options
 @json_option
-def drain(node: str, reason: str, no_wait: bool, job: str | None, as_json: bool) -> None:
+def drain(node: str, reason: str, no_wait: bool, which: find.Which, as_json: bool) -> None:
     """Move every rank off NODE, start nothing there any more, and wait for the outcome."""
     body = DrainRequest(node=node, reason=reason)
-    found = find.one_job(home(), job)
+    found = find.one_job(home(), which)
     moves.ask(found, "drain", body, f"draining {node}", wait=not no_wait, as_json=as_json)
 
 
 @click.command()
 @click.argument("target")
 @click.option("--reason", required=True, metavar="TEXT")
-@job_option
+@which_options
 @json_option
-def taint(target: str, reason: str, job: str | None, as_json: bool) -> None:
+def taint(target: str, reason: str, which: find.Which, as_json: bool) -> None:
     """Mark a node (n1) or a slot (n1/0) as not to be trusted; its ranks move away."""
-    _ask(job, "taint", TaintRequest(target=target, reason=reason), as_json, f"tainted {target}")
+    _ask(which, "taint", TaintRequest(target=target, reason=reason), as_json, f"tainted {target}")
 
 
 @click.command()
 @click.argument("target")
-@job_option
+@which_options
 @json_option
-def untaint(target: str, job: str | None, as_json: bool) -> None:
+def untaint(target: str, which: find.Which, as_json: bool) -> None:
     """Trust TARGET again: spares may start there."""
-    _ask(job, "untaint", UntaintRequest(target=target), as_json, f"untainted {target}")
+    _ask(which, "untaint", UntaintRequest(target=target), as_json, f"untainted {target}")
 
 
 @click.command()
-@job_option
+@which_options
 @json_option
-def spares(job: str | None, as_json: bool) -> None:
+def spares(which: find.Which, as_json: bool) -> None:
     """List standby processes of live jobs."""
-    views = [one.view for one in find.live_jobs(home())] if job is None else [_live(job)]
+    if which.job is None:
+        views = [one.view for one in find.live_jobs(home(), which)]
+    else:
+        views = [find.one_job(home(), which).view]
     lines = spare_lines(views)
     if as_json:
         show.print_json(lines)
@@ -176,7 +218,7 @@ def spares(job: str | None, as_json: bool) -> None:
 @click.option("--at-step", type=int, default=-1, help="In this step, instead of now.")
 @click.option("--at-point", type=click.Choice(POINTS), default=None, help="Where in that step.")
 @click.option("--seconds", type=float, default=0.0, help="stop: continue after that time.")
-@job_option
+@which_options
 @json_option
 def inject(
     action: Any,
@@ -185,7 +227,7 @@ def inject(
     at_step: int,
     at_point: str | None,
     seconds: float,
-    job: str | None,
+    which: find.Which,
     as_json: bool,
 ) -> None:
     """Break something on purpose, to see that training goes on."""
@@ -200,7 +242,9 @@ def inject(
         point=at_point or "before_forward",
         seconds=seconds,
     )
-    _ask(job, "inject", check_inject(spec), as_json, f"{action} asked for", answer={"id": spec.id})
+    _ask(
+        which, "inject", check_inject(spec), as_json, f"{action} asked for", answer={"id": spec.id}
+    )
 
 
 @click.group()
@@ -250,15 +294,11 @@ def ledger_verify(ledger: str | None, as_json: bool) -> None:
         sys.exit(LEDGER_BROKEN)
 
 
-def _live(job: str | None) -> JobView:
-    return find.one_job(home(), job).view
-
-
 def _ask(
-    job: str | None, verb: str, body: Any, as_json: bool, said: str, answer: Any = None
+    which: find.Which, verb: str, body: Any, as_json: bool, said: str, answer: Any = None
 ) -> None:
-    found = find.one_job(home(), job)
-    Client.of(found.entry).post(f"/v1/jobs/{found.view.job}/{verb}", body, Ok)
+    found = find.one_job(home(), which)
+    found.client().post(f"/v1/jobs/{found.view.job}/{verb}", body, Ok)
     if as_json:
         show.print_json({"job": found.view.job, "ok": True, **(answer or {})})
     else:

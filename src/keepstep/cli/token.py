@@ -1,28 +1,62 @@
-"""`keepstep token`: what lets other machines in. Works on the orchestrator's own files."""
+"""`keepstep token`: what lets other machines in. Works where the orchestrator keeps it: in files of
+its own, or in the store that it shares with others."""
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import click
 
-from keepstep.adapters.identity.authority import CA_CERTIFICATE, Authority
-from keepstep.adapters.identity.tokens import Kept, Role, Tokens
+from keepstep.adapters.identity.authority import CA_CERTIFICATE, Authority, fingerprint
+from keepstep.adapters.identity.tokens import Folder, Kept, Role, Tokens
 from keepstep.cli import show
 from keepstep.cli.home import home
 from keepstep.cli.operate import json_option
 from keepstep.core.operator import check_node
 from keepstep.errors import UsageError
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 TTL_S_MAX = 366 * 86400
 
 
-def orchestrator_option(command: click.decorators.FC) -> click.decorators.FC:
-    text = "Which one, when several have listened beyond loopback."
-    return click.option("--orchestrator", metavar="ID", help=text)(command)
+def there_options(command: F) -> F:
+    """--orchestrator and --store become the argument `there`."""
+
+    @functools.wraps(command)
+    def told(*args: Any, orchestrator: str | None, store: str, **kwargs: Any) -> Any:
+        there = _shared(store) if store else _own(orchestrator)
+        try:
+            return command(*args, there=there, **kwargs)
+        finally:
+            there.close()
+
+    for option in (
+        click.option(
+            "--store", default="", envvar="KEEPSTEP_STORE", metavar="URL",
+            help="Of the orchestrators that share this store [default: KEEPSTEP_STORE].",
+        ),
+        click.option(
+            "--orchestrator", metavar="ID",
+            help="Which one, when several have listened beyond loopback.",
+        ),
+    ):  # fmt: skip
+        told = option(told)
+    return cast(F, told)
+
+
+class There(NamedTuple):
+    """An authority, and where its tokens are kept."""
+
+    fingerprint: str
+    tokens: Tokens
+    close: Callable[[], None] = lambda: None
 
 
 @click.group()
@@ -31,21 +65,20 @@ def token() -> None:
 
 
 @token.command()
-@orchestrator_option
+@there_options
 @click.option("--ttl", default="1h", show_default=True, help="How long it is good, e.g. 30m, 7d.")
 @click.option("--node", metavar="NAME", default="", help="Only for a node of this name.")
 @click.option("--operator", is_flag=True, help="For `keepstep run` and REST: may do everything.")
 @json_option
-def create(orchestrator: str | None, ttl: str, node: str, operator: bool, as_json: bool) -> None:
+def create(there: There, ttl: str, node: str, operator: bool, as_json: bool) -> None:
     """Print a new token: for nodes that join, or with --operator for people and programs."""
     if operator and node:
         raise UsageError("--operator and --node contradict each other")
     if node:
         check_node(node, 1)
     role: Role = "operator" if operator else "join"
-    authority = _authority(orchestrator)
-    text, kept = Tokens(authority.path).create(
-        authority.fingerprint,
+    text, kept = there.tokens.create(
+        there.fingerprint,
         role=role,
         now_ns=time.time_ns(),
         ttl_ns=seconds(ttl) * 10**9,
@@ -58,11 +91,11 @@ def create(orchestrator: str | None, ttl: str, node: str, operator: bool, as_jso
 
 
 @token.command("list")
-@orchestrator_option
+@there_options
 @json_option
-def list_(orchestrator: str | None, as_json: bool) -> None:
+def list_(there: There, as_json: bool) -> None:
     """List tokens, without what they are made of."""
-    kept = Tokens(_authority(orchestrator).path).all()
+    kept = there.tokens.all()
     if as_json:
         show.print_json([_shown(one) for one in kept])
         return
@@ -74,10 +107,10 @@ def list_(orchestrator: str | None, as_json: bool) -> None:
 
 @token.command()
 @click.argument("id_", metavar="ID")
-@orchestrator_option
-def revoke(id_: str, orchestrator: str | None) -> None:
+@there_options
+def revoke(id_: str, there: There) -> None:
     """Make a token worthless. Nodes that have joined with it stay."""
-    Tokens(_authority(orchestrator).path).remove(id_)
+    there.tokens.remove(id_)
     show.words(f"token {id_} is revoked")
 
 
@@ -98,12 +131,31 @@ def _shown(kept: Kept) -> dict[str, object]:
     }
 
 
-def _authority(named: str | None) -> Authority:
+def _shared(store: str) -> There:
+    try:
+        from keepstep.adapters.store.identity import SharedIdentity
+    except ImportError as error:
+        raise UsageError(
+            f"--store needs psycopg: {error}", hint="pip install 'keepstep[postgres]'"
+        ) from error
+    shared = SharedIdentity(store)
+    certificate = shared.certificate()
+    if not certificate:
+        shared.close()
+        raise UsageError(
+            "no orchestrator of this store has listened beyond loopback",
+            hint="start one first: keepstep orchestrator --id NAME --host ADDRESS --store URL",
+        )
+    return There(fingerprint(certificate), Tokens(shared), shared.close)
+
+
+def _own(named: str | None) -> There:
     found = sorted(path.parent for path in (home() / "authorities").glob(f"*/{CA_CERTIFICATE}"))
     if named is not None:
         found = [path for path in found if path.name == named]
     if len(found) == 1:
-        return Authority.open(found[0])
+        authority = Authority.open(found[0])
+        return There(authority.fingerprint, Tokens(Folder(authority.path)))
     if not found:
         raise UsageError(
             f"no orchestrator {named or ''} of {home()} has listened beyond loopback".replace(

@@ -623,7 +623,7 @@ AgentCommand = (
 
 
 class BlobPut(Message, frozen=True):
-    """Keep `data` as `rank`'s side state of `tick`; the two newest ticks are kept.
+    """Keep `data` as `rank`'s side state of `tick`; the newest ticks are kept.
 
     tick -1 is the record of the rank's init-time collectives; it is kept for good."""
 

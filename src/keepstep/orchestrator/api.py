@@ -9,6 +9,7 @@ answer is sent when its records are durable.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import math
@@ -105,7 +106,7 @@ def build(
     of_nodes = Routes(app, [Depends(bearer(token, desk, nodes=True))])
     _add_nodes(of_nodes, driver)
     if desk is not None:
-        _add_joining(Routes(app, []), desk, bearer(token, desk))
+        _add_joining(Routes(app, []), desk, bearer(token, desk), active(driver))
 
     @app.get("/healthz")
     async def healthz() -> Response:
@@ -211,7 +212,9 @@ def _add_nodes(add: Routes, driver: Driver) -> None:
         return done(driver, inputs.NodeDead(job=job, node=node))
 
 
-def _add_joining(add: Routes, desk: Desk, operator: Guard) -> None:
+def _add_joining(
+    add: Routes, desk: Desk, operator: Guard, decides: Callable[[], Awaitable[None]]
+) -> None:
     """Both are for those who have no credentials yet, and neither tells them anything secret: a
     certificate is public, and joining takes a token in the request."""
 
@@ -222,11 +225,12 @@ def _add_joining(add: Routes, desk: Desk, operator: Guard) -> None:
     @add("POST", "/v1/join", body=bodies.JoinRequest, answer=bodies.Joined)
     async def join(request: Request) -> Response:
         asked = await read(request, bodies.JoinRequest)
-        kept = desk.may_join(asked.token)
+        kept = await asyncio.to_thread(desk.may_join, asked.token)
         if kept is None and not asked.token:
             await operator(request)
-        elif kept is None and not desk.is_operator(asked.token):
+        elif kept is None and not await asyncio.to_thread(desk.is_operator, asked.token):
             raise Unauthorized("the token is wrong or has expired", hint=NEW_TOKEN)
+        await decides()
         joined = desk.join(asked, kept)
         log.info("%s: node %s may join", joined.job, joined.node)
         return encoded(joined)
@@ -335,7 +339,9 @@ def bearer(token: str, desk: Desk | None, *, nodes: bool = False) -> Guard:
             expected.append(f"Bearer {own}".encode())
         right = any(hmac.compare_digest(given, one) for one in expected)
         text = given.removeprefix(b"Bearer ").decode(errors="replace")
-        if not right and (desk is None or not desk.is_operator(text)):
+        if not right and desk is not None:
+            right = await asyncio.to_thread(desk.is_operator, text)
+        if not right:
             raise Unauthorized(
                 "token missing or wrong",
                 hint="send 'Authorization: Bearer TOKEN' with the token of "

@@ -17,7 +17,7 @@ from keepstep.errors import UsageError
 from keepstep.model.messages import Address
 from keepstep.model.views import JobView
 from keepstep.orchestrator.api import NotFound
-from keepstep.orchestrator.requests import Joined, JoinRequest
+from keepstep.orchestrator.requests import Joined, JoinRequest, Peer
 
 PROMISE_NS = 60_000_000_000  # how long a name is kept for an agent that has not connected yet
 
@@ -29,11 +29,14 @@ class Desk:
         *,
         own_token: str,
         stream: Address,
+        tokens: Tokens,
+        peers: Callable[[], list[Peer]] = list,
         jobs: Callable[[], list[JobView]],
         wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.authority = authority
-        self.tokens = Tokens(authority.path)
+        self.tokens = tokens
+        self._peers = peers  # all that share the store
         self._own_token = own_token
         self._stream = stream
         self._jobs = jobs  # live ones
@@ -74,6 +77,7 @@ class Desk:
             directory=job.directory,
             stall_timeout_ns=job.stall_timeout_ns,
             slots=next((one.slots for one in job.nodes if one.node == node), 0),
+            peers=self._peers(),
         )
 
     def _job(self, named: str, node: str) -> JobView:

@@ -10,8 +10,8 @@ Restart under the same id: the ledger is replayed and ports and token are taken 
 killed predecessor left behind, so the agents' reconnect attempts simply succeed. A clean end
 removes that file, unless jobs are still alive: then the stop is a restart in two halves.
 
-With a shared store several orchestrators, each under an id of its own, have one ledger and one
-token (kept in the store); `terms` says which of them decides.
+With a shared store several orchestrators, each under an id of its own, have one ledger, one token
+and one authority (kept in the store); `terms` says which of them decides.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import uvicorn
 
+from keepstep.adapters.identity.tokens import Folder, Tokens
 from keepstep.adapters.store.sqlite import SqliteLedger, lock_file, lock_path
 from keepstep.adapters.transport.tls import is_loopback, server_context
 from keepstep.core.orchestrator import Core
@@ -103,7 +104,7 @@ class Orchestrator:
         token: str,
         me: Member,
         embedded: bool,
-        authority: Authority | None = None,
+        identity: Identity | None = None,
         tls: TlsFiles | None = None,
     ) -> None:
         self.id = id
@@ -114,7 +115,7 @@ class Orchestrator:
         self.embedded = embedded
         self._store = store
         self._id_lock = -1
-        self._authority = authority
+        self._identity = identity
         self._tls = tls
         self._agents = AgentServer(token, tls)
         self.driver = Driver(Core(), store, self._agents)
@@ -146,6 +147,7 @@ class Orchestrator:
         id_lock = lock_file(lock_path(registry.ledger_path(home, id)), f"id {id}") if store else -1
         opened: list[socket.socket] = []
         ledger: LedgerStore | None = None
+        identity: Identity | None = None
         try:
             ledger = open_store(home, id, store, lease_s)
             before = registry.read(home, id)
@@ -156,8 +158,8 @@ class Orchestrator:
             opened.append(rest)
             stream = listen(host, stream_port)
             opened.append(stream)
-            authority = None if is_loopback(host) else open_authority(home, id)
-            scheme = "http" if authority is None else "https"
+            identity = None if is_loopback(host) else open_identity(home, id, store)
+            scheme = "http" if identity is None else "https"
             me = Member(
                 id=id,
                 instance=secrets.token_hex(8),
@@ -173,8 +175,8 @@ class Orchestrator:
                 token=shared or kept,
                 me=me,
                 embedded=embedded,
-                authority=authority,
-                tls=authority.serve_as(names_of(host)) if authority is not None else None,
+                identity=identity,
+                tls=identity.authority.serve_as(names_of(host)) if identity is not None else None,
             )
             await self.terms.begin()
             if self.terms.role == "active":
@@ -186,6 +188,8 @@ class Orchestrator:
             if ledger is not None:
                 ledger.release()
                 ledger.close()
+            if identity is not None:
+                identity.close()
             if id_lock >= 0:
                 os.close(id_lock)
             raise
@@ -213,6 +217,8 @@ class Orchestrator:
             await asyncio.gather(self._web_task, return_exceptions=True)
         self._store.release()
         self._store.close()
+        if self._identity is not None:
+            self._identity.close()
         if self.embedded or not live:
             registry.remove(self.home, self.id)
         if self._id_lock >= 0:
@@ -244,15 +250,17 @@ class Orchestrator:
         self._office = asyncio.create_task(self.terms.run())
 
     def _desk(self) -> Desk | None:
-        if self._authority is None:
+        if self._identity is None:
             return None
         from keepstep.orchestrator.join import Desk
 
         host = "" if is_unspecified(self.stream.host) else self.stream.host
         return Desk(
-            self._authority,
+            self._identity.authority,
             own_token=self.token,
             stream=Address(host, self.stream.port),
+            tokens=self._identity.tokens,
+            peers=self._peers,
             jobs=self.live_jobs,
         )
 
@@ -277,7 +285,7 @@ class Orchestrator:
             pid_started=registry.process_started(pid) or 0,
             jobs=self.driver.core.live(),
             embedded=self.embedded,
-            ca=self._authority.certificate if self._authority is not None else "",
+            ca=self._identity.authority.certificate if self._identity is not None else "",
         )
         registry.write(self.home, entry)
 
@@ -291,8 +299,11 @@ class Orchestrator:
             role=self.terms.role,
             reason=away.message if away is not None else "",
             active=self.terms.active_url,
-            peers=[Peer(id=m.id, url=m.url, stream=m.stream) for m in self.terms.members],
+            peers=self._peers(),
         )
+
+    def _peers(self) -> list[Peer]:
+        return [Peer(id=m.id, url=m.url, stream=m.stream) for m in self.terms.members]
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -320,10 +331,27 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def open_authority(home: Path, id: str) -> Authority:
+class Identity(NamedTuple):
+    authority: Authority
+    tokens: Tokens
+    close: Callable[[], None]
+
+
+def open_identity(home: Path, id: str, store: str) -> Identity:
+    """An authority of its own and files with its tokens, or those of all who share `store`."""
     from keepstep.adapters.identity.authority import Authority, folder
 
-    return Authority.open(folder(home, id))
+    path = folder(home, id)
+    if not store:
+        return Identity(Authority.open(path), Tokens(Folder(path)), lambda: None)
+    from keepstep.adapters.store.identity import SharedIdentity
+
+    shared = SharedIdentity(store)
+    try:
+        return Identity(Authority.shared(path, shared.keep), Tokens(shared), shared.close)
+    except BaseException:
+        shared.close()
+        raise
 
 
 def names_of(host: str) -> list[str]:

@@ -63,6 +63,12 @@ class JoinRequest(Request, frozen=True, kw_only=True):
 # --------------------------------------------------------------------------- answers
 
 
+class Peer(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    url: str
+    stream: Address
+
+
 class Joined(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     node: str
@@ -74,6 +80,7 @@ class Joined(msgspec.Struct, frozen=True, kw_only=True):
     directory: str
     stall_timeout_ns: int
     slots: int = 0  # of that node, where the job's spec says so
+    peers: list[Peer] = []  # all orchestrators that share the store
 
 
 class Ok(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,12 +116,6 @@ class SpareLine(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     parked_at: str = ""
     understudies: list[UnderstudyView] = []
-
-
-class Peer(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    url: str
-    stream: Address
 
 
 class Info(msgspec.Struct, frozen=True, kw_only=True):

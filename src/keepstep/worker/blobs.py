@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from keepstep.adapters.transport.blocking import Frames, shut
 from keepstep.errors import PermanentError, TransientError
 from keepstep.model import messages as m
 from keepstep.model import wire
@@ -21,31 +22,22 @@ PATIENCE_S = 5.0
 RETRY_S = 0.2
 
 
-def _receive(connection: socket.socket, count: int) -> bytes:
-    data = bytearray(count)
-    view = memoryview(data)
-    done = 0
-    while done < count:
-        part = connection.recv_into(view[done:])
-        if part == 0:
-            raise ConnectionError("blob server closed the connection")
-        done += part
-    return bytes(data)
-
-
 def _ask(connection: socket.socket, request: m.BlobRequest) -> m.BlobReply:
     connection.sendall(wire.frame(request))
-    length = wire.body_length(_receive(connection, wire.HEADER.size))
-    return wire.decode(_decoder, _receive(connection, length))
+    return Frames(connection, _decoder).receive()
 
 
 class BuddyLine:
-    """The main thread's connection to the buddy's agent; `interrupt` frees it from any thread."""
+    """The connection to the buddy's agent, used by one thread at a time; `interrupt` frees it
+    from any thread."""
 
     def __init__(self, token: str) -> None:
         self._token = token
         self._address: m.Address | None = None
         self._connection: socket.socket | None = None
+        self._frames: Frames[m.BlobReply]
+        self._interrupted = False
+        self._ahead: tuple[int, bytes] | None = None  # sent, and its answer not read yet
         self._lock = threading.Lock()
 
     def put(
@@ -59,37 +51,63 @@ class BuddyLine:
     ) -> None:
         """Returns when the buddy has it; raises OSError when it cannot be had. `init` is the
         rank's init record: a buddy that is new, or was started anew, gets it first."""
-        if address != self._address:
+        if address != self._address or self._interrupted:
             self.close()
         if self._connection is None:
-            connection = peers.connect(address, CONNECT_TIMEOUT_S)
-            connection.settimeout(ACK_TIMEOUT_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with self._lock:
-                self._connection, self._address = connection, address
+            self._connect(address)
             if interrupted():  # it may have come before there was anything to interrupt
                 raise ConnectionAbortedError("publishing was aborted")
             if init is not None and tick >= 0:
                 self.put(address, rank, -1, init, interrupted)
+        ahead, self._ahead = self._ahead, None
+        answers = 0 if ahead is None else 1
         try:
-            request = m.BlobPut(token=self._token, rank=rank, tick=tick, data=data)
-            reply = _ask(self._connection, request)
+            if ahead != (tick, data):
+                self._send(rank, tick, data)
+                answers += 1
+            replies = [self._frames.receive() for _ in range(answers)]
         except OSError:
             self.close()
             raise
-        if not isinstance(reply, m.BlobOk):
-            raise PermanentError(f"buddy refused side state of rank {rank}: {reply}")
+        for reply in replies:
+            if not isinstance(reply, m.BlobOk):
+                raise PermanentError(f"buddy refused side state of rank {rank}: {reply}")
+
+    def send_ahead(self, address: m.Address, rank: int, tick: int, data: bytes) -> None:
+        """The first half of a put, if that needs no new connection. Errors are left to the put."""
+        if address != self._address or self._ahead is not None or self._interrupted:
+            return
+        try:
+            self._send(rank, tick, data)
+            self._ahead = (tick, data)
+        except OSError:
+            self.close()
+
+    def _connect(self, address: m.Address) -> None:
+        connection = peers.connect(address, CONNECT_TIMEOUT_S)
+        connection.settimeout(ACK_TIMEOUT_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with self._lock:
+            self._connection, self._address = connection, address
+            self._frames = Frames(connection, _decoder)
+
+    def _send(self, rank: int, tick: int, data: bytes) -> None:
+        assert self._connection is not None
+        request = m.BlobPut(token=self._token, rank=rank, tick=tick, data=data)
+        self._connection.sendall(wire.frame(request))
 
     def interrupt(self) -> None:
         with self._lock:
             if self._connection is not None:
-                peers.shut(self._connection)
+                self._interrupted = True
+                shut(self._connection)
 
     def close(self) -> None:
         with self._lock:
             if self._connection is not None:
                 self._connection.close()
-            self._connection = self._address = None
+            self._connection = self._address = self._ahead = None
+            self._interrupted = False
 
 
 class HoldersUnreachable(TransientError):

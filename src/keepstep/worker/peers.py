@@ -1,14 +1,12 @@
 """Connections between workers, and to other nodes' agents: TLS wherever the node has a
 certificate, else plain, which agents allow on loopback only.
 
-Set once per process, from the Welcome. The sockets behave as plain ones do, with one exception:
-`shut` ends both directions from any thread. An SSLSocket's own shutdown() first forgets that it
-is encrypted, and a thread that writes at that moment would write plain text.
+Set once per process, from the Welcome. The sockets behave as plain ones do, but for their
+shutdown(): use `blocking.shut`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import ssl
 
@@ -51,8 +49,3 @@ def accepted(sock: socket.socket) -> socket.socket:
 def greet(sock: socket.socket) -> None:
     if isinstance(sock, ssl.SSLSocket):
         sock.do_handshake()
-
-
-def shut(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)

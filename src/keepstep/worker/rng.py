@@ -70,7 +70,9 @@ def _capture_numpy(numpy: Any) -> tuple[Any, ...]:
             return _numpy_seen[1]
     name, key, position, has_gauss, cached = numpy.random.get_state()
     state = (str(name), key.tobytes(), int(position), int(has_gauss), float(cached))
-    _numpy_seen = (raw, state) if raw else None
+    # Made of the state itself: another thread may have drawn since the words were looked at.
+    seen = state[1] + state[2].to_bytes(4, sys.byteorder)
+    _numpy_seen = (seen, state) if raw else None
     return state
 
 

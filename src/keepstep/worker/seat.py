@@ -18,6 +18,7 @@ import torch
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
 from keepstep.worker import blobs, buckets, codec, groups, rng
+from keepstep.worker.ahead import Ahead
 from keepstep.worker.batches import Loop
 from keepstep.worker.channel import Channel
 from keepstep.worker.collectives import Recorder
@@ -134,6 +135,7 @@ class Seat:
         self.stager = Stager(self.channel, rank, world)
         self.injector = Injector(self.channel.armed, self.channel.send)
         self.buddy_line = blobs.BuddyLine(self.welcome.token)
+        self.ahead = Ahead()
         self.parameters = self._all_parameters()
         self.carrying = False  # gradients are added up over several steps: they are state now
         self._carries_on = False  # ... if the fence passes
@@ -258,6 +260,7 @@ class Seat:
     def publish(self, tick: int, data: bytes) -> None:
         """To the own agent (shared memory) and, acknowledged, to the buddy. Raises OSError or
         ConnectionAbortedError when an Abort interrupts it: the fence is then not reached."""
+        self.ahead.wait()
         self.page.publish(tick, data)
         while (address := self.channel.buddy) is not None:
             if self.aborted():
@@ -273,6 +276,25 @@ class Seat:
                 self.page.set("hold", 1)  # it waits for a command, as in a hold
                 self._wait_for_other_buddy(address)
                 self.page.set("hold", 0)
+
+    def publish_ahead(self, site: str) -> None:
+        """The last backward pass of a step begins. What lies on another device is not waited for,
+        and what the user saves by a function of his is saved in his thread."""
+        address = self.channel.buddy
+        if address is None or not self.ahead.worthwhile():
+            return
+        buffers = self._first or {}
+        if any(o.per_rank for o in self.objects.values()) or any(
+            b.device.type != "cpu" for b in buffers.values()
+        ):
+            return
+
+        def send() -> bytes:
+            data = self.side_state(site, True, True)
+            self.buddy_line.send_ahead(address, self.rank, self.tick + 1, data)
+            return data
+
+        self.ahead.begin(send)
 
     def _wait_for_other_buddy(self, old: m.Address) -> None:
         self.channel.wait_until(lambda: self.channel.buddy != old or self.aborted(), 5.0)

@@ -38,6 +38,8 @@ class Transactions:
         self._passed = False
         self._in_fence = False
         self._hold = -1
+        self._backwards = 0
+        self._usual: dict[str, int] = {}  # site -> backward passes of its last step
         self._function: Any = None
         self._attached = {id(o): n for n, o in seat.optimizers.items()}
         register_optimizer_step_pre_hook(self._before_update)
@@ -49,6 +51,7 @@ class Transactions:
 
     def _watch_ddp(self) -> None:
         """DDP's collectives start in C++: its forward and any backward are where to see them."""
+        seat = self.seat
         ddp: Any = torch.nn.parallel.DistributedDataParallel
         autograd: Any = torch.autograd
         forward, backward = ddp._pre_forward, autograd.backward
@@ -60,6 +63,10 @@ class Transactions:
         def watched_backward(*args: Any, **kwargs: Any) -> Any:
             if self._passed and groups.ddp_modules():
                 self.refuse_collective("backward through a DistributedDataParallel model")
+            if self.running and self._step and not self._fenced and not self.warming:
+                self._backwards += 1
+                if self._backwards == self._usual.get(self.running):
+                    seat.publish_ahead(self.running)
             return backward(*args, **kwargs)
 
         ddp._pre_forward, autograd.backward = watched_forward, watched_backward
@@ -129,6 +136,7 @@ class Transactions:
                 if self._passed:
                     self._end()
                     raise  # after the fence nothing can be undone: the user's error stands
+                seat.ahead.wait()
                 problem = error
             if problem is not None:
                 self._interrupt(problem, undo)
@@ -143,6 +151,7 @@ class Transactions:
         self._fenced = self._passed = self._in_fence = False
         self._refused: KeepstepError | None = None
         self._hold = -1
+        self._backwards = 0
         seat.tracker.in_txn = True
         seat.page.set("stepping", 1)
         seat.page.where("compute" if step else "section")
@@ -177,12 +186,16 @@ class Transactions:
     def _fence(self, updating: bool) -> None:
         seat = self.seat
         self._fenced = True
+        self._usual[self.running] = self._backwards
+        seat.ahead.wait()
         if seat.injector:
             seat.injector.point("before_fence", seat.version)
         try:
             if seat.aborted():
                 raise ConnectionAbortedError("aborted before the fence")
-            seat.publish(seat.tick + 1, seat.side_state(self.running, self._step, updating))
+            side_state = seat.side_state(self.running, self._step, updating)
+            seat.ahead.judge(side_state)
+            seat.publish(seat.tick + 1, side_state)
             seat.page.where("fence")
             self._in_fence = True
             self._all_ranks_here()

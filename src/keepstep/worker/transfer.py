@@ -33,6 +33,7 @@ import msgspec
 import torch
 import xxhash
 
+from keepstep.adapters.transport.blocking import shut
 from keepstep.errors import PermanentError, RemoteProtocolError, TransientError
 from keepstep.model import wire
 from keepstep.model.messages import Address, Message, Source
@@ -255,7 +256,7 @@ class StateServer:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for connection in connections:
-            peers.shut(connection)
+            shut(connection)
         for thread in self._threads:
             thread.join(SILENCE_S)
         vm.let_others_read(False)

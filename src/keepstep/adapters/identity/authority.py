@@ -1,9 +1,10 @@
 """The certificate authority of one orchestrator, and a node's request to it.
 
 The authority lives in HOME/authorities/<id>, is made at the first start that needs it and stays:
-its fingerprint is in every join token. It signs two kinds of certificates and nothing else, one for
-the orchestrator itself (anew at every start) and one per node of a job. A node's key is
-made on the node and never leaves it; of a request only the public key is used, so a node cannot
+its fingerprint is in every join token. Orchestrators that share a store have one authority
+together, whose key is in the store and in no file. It signs two kinds of certificates and nothing
+else, one for the orchestrator itself (anew at every start) and one per node of a job. A node's key
+is made on the node and never leaves it; of a request only the public key is used, so a node cannot
 choose what its certificate says. What a certificate says is explained in transport.tls.
 
 There is no revocation list: a node's certificate is good for one node of one job, and ends with it.
@@ -12,6 +13,7 @@ There is no revocation list: a node's certificate is good for one node of one jo
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -50,10 +52,42 @@ class Authority:
         """The authority in `path`, made now if there is none. One process at a time."""
         private_folder(path)
         if not (path / CA_CERTIFICATE).exists():
-            _create(path)
+            key, ca = _new(path.name)
+            # The certificate last: where it is, the key is too.
+            write_private(path / CA_KEY, key)
+            write_private(path / CA_CERTIFICATE, ca)
+        elif not (path / CA_KEY).exists():
+            raise UsageError(
+                f"the key of the authority in {path} is in a shared store",
+                hint="name it with --store or KEEPSTEP_STORE, or use another --id",
+            )
+        return cls._of(path, read_private(path / CA_KEY), read_private(path / CA_CERTIFICATE))
+
+    @classmethod
+    def shared(cls, path: Path, keep: Callable[[bytes, bytes], tuple[bytes, bytes]]) -> Authority:
+        """The one of all who share a store. `keep` takes a key and its certificate and returns
+        those that were kept first. An authority of our own is offered, so that nodes which have
+        joined under it stay; `path` then holds only what is needed to serve."""
+        private_folder(path)
+        mine = cls.open(path) if (path / CA_KEY).exists() else None
+        offered = _new("of a shared store")
+        if mine is not None:
+            offered = _private_pem(mine._key), mine.certificate.encode()
+        key, ca = keep(*offered)
+        if mine is not None and fingerprint(ca.decode()) != mine.fingerprint:
+            raise UsageError(
+                f"the authority in {path} is not the one in the store",
+                hint=f"remove {path}: nodes that have joined under it must join again",
+            )
+        write_private(path / CA_CERTIFICATE, ca)
+        (path / CA_KEY).unlink(missing_ok=True)
+        return cls._of(path, key, ca)
+
+    @classmethod
+    def _of(cls, path: Path, key_pem: bytes, ca_pem: bytes) -> Authority:
         try:
-            key = serialization.load_pem_private_key(read_private(path / CA_KEY), None)
-            ca = x509.load_pem_x509_certificate(read_private(path / CA_CERTIFICATE))
+            key = serialization.load_pem_private_key(key_pem, None)
+            ca = x509.load_pem_x509_certificate(ca_pem)
         except ValueError as error:
             raise UsageError(
                 f"the authority in {path} is damaged: {error}",
@@ -142,15 +176,14 @@ def new_node_key(node: str) -> tuple[bytes, str]:
     return _private_pem(key), request.public_bytes(serialization.Encoding.PEM).decode()
 
 
-def _create(path: Path) -> None:
+def _new(name: str) -> tuple[bytes, bytes]:
+    """A key and its certificate, in PEM."""
     key = ec.generate_private_key(ec.SECP256R1())
-    name = f"keepstep authority {path.name}"
+    name = f"keepstep authority {name}"
     builder = _builder(name, _name(name), key.public_key(), AUTHORITY_DAYS)
     builder = builder.add_extension(x509.BasicConstraints(True, 0), critical=True)
     builder = builder.add_extension(_usage(signs=True), critical=True)
-    # The certificate last: where it is, the key is too.
-    write_private(path / CA_KEY, _private_pem(key))
-    write_private(path / CA_CERTIFICATE, _pem(builder.sign(key, hashes.SHA256())).encode())
+    return _private_pem(key), _pem(builder.sign(key, hashes.SHA256())).encode()
 
 
 def _builder(

@@ -3,9 +3,9 @@
     ks1.<fingerprint of the authority>.<id>.<secret>
 
 A token says whom to believe before anything secret is sent: whoever holds it compares the
-authority's certificate with the fingerprint first. The orchestrator keeps one private file per
-token, with a digest of the secret only. A *join* token lets nodes join until it expires, and
-nothing else; an *operator* token does whatever the orchestrator's own token does.
+authority's certificate with the fingerprint first. The orchestrator keeps a digest of the secret
+only, in a private file or in the store that it shares with others. A *join* token lets nodes join
+until it expires, and nothing else; an *operator* token does whatever the orchestrator's own does.
 
 A node that has joined gets two secrets, both derived from the orchestrator's own token, so that
 there is nothing more to be kept: one names the node to the orchestrator, the other is common to
@@ -19,7 +19,7 @@ import hmac
 import re
 import secrets
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -60,9 +60,46 @@ def parse(text: str) -> Token | None:
     return Token(fingerprint=parts[1], id=parts[2], secret=parts[3])
 
 
-class Tokens:
+class Shelf(Protocol):
+    """Where tokens are kept: a folder, or a store that several orchestrators share."""
+
+    def write(self, id: str, kept: bytes) -> None: ...
+
+    def read(self, id: str) -> bytes | None: ...
+
+    def ids(self) -> list[str]: ...
+
+    def remove(self, id: str) -> bool:
+        """False if it is not there."""
+
+
+class Folder:
+    """One private file per token."""
+
     def __init__(self, authority: Path) -> None:
-        self._folder = authority / "tokens"
+        self._path = authority / "tokens"
+
+    def write(self, id: str, kept: bytes) -> None:
+        write_private(private_folder(self._path) / f"{id}.json", kept)
+
+    def read(self, id: str) -> bytes | None:
+        try:
+            return read_private(self._path / f"{id}.json")
+        except UsageError:
+            return None
+
+    def ids(self) -> list[str]:
+        return sorted(path.stem for path in self._path.glob("*.json"))
+
+    def remove(self, id: str) -> bool:
+        there = (self._path / f"{id}.json").exists()
+        (self._path / f"{id}.json").unlink(missing_ok=True)
+        return there
+
+
+class Tokens:
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
 
     def create(
         self, fingerprint: str, *, role: Role, now_ns: int, ttl_ns: int, node: str = ""
@@ -75,8 +112,7 @@ class Tokens:
             expires_at_ns=now_ns + ttl_ns,
             node=node,
         )
-        private_folder(self._folder)
-        write_private(self._path(kept.id), msgspec.json.encode(kept))
+        self._shelf.write(kept.id, msgspec.json.encode(kept))
         return f"{VERSION}.{fingerprint}.{kept.id}.{secret}", kept
 
     def check(self, text: str, role: Role, now_ns: int) -> Kept | None:
@@ -93,22 +129,19 @@ class Tokens:
         return kept if now_ns < kept.expires_at_ns else None
 
     def all(self) -> list[Kept]:
-        found = [self._read(path.stem) for path in sorted(self._folder.glob("*.json"))]
+        found = [self._read(id) for id in self._shelf.ids()]
         return sorted((one for one in found if one is not None), key=lambda k: k.expires_at_ns)
 
     def remove(self, id: str) -> None:
-        if not _ID.fullmatch(id) or not self._path(id).exists():
+        if not _ID.fullmatch(id) or not self._shelf.remove(id):
             raise UsageError(f"no token {id}", hint="keepstep token list")
-        self._path(id).unlink(missing_ok=True)
 
     def _read(self, id: str) -> Kept | None:
+        data = self._shelf.read(id)
         try:
-            return msgspec.json.decode(read_private(self._path(id)), type=Kept)
-        except (UsageError, msgspec.DecodeError):
+            return msgspec.json.decode(data, type=Kept) if data is not None else None
+        except msgspec.DecodeError:
             return None
-
-    def _path(self, id: str) -> Path:
-        return self._folder / f"{id}.json"
 
 
 def _digest(secret: str) -> str:

@@ -71,7 +71,7 @@ class Stream(Generic[T]):
         self._length: int | None = None  # of the frame whose header was read already
         self.peer = _peer_name(writer)
         self.certificate = writer.get_extra_info("peercert")  # verified; None without TLS
-        _configure(writer.get_extra_info("socket"))
+        configure(writer.get_extra_info("socket"))
 
     @property
     def closed(self) -> bool:
@@ -209,7 +209,8 @@ def _peer_name(writer: asyncio.StreamWriter) -> str:
     return f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "peer"
 
 
-def _configure(sock: Any) -> None:
+def configure(sock: Any) -> None:
+    """No waiting for more to send, and an end of peers that have vanished."""
     if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
         return
     with contextlib.suppress(OSError):  # the peer may be gone already

@@ -10,7 +10,8 @@ TICKS_KEPT = 2
 class BlobStore:
     """Copies in memory: per rank the newest ticks and the init record."""
 
-    def __init__(self) -> None:
+    def __init__(self, ticks_kept: int = TICKS_KEPT) -> None:
+        self._ticks_kept = ticks_kept
         self._ranks: dict[int, dict[int, bytes]] = {}
 
     def put(self, rank: int, tick: int, data: bytes) -> None:
@@ -18,7 +19,7 @@ class BlobStore:
         ticks[tick] = data
         steps = sorted(kept for kept in ticks if kept != INIT_TICK)
         # What was just acknowledged is never the one to go, even if it is not among the newest.
-        while len(steps) > TICKS_KEPT:
+        while len(steps) > self._ticks_kept:
             oldest = next(kept for kept in steps if kept != tick)
             steps.remove(oldest)
             del ticks[oldest]

@@ -1,0 +1,57 @@
+"""Framed messages on blocking sockets, for threads that have one connection each.
+
+A message that is waited for in a thread of its own is there sooner than one that wakes an event
+loop: the loop's machinery is cold in the caches after milliseconds of somebody else's work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from typing import Generic, TypeVar
+
+import msgspec
+
+from keepstep.model.wire import FRAME_BYTES_MAX, HEADER, body_length, decode
+
+T = TypeVar("T")
+
+READ_BYTES = 64 << 10
+READ_BYTES_MAX = 1 << 20  # memory is taken as it fills, never on a peer's word
+
+
+class Frames(Generic[T]):
+    """The messages that come from one socket. It reads ahead: a small frame is one system call."""
+
+    def __init__(self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[T]) -> None:
+        self._sock = sock
+        self._decoder = decoder
+        self._buffer = bytearray()
+
+    def receive(self, deadline: float | None = None) -> T:
+        """`deadline` (time.monotonic) is one for the whole message, however it trickles in.
+        Raises OSError when none came, RemoteProtocolError for one that is none."""
+        self._fill(HEADER.size, deadline)
+        end = HEADER.size + body_length(bytes(self._buffer[: HEADER.size]), FRAME_BYTES_MAX)
+        self._fill(end, deadline)
+        body = bytes(self._buffer[HEADER.size : end])
+        del self._buffer[:end]
+        return decode(self._decoder, body)
+
+    def _fill(self, count: int, deadline: float | None) -> None:
+        while (missing := count - len(self._buffer)) > 0:
+            if deadline is not None:
+                self._sock.settimeout(max(deadline - time.monotonic(), 0.001))
+            part = self._sock.recv(min(max(missing, READ_BYTES), READ_BYTES_MAX))
+            if not part:
+                cut = " inside a frame" if self._buffer else ""
+                raise ConnectionError(f"the peer closed the connection{cut}")
+            self._buffer += part
+
+
+def shut(sock: socket.socket) -> None:
+    """End both directions, from any thread. An SSLSocket's own shutdown() first forgets that it
+    is encrypted, and a thread that writes at that moment would write plain text."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
