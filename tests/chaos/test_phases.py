@@ -20,10 +20,10 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from harness import Job, Verdict, wait_for
+from harness import HERE, Job, Verdict, wait_for
 from test_orchestrator_crash import Brain
 
-from keepstep.sim.scenario import find_plan
+from keepstep.sim.scenario import ACTORS, KINDS, MIGRATIONS, PHASES, find_plan
 
 Start = Callable[..., Job]
 Reference = Callable[..., list[dict[str, Any]]]
@@ -32,6 +32,7 @@ ARGS = ["--epochs", "3", "--steps-per-epoch", "160", "--evaluate-every", "10", "
 STALL_S = 8
 PAUSE_S = 3.0
 HANG_S = 12.0  # of agents and orchestrators, which nobody fences: longer than any answer may take
+PAGE = HERE.parents[1] / "docs" / "internals" / "simulation.md"
 RANK = 1  # that is moved, or dies first
 
 ONE_NODE = ("--nproc-per-node", "3", "--spares", "2")
@@ -181,6 +182,30 @@ TABLE: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
             "COMMIT/unplanned/agent/crash spare",
         ),
     ),
+    (
+        ONE_NODE,
+        (
+            "COPY/unplanned/source/hang",
+            "REWIRE/unplanned/source/hang",
+            "RESUME/planned/bystander/hang",
+        ),
+    ),
+    (
+        ONE_NODE,
+        (
+            "RETIRE/planned/orchestrator/crash",
+            "REWIRE/unplanned/orchestrator/hang",
+            "RESUME/pre-emptive/orchestrator/crash",
+        ),
+    ),
+    (
+        FIVE_NODES,
+        (
+            "RESERVE/planned/agent/pause bystander",
+            "RESUME/planned/agent/crash spare",
+            "REWIRE/unplanned/agent/crash source",
+        ),
+    ),
 ]
 
 
@@ -312,8 +337,22 @@ def spares_possible(job: Job, options: tuple[str, ...]) -> int:
     return min(0 if options is NO_SPARE else 2, slots - job.world)
 
 
-def test_every_cell_is_one_of_the_simulators_and_stands_here_once() -> None:
+@pytest.mark.always
+@pytest.mark.cost(0)
+def test_every_cell_is_one_of_the_simulators_and_on_its_page() -> None:
     cells = [cell.partition(" ")[0] for _, row in TABLE for cell in row]
-    assert len(cells) == len(set(cells)) >= 36
+    assert len(cells) == len(set(cells))
     for cell in cells:
         find_plan(0, cell)  # refuses what is no cell
+    assert page(cells) in PAGE.read_text(), f"{PAGE.name} should say:\n{page(cells)}"
+
+
+def page(cells: list[str]) -> str:
+    def listed(phase: str, kind: str) -> str:
+        mine = [c.split("/")[2:] for c in cells if c.startswith(f"{phase}/{kind}/")]
+        actors = [(a, [f for f in KINDS if [a, f] in mine]) for a in ACTORS]
+        return "; ".join(f"{actor} {', '.join(faults)}" for actor, faults in actors if faults)
+
+    lines = [["phase", *MIGRATIONS], ["---"] * (1 + len(MIGRATIONS))]
+    lines += [[phase, *(listed(phase, kind) for kind in MIGRATIONS)] for phase in PHASES]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
