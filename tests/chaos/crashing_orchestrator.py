@@ -1,6 +1,6 @@
 """`keepstep orchestrator` that kills itself at a chosen append to its ledger.
 
-While the file named by CRASH_PLAN exists ("before 3" or "after 3"), appends are counted; at the
+While the file named by BRAIN_PLAN exists ("before 3" or "after 3"), appends are counted; at the
 third one the process dies by SIGKILL, before the records are written or when they are durable and
 nothing has been sent yet. The file is removed at that moment: it fires once.
 """
@@ -16,7 +16,7 @@ from keepstep.adapters.store.sqlite import SqliteLedger
 from keepstep.cli.main import main
 from keepstep.model.records import Record
 
-plan = Path(os.environ["CRASH_PLAN"])
+plan = Path(os.environ["BRAIN_PLAN"])
 append = SqliteLedger.append
 seen = 0
 

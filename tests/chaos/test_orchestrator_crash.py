@@ -28,6 +28,8 @@ DOWN_S = 30.0
 class Brain:
     """An orchestrator that can be told when to die."""
 
+    script = "crashing_orchestrator.py"
+
     def __init__(self, folder: Path) -> None:
         self.home = folder / "home"
         self.home.mkdir()
@@ -38,14 +40,17 @@ class Brain:
         wait_for((self.home / "orchestrators" / "brain.json").exists, "the orchestrator")
 
     def start(self) -> None:
-        command = [sys.executable, str(HERE / "crashing_orchestrator.py"), "orchestrator"]
-        env = {**environment(self.home), "CRASH_PLAN": str(self.plan)}
+        command = [sys.executable, str(HERE / self.script), "orchestrator"]
+        env = {**environment(self.home), "BRAIN_PLAN": str(self.plan)}
         self.process = subprocess.Popen([*command, "--id", "brain"], env=env, stderr=self.log)
 
     def die_at(self, when: str, append: int) -> None:
         self.death.unlink(missing_ok=True)
+        self.give_plan(f"{when} {append}")
+
+    def give_plan(self, text: str) -> None:
         temporary = self.plan.with_suffix(".new")
-        temporary.write_text(f"{when} {append}")
+        temporary.write_text(text)
         temporary.rename(self.plan)
 
     def died(self) -> bool:
