@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sqlite3
@@ -29,7 +30,7 @@ from keepstep.errors import (
     TransientError,
     UsageError,
 )
-from keepstep.model.job import JobSpec, NodeSpec, Submit, Taint
+from keepstep.model.job import Cancel, JobSpec, NodeSpec, Submit, Taint
 from keepstep.model.messages import PROTOCOL, Address, Hello
 from keepstep.model.views import JobView
 from keepstep.orchestrator import registry
@@ -196,7 +197,7 @@ def test_clients_find_the_active_one_through_the_standby(within: Within) -> None
             assert client.post("/v1/jobs/job-1/taint", taint, Ok).ok
             dead = "http://127.0.0.1:1"
             reach = external(cluster.home, f"{dead},{a.url}", b.token)
-            assert reach.urls == [dead, a.url, b.url] and len(reach.streams) == 2
+            assert reach.urls == [a.url, dead, b.url] and len(reach.streams) == 2
             assert Client(reach.urls, reach.token).get("/v1/orchestrator", Info).id == "a"
             with pytest.raises(TransientError):
                 external(cluster.home, dead, b.token)
@@ -205,6 +206,45 @@ def test_clients_find_the_active_one_through_the_standby(within: Within) -> None
 
         await asyncio.to_thread(operate)
         assert a.jobs()[0].nodes[0].taints == ["hot"]
+
+    within(scenario)
+
+
+def test_operators_elsewhere_name_the_orchestrator_and_later_the_store(
+    within: Within, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+
+    async def operate(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+        return await asyncio.to_thread(keepstep, elsewhere, *words, **env)
+
+    async def scenario(cluster: Cluster) -> None:
+        one = await cluster.start("a")
+        one.driver.submit(Submit(spec=spec()))
+        token = tmp_path / "token"
+        token.write_text(one.token)
+        there = ("--orchestrator", one.url, "--token-file", str(token))
+        seen = await operate("status", "--json", *there)
+        assert [view["job"] for view in json.loads(seen.stdout)] == ["job-1"], seen.stderr
+        done = await operate("taint", "n0", "--reason", "smoke", *there)
+        assert done.returncode == 0, done.stderr
+        assert one.jobs()[0].nodes[0].taints
+        assert (await operate("spares", "--json", "--job", "job-1", *there)).stdout == "[]\n"
+        for words, said in (
+            (there[:2], "no token"),
+            ((*there, "--job", "other"), "no live job other"),
+            ((), "--orchestrator asks elsewhere"),
+        ):
+            wrong = await operate("untaint", "n0", *words)
+            assert wrong.returncode == 2 and said in wrong.stderr, wrong.stderr
+        one.driver.submit(Cancel(job="job-1", reason="enough", exit_code=3))
+        await cluster.vanish(one)
+        gone = await operate("status", "--json", *there)
+        assert gone.returncode == 3 and "no orchestrator answers" in gone.stderr
+        for words in ((), there, ("--job", "job-1"), ("--all",)):
+            after = await operate("status", "--json", "--store", cluster.url, *words)
+            views = json.loads(after.stdout)
+            assert [(view["job"], view["state"]) for view in views] == [("job-1", "cancelled")]
 
     within(scenario)
 

@@ -133,3 +133,25 @@ def test_a_refusal_of_the_fence_that_the_step_swallows_is_raised(world: Any) -> 
     with pytest.raises(UsageError, match="too large"):
         transactions.run("train:1", True, step)
     assert not seat.committed.called
+
+
+def test_side_state_is_sent_ahead_at_the_last_backward_pass_of_a_step(world: Any) -> None:
+    seat, _, transactions, _ = world("RETRY")
+    seat.publish.side_effect = None
+    seen: list[int] = []
+
+    def passes(count: int) -> None:
+        for number in range(1, count + 1):
+            seat.publish_ahead.reset_mock()
+            transactions._backward_begins()
+            if seat.publish_ahead.called:
+                seen.append(number)
+
+    for count, expected in ((2, []), (2, [2]), (3, [2]), (1, []), (1, [1])):
+        seen.clear()
+        transactions.run("step", True, lambda count=count: passes(count))
+        assert seen == expected
+    transactions.run("section", False, lambda: passes(1))
+    transactions.run("section", False, lambda: passes(1))
+    passes(1)  # outside of any
+    assert seen == [1]

@@ -139,6 +139,8 @@ def external(home: Path, named: str, token: str) -> Reached:
             info = Client(url, token, ca).get("/v1/orchestrator", Info)
         except TransientError as error:
             failure = error
+            urls.remove(url)
+            urls.append(url)  # one whose machine is gone costs every question its time limit
             continue
         urls += [peer.url for peer in info.peers if peer.url not in urls]
         peers = [at_host(info.stream, url), *(peer.stream for peer in info.peers)]

@@ -51,7 +51,6 @@ class Transactions:
 
     def _watch_ddp(self) -> None:
         """DDP's collectives start in C++: its forward and any backward are where to see them."""
-        seat = self.seat
         ddp: Any = torch.nn.parallel.DistributedDataParallel
         autograd: Any = torch.autograd
         forward, backward = ddp._pre_forward, autograd.backward
@@ -63,13 +62,17 @@ class Transactions:
         def watched_backward(*args: Any, **kwargs: Any) -> Any:
             if self._passed and groups.ddp_modules():
                 self.refuse_collective("backward through a DistributedDataParallel model")
-            if self.running and self._step and not self._fenced and not self.warming:
-                self._backwards += 1
-                if self._backwards == self._usual.get(self.running):
-                    seat.publish_ahead(self.running)
+            self._backward_begins()
             return backward(*args, **kwargs)
 
         ddp._pre_forward, autograd.backward = watched_forward, watched_backward
+
+    def _backward_begins(self) -> None:
+        """The last pass of a step, going by the step before: what will be published is known."""
+        if self.running and self._step and not self._fenced and not self.warming:
+            self._backwards += 1
+            if self._backwards == self._usual.get(self.running):
+                self.seat.publish_ahead(self.running)
 
     def refuse_collective(self, what: str) -> None:
         if self._passed and not self.warming:
@@ -263,6 +266,7 @@ class Transactions:
             self.recovery.hold(hold)
 
     def _end(self) -> None:
+        self.seat.ahead.wait()
         self.running = ""
         self._function = None
         for loop in self.seat.loops:
