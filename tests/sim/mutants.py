@@ -82,9 +82,10 @@ def method(owner: type, name: str, around: Callable[..., Any]) -> None:
 def _without(kind: type) -> Callable[..., Any]:
     """Commands of a kind are decided, and never leave."""
 
-    def around(old: Any, self: Out, node: str, command: m.AgentCommand) -> Any:
-        inner = command.command if isinstance(command, m.Tell) else command
-        return True if isinstance(inner, kind) else old(self, node, command)
+    def around(old: Any, self: Out, *addressed: Any) -> Any:
+        command = addressed[-1]
+        inner = command.command if isinstance(command, m.Tell | m.TellRanks) else command
+        return True if isinstance(inner, kind) else old(self, *addressed)
 
     return around
 
@@ -209,6 +210,21 @@ def _no_answers_cleared(old: Any, job_: Job, out: Out, worker: Worker, state: An
     asked = dict(worker.asked)
     old(job_, out, worker, state)
     worker.asked = asked
+
+
+def _told_is_heard(old: Any, job_: Job, out: Out, worker: Worker, state: Any) -> None:
+    synced = worker.synced
+    old(job_, out, worker, state)
+    worker.synced = synced
+
+
+def _one_is_missed(old: Any, self: machine.AgentMachine, tell: m.TellRanks) -> None:
+    ranks = [name for name in self.alive() if self._processes[name].rank >= 0]
+    old(self, msgspec.structs.replace(tell, besides=[*tell.besides, *ranks[:1]]))
+
+
+def _nobody_is_excepted(old: Any, self: machine.AgentMachine, tell: m.TellRanks) -> None:
+    old(self, msgspec.structs.replace(tell, besides=[]))
 
 
 def _slot_taken(old: Any, nodes: Any, workers_: Any) -> Any:
@@ -388,6 +404,16 @@ NAMED: dict[str, Patch] = {
     "hang: everyone is blamed": lambda: wrap(triage.hang_culprits, _blame_everyone),
     "hang: the healthy are blamed": lambda: wrap(triage.hang_culprits, _blame_the_best),
     "rejoin: what was asked counts as heard": lambda: wrap(job._adopt, _no_answers_cleared),
+    "ranks: one of a node is never told": lambda: method(
+        machine.AgentMachine, "_tell_ranks", _one_is_missed
+    ),
+    "ranks: whoever is excepted is told too": lambda: method(
+        machine.AgentMachine, "_tell_ranks", _nobody_is_excepted
+    ),
+    "ranks: what all were told counts after a broken stream": lambda: wrap(
+        job._adopt, _told_is_heard
+    ),
+    "ranks: a change is not noted": lambda: method(Worker, "sort_in", _only_once),
     "slots: a dying process leaves its slot free": lambda: wrap(placement.free_slots, _slot_taken),
     "slots: taints do not matter": lambda: method(type(_any_node()), "healthy", _tainted_is_fine),
     "breaker: every taint moves": lambda: setattr(breaker, "ranks_max", lambda _: 10**9),
@@ -416,6 +442,11 @@ def _any_node() -> Any:
     from keepstep.core.state import Node
 
     return Node(name="", index=0, slots=0)
+
+
+def _only_once(old: Any, self: Worker) -> None:
+    if self.special is not None and self.id not in self.special:
+        old(self)
 
 
 def _refill_keeps(old: Any, job_: Job, out: Out, needed: int, forced: bool) -> None:
@@ -498,6 +529,7 @@ TIMERS = [
     "hold",
     "newcomer",
     "member",
+    "members",
     "give-up",
 ]
 
@@ -599,13 +631,19 @@ COMMANDS = [
 
 def untold() -> Iterator[tuple[str, Patch]]:
     for kind in COMMANDS:
-        yield f"not told: {kind}", lambda kind=kind: method(Out, "send", _without(getattr(m, kind)))
+        yield f"not told: {kind}", lambda kind=kind: _never_leaves(getattr(m, kind))
+
+
+def _never_leaves(kind: type) -> None:
+    method(Out, "send", _without(kind))
+    method(Out, "send_all", _without(kind))
 
 
 AGENT = [
     "_said",
     "_exited",
     "_tell",
+    "_tell_ranks",
     "_start",
     "_spawned",
     "_not_spawned",

@@ -109,7 +109,10 @@ def _give_up(job: Job, out: Out, attempt: Attempt) -> None:
 
 
 def _release(job: Job, out: Out) -> None:
-    for worker in job.seated():
+    if job.release_due is not None:
+        out.tell_ranks(Release(generation=job.release_due))
+        job.release_due = None
+    for worker in job.odd():
         due = worker.release_due
         if due is not None and (not worker.usable or out.tell(worker, Release(generation=due))):
             worker.release_due = None
@@ -185,6 +188,10 @@ def _adopt(job: Job, out: Out, worker: Worker, state: WorkerState) -> None:
     note_progress(job, out, worker, state)
     _seen_resumed(job, worker, state)
     worker.swapped = max(worker.swapped, state.generation)
+    attempt = job.attempt
+    seated = job.owners.get(worker.rank) == worker.id
+    if attempt is not None and attempt.committed and seated:
+        attempt.swaps.note(worker.rank, worker.swapped >= attempt.generation)
     if worker.role == "standby" and not worker.parked and state.where == "parked":
         worker.parked = "unknown"
     if state.where == "done":
@@ -193,7 +200,11 @@ def _adopt(job: Job, out: Out, worker: Worker, state: WorkerState) -> None:
     answered |= {"assign"} if worker.arrived else set()
     answered |= {"position"} if worker.ready is not None else set()
     worker.asked = {what: when for what, when in worker.asked.items() if what in answered}
-    worker.resync = True
+    worker.synced = job.tellings
+    worker.buddy_heard = False
+    if job.attempt is not None:
+        job.attempt.alone[worker.id] = worker
+    worker.resync = worker.swap is not None and worker.swapped < worker.swap.generation
     if worker.killed_at is not None:
         out.send(worker.node, KillWorker(worker=worker.id))
     elif worker.role == "standby" and job.replayed and state.rank >= 0:
@@ -294,6 +305,8 @@ def _seen_resumed(job: Job, worker: Worker, state: WorkerState) -> None:
     if state.generation != attempt.generation or state.tick <= base:
         return
     worker.swapped = max(worker.swapped, state.generation)
+    attempt.swaps.note(worker.rank)
+    attempt.resumes.note(worker.rank)
     if not rewire.has_resumed(worker, attempt.generation):
         worker.resumed = Resumed(
             generation=attempt.generation,

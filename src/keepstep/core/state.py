@@ -9,18 +9,31 @@ look leads somewhere else.
 `Worker.asked` remembers what was already sent, so that looking again sends nothing twice. It is
 emptied when the worker's agent joins anew, so commands lost with a broken stream are sent again;
 commands are idempotent, and rows whose answer is already known are skipped.
+
+What is equal for all ranks leaves as one command (`Out.tell_ranks`) that agents hand to every rank
+they have, except those it names. `Attempt.told` remembers that, for everybody at once. It does not
+count for whoever it named, nor for a worker whose agent has joined since (`Worker.synced`): they
+are asked one by one, as everybody was if the command had never been sent. So what is known about a
+worker is the same as if it had been told alone, and a rank that misses it is found in the same way:
+by a broken stream, or by its timer. Whom an agent may tell is settled by the order of its stream:
+each process that it runs is one the core knows and has not named, or one that the core has told it
+to kill before.
+
+An *ordinary* worker owns a rank, lives and trains, and there is nothing else to say about it. The
+others are in `Job.special`, which every change of such a fact keeps true: a look begins with them,
+and does not walk over all ranks to find the one that is dead.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from keepstep.core.ranks import Ranks, Tally
 from keepstep.core.timeline import Timeline
 from keepstep.model.job import InjectSpec, JobSpec
 from keepstep.model.messages import (
@@ -36,6 +49,7 @@ from keepstep.model.messages import (
     StartWorker,
     Swap,
     Tell,
+    TellRanks,
     WorkerCommand,
 )
 from keepstep.model.records import Record, SignalSeen, Trigger, Warned
@@ -43,6 +57,7 @@ from keepstep.model.views import IncidentView, JobView, NoteView
 
 SECOND = 1_000_000_000
 NOTES_MAX = 20
+EVERY_NODE = "*"  # in Send: all that are connected
 
 Role = Literal["standby", "newcomer", "rank", "leaver", "unwanted"]
 Kind = Literal["planned", "unplanned", "resume"]
@@ -83,7 +98,7 @@ class Node:
 
 
 @dataclass(slots=True)
-class Worker:
+class WorkerFacts:
     id: str
     node: str
     slot: int
@@ -119,6 +134,7 @@ class Worker:
     groups: dict[str, list[int]] | None = None  # process group -> ranks in it, as it said
     done: bool = False
     buddy: str = ""  # node
+    buddy_heard: bool = True  # False: its agent was away, it may have missed who it is
     leave_at: int = 0
     release_due: int | None = None  # generation of a planned attempt it may still hold for
     # answers in an attempt, each with its generation
@@ -132,15 +148,54 @@ class Worker:
     resumed: Resumed | None = None
     checkpointed: int = -1
     asked: dict[str, tuple[int, int]] = field(default_factory=dict)  # what -> (generation, when)
-    resync: bool = False  # its agent came back: something sent before may never have arrived
+    synced: int = 0  # how often ranks had been told something at once when its agent joined
+    resync: bool = False  # its agent came back, and it may never have heard of its Swap
+    special: dict[str, Worker] | None = None  # of its job, once it belongs to one
+
+
+class Worker(WorkerFacts):
+    """Facts about a process; those that make it special are watched."""
+
+    __slots__ = ()
 
     @property
     def usable(self) -> bool:
         return self.alive and self.killed_at is None
 
     @property
+    def ordinary(self) -> bool:
+        if self.role != "rank" or not self.alive or self.killed_at is not None or self.done:
+            return False
+        return self.stalled is None and self.release_due is None and not self.resync
+
+    def sort_in(self) -> None:
+        if self.special is None:
+            return
+        if not self.ordinary:
+            self.special[self.id] = self
+        else:
+            self.special.pop(self.id, None)
+
+    @property
     def place(self) -> str:
         return f"{self.node}/{self.slot}"
+
+
+def _watched(name: str) -> Any:
+    slot = getattr(WorkerFacts, name)
+    write = slot.__set__
+
+    def change(worker: Worker, value: object) -> None:
+        write(worker, value)
+        if hasattr(worker, "special"):  # else it is still being made
+            worker.sort_in()
+
+    return property(slot.__get__, change)
+
+
+if not TYPE_CHECKING:
+    for _name in ("role", "alive", "killed_at", "done", "stalled", "release_due", "resync"):
+        setattr(Worker, _name, _watched(_name))
 
 
 @dataclass(slots=True)
@@ -179,6 +234,15 @@ class Incident:
             self.reason = f"{self.reason}{joint}{new}" if self.reason else new
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """All ordinary ranks were told something at once, except `besides`."""
+
+    number: int
+    at: int
+    besides: frozenset[str]
+
+
 @dataclass(slots=True)
 class Attempt:
     """One try to reach a new generation. Its members never change: that takes a new attempt."""
@@ -187,7 +251,7 @@ class Attempt:
     incident: Incident
     generation: int
     started_at: int
-    members: tuple[int, ...]  # ranks whose owners are alive
+    members: Ranks  # ranks whose owners are alive
     moving: tuple[int, ...]  # ranks that newcomers take over: victims, or leavers if planned
     newcomers: dict[int, str] = field(default_factory=dict)
     reported: list[int] = field(default_factory=list)  # ranks, in order of arrival
@@ -207,17 +271,29 @@ class Attempt:
     no_checkpoint: str = ""  # why the state is not on disk meanwhile
     checkpoint_failed_at: int = 0
     solo: bool = False
-    # For quiet.py: what somebody has answered (with its tick), and who is asked about first
+    told: dict[str, Told] = field(default_factory=dict)
+    alone: dict[str, Worker] = field(default_factory=dict)  # asked one by one
+    # Whose answers are missing. Members; those who stay; from COMMIT on all ranks.
+    reports: Tally = field(init=False)
+    holds: Tally = field(init=False)
+    stages: Tally = field(init=False)
+    swaps: Tally = field(init=False)
+    resumes: Tally = field(init=False)
+    held_ticks: set[int] = field(default_factory=set)
+    held_version: int = -1  # the newest
+    # For quiet.py: what somebody has answered (with its tick)
     heard: dict[str, int] = field(default_factory=dict)
-    cursors: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.reports, self.holds = self.members.tally(), self.members.tally()
+        self.stages = self.members.tally(self.moving)
 
     @property
     def committed(self) -> bool:
         return self.committed_at is not None
 
-    def has_member(self, rank: int) -> bool:
-        at = bisect_left(self.members, rank)  # they are in order
-        return at < len(self.members) and self.members[at] == rank
+    def rewiring(self, world: int) -> None:
+        self.swaps, self.resumes = Tally(world), Tally(world)
 
 
 @dataclass(slots=True)
@@ -228,6 +304,7 @@ class Job:
     order: list[Node]  # the same, by index
     mode: Literal["waiting", "opening", "starting", "running"] = "waiting"
     workers: dict[str, Worker] = field(default_factory=dict)
+    special: dict[str, Worker] = field(default_factory=dict)  # those that are not ordinary
     owners: dict[int, str] = field(default_factory=dict)  # rank -> worker
     there: dict[str, list[Worker]] = field(
         default_factory=dict
@@ -240,6 +317,7 @@ class Job:
     closed: list[IncidentView] = field(default_factory=list)
     notes: deque[NoteView] = field(default_factory=lambda: deque(maxlen=NOTES_MAX))
     attempt: Attempt | None = None
+    tellings: int = 0  # how often all ranks were told something at once
     master: Address | None = None
     reason: str = ""
     ended: JobView | None = None
@@ -255,6 +333,7 @@ class Job:
     fired: list[str] = field(default_factory=list)
     preempted: list[tuple[int, int]] = field(default_factory=list)  # when, ranks told to leave
     deferred: dict[str, str] = field(default_factory=dict)  # tainted target -> reason
+    release_due: int | None = None  # to be told to all ordinary ranks
     released: int | None = None  # generation of the last planned attempt that was undone
     # start-up
     start_failures: int = 0
@@ -299,6 +378,8 @@ class Job:
     def add_worker(self, worker: Worker) -> None:
         self.workers[worker.id] = worker
         self.there.setdefault(worker.node, []).append(worker)
+        worker.special = self.special
+        worker.sort_in()
 
     def owners_on(self, node: str) -> list[Worker]:
         """In order of ranks."""
@@ -320,14 +401,25 @@ class Job:
         """In order of ranks."""
         return [(worker.rank, worker) for worker in self.seated()]
 
-    def live(self) -> list[int]:
-        return [w.rank for w in self.seated() if w.alive and w.killed_at is None]
+    def odd(self) -> list[Worker]:
+        """Owners that are not ordinary, in order of ranks."""
+        owners = self.owners
+        found = [w for w in self.special.values() if owners.get(w.rank) == w.id]
+        return sorted(found, key=lambda w: w.rank)
+
+    def live(self) -> Ranks:
+        world = self.spec.world
+        gone = [w.rank for w in self.odd() if not w.usable]
+        if len(self.owners) < world:
+            gone += [rank for rank in range(world) if rank not in self.owners]
+        return Ranks(world, gone)
 
     def dead(self) -> list[int]:
         """Ranks without a living owner. One whose script has ended needs none."""
-        return [
-            w.rank for w in self.seated() if not (w.alive and w.killed_at is None) and not w.done
-        ]
+        return [w.rank for w in self.odd() if not w.usable and not w.done]
+
+    def somebody_done(self) -> bool:
+        return any(w.done for w in self.odd())
 
     def attaching(self) -> tuple[list[int], list[int]]:
         """Ranks that are in attach or through it, and ranks that are not."""
@@ -340,12 +432,24 @@ class Job:
     def standbys(self) -> list[Worker]:
         return [
             w
-            for w in self.workers.values()
+            for w in self.special.values()
             if w.role == "standby" and w.alive and w.killed_at is None
         ]
 
     def connected(self) -> list[Node]:
         return [node for node in self.nodes.values() if node.state == "connected"]
+
+    def asked_at(self, worker: Worker, what: str, generation: int) -> int | None:
+        """When it was asked, alone or with all others; None: not, or that may be lost."""
+        asked = worker.asked.get(what)
+        if asked is not None and asked[0] == generation:
+            return asked[1]
+        attempt = self.attempt
+        told = attempt.told.get(what) if attempt is not None else None
+        if attempt is None or told is None or attempt.generation != generation:
+            return None
+        lost = told.number <= worker.synced or worker.id in told.besides
+        return told.at if worker.role == "rank" and not lost else None
 
     def unplanned(self) -> Incident | None:
         for incident in self.incidents:
@@ -395,16 +499,56 @@ class Out:
             return False
         return self.send(worker.node, Tell(worker=worker.id, command=command))
 
-    def ask(self, worker: Worker, what: str, generation: int, command: WorkerCommand) -> None:
-        """Tell once per generation, and once more after the agent was away."""
-        asked = worker.asked.get(what)
-        if asked is not None and asked[0] == generation:
-            return
-        if self.tell(worker, command):
-            worker.asked[what] = (generation, self.now)
+    def ask(self, worker: Worker, what: str, generation: int, command: WorkerCommand) -> bool:
+        """Tell once per generation, and once more after the agent was away. True: told now."""
+        if self.job.asked_at(worker, what, generation) is not None:
+            return False
+        if not self.tell(worker, command):
+            return False
+        worker.asked[what] = (generation, self.now)
+        if self.job.attempt is not None:
+            self.job.attempt.alone[worker.id] = worker
+        return True
+
+    def tell_ranks(self, command: WorkerCommand, besides: Collection[str] = ()) -> Told:
+        """Tell all ordinary ranks on connected nodes but `besides`, as one command."""
+        job = self.job
+        named = {w.id for w in job.special.values() if w.alive and w.rank >= 0}
+        named.update(besides)
+        self.send_all(TellRanks(command=command, besides=sorted(named)))
+        job.tellings += 1
+        return Told(number=job.tellings, at=self.now, besides=frozenset(named))
+
+    def send_all(self, command: AgentCommand) -> None:
+        self._outcome.sends.append(Send(job=self.job.id, node=EVERY_NODE, command=command))
+
+    def ask_ranks(
+        self,
+        what: str,
+        attempt: Attempt,
+        command: WorkerCommand,
+        tally: Tally,
+        besides: Collection[str] = (),
+    ) -> bool:
+        """Ask all whose answer is missing, each of them once. True: somebody was told now."""
+        job, told = self.job, False
+        if what not in attempt.told:
+            attempt.told[what] = self.tell_ranks(command, {*besides, *attempt.alone})
+            told = True
+        for worker in aside(job, attempt):
+            if worker.id not in besides and tally.lacks(worker.rank):
+                told |= self.ask(worker, what, attempt.generation, command)
+        return told
 
     def kill(self, worker: Worker) -> None:
         """Fence: from now on it counts as dead; COMMIT still waits for the agent's word."""
         if worker.alive and worker.killed_at is None:
             worker.killed_at = self.now
             self.send(worker.node, KillWorker(worker=worker.id))
+
+
+def aside(job: Job, attempt: Attempt) -> list[Worker]:
+    """Owners for which what all were told at once may not count, in order of ranks."""
+    owners = job.owners
+    found = [w for w in attempt.alone.values() if owners.get(w.rank) == w.id and w.ordinary]
+    return sorted(job.odd() + found, key=lambda w: w.rank)

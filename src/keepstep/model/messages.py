@@ -327,11 +327,13 @@ class Copy(Message, frozen=True):
 class Swap(Message, frozen=True):
     """Committed: put the staged backends of `generation` in place and go on training.
 
-    `solo` keeps a newcomer without peers: everyone else has already finished."""
+    `solo` keeps a newcomer without peers: everyone else has already finished. `same_buddy`: the
+    buddy stays who it was, whatever `buddy` says."""
 
     generation: int
     buddy: Address | None
     solo: bool = False
+    same_buddy: bool = False
 
 
 class Release(Message, frozen=True):
@@ -574,6 +576,14 @@ class Tell(Message, frozen=True):
     command: WorkerCommand
 
 
+class TellRanks(Message, frozen=True):
+    """Relay to every process of the node that has a rank, except these workers and whoever was to
+    be killed. What is equal for all ranks of a job is written once and sent to all nodes."""
+
+    command: WorkerCommand
+    besides: list[str] = []
+
+
 class OpenStore(Message, frozen=True):
     """Host a fresh c10d TCPStore for `generation`; answer StoreOpened. Idempotent."""
 
@@ -610,6 +620,7 @@ AgentCommand = (
     | Signal
     | KillNode
     | Tell
+    | TellRanks
     | OpenStore
     | CloseStore
     | Forget
@@ -668,4 +679,4 @@ class BlobRefused(Message, frozen=True):
 
 BlobReply = BlobOk | BlobData | BlobMissing | BlobRefused
 
-PROTOCOL = 1
+PROTOCOL = 2

@@ -149,6 +149,7 @@ class World:
             if view is not None:
                 self.said.add(view.reason)
         self._listen()
+        self.checker.handled(self.orchestrator.core)
         for send in outcome.sends:
             line += f" > {_command(send.command)}"
         self.trace(line)
@@ -213,4 +214,7 @@ def _command(command: m.AgentCommand) -> str:
     if isinstance(command, m.Tell):
         told = command.command
         return f"{command.worker}:{type(told).__name__} {getattr(told, 'generation', '')}"
+    if isinstance(command, m.TellRanks):
+        told = command.command
+        return f"ranks:{type(told).__name__} {getattr(told, 'generation', '')}"
     return f"{type(command).__name__} {getattr(command, 'worker', '')}"

@@ -56,6 +56,7 @@ from keepstep.model.messages import (
     StoreOpened,
     Swap,
     Tell,
+    TellRanks,
     WorkerCommand,
     WorkerExited,
     WorkerMessage,
@@ -288,6 +289,7 @@ class Process:
     pid: int
     rate: Rate
     sent_on: bool = False  # told to train: a rank that holds from then on hangs
+    doomed: bool = False  # to be killed: it is told nothing that is meant for ranks
     exited: WorkerExited | None = None
 
 
@@ -421,7 +423,9 @@ class AgentMachine:
     def _command(self, command: AgentCommand) -> None:
         match command:
             case Tell():
-                self._tell(command)
+                self._tell(command.worker, command.command)
+            case TellRanks():
+                self._tell_ranks(command)
             case StartWorker():
                 self._start(command)
             case KillWorker():
@@ -447,17 +451,23 @@ class AgentMachine:
         process = self._processes.get(worker)
         return process is not None and process.exited is None
 
-    def _tell(self, tell: Tell) -> None:
-        if not self._is_alive(tell.worker):
+    def _tell_ranks(self, tell: TellRanks) -> None:
+        for name in self.alive():
+            process = self._processes[name]
+            if process.rank >= 0 and not process.doomed and name not in tell.besides:
+                self._tell(name, tell.command)
+
+    def _tell(self, worker: str, command: WorkerCommand) -> None:
+        if not self._is_alive(worker):
             return
-        process, command = self._processes[tell.worker], tell.command
+        process = self._processes[worker]
         if isinstance(command, Assign):
             process.rank = command.rank
         elif isinstance(command, Swap | Release):
             process.sent_on = True
         elif isinstance(command, Abort | Hold):
             process.sent_on = False
-        self._effects.append(Relay(tell.worker, tell.command))
+        self._effects.append(Relay(worker, command))
 
     def _start(self, start: StartWorker) -> None:
         process = self._processes.get(start.worker)
@@ -490,6 +500,7 @@ class AgentMachine:
         elif process.exited is not None:
             self._send(process.exited)
         else:
+            process.doomed = True
             self._effects.append(Kill(name))
 
     def _forget(self, names: Sequence[str]) -> None:
