@@ -207,9 +207,9 @@ def _two_newcomers(old: Any, job_: Job, out: Out, attempt: Attempt) -> None:
 
 
 def _no_answers_cleared(old: Any, job_: Job, out: Out, worker: Worker, state: Any) -> None:
-    asked = dict(worker.asked)
+    asked, synced = dict(worker.asked), worker.synced
     old(job_, out, worker, state)
-    worker.asked = asked
+    worker.asked, worker.synced = asked, synced
 
 
 def _told_is_heard(old: Any, job_: Job, out: Out, worker: Worker, state: Any) -> None:
@@ -705,6 +705,7 @@ HINTS: dict[str, tuple[str, ...]] = {
     "generation: any Held counts": ("echo",),
     "copy: side state is forgotten early": ("buddy-dies",),
     "rejoin: what was asked counts as heard": ("HOLD/unplanned/link/crash", "echo"),
+    "ranks: what all were told counts after a broken stream": ("HOLD/unplanned/link/crash", "echo"),
     "slots: taints do not matter": ("lying-detectors", "operators"),
     "agent: fences itself without need": ("RETIRE/planned/link/pause", "blackout"),
     "agent: a hold excuses everything": ("hung-hold",),
