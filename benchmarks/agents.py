@@ -112,7 +112,7 @@ class Node:
         if isinstance(command, m.TellRanks):
             ranks = [p for p in self.processes.values() if p.rank >= 0]
             told = [p for p in ranks if p.id not in command.besides]
-            return [said for p in told for said in self._told(p, command.command)]
+            return _gathered([said for p in told for said in self._told(p, command.command)])
         if isinstance(command, m.StartWorker):
             process = Process(command.worker, command.slot, command.rank, command.generation)
             self.processes[process.id] = process
@@ -138,6 +138,15 @@ class Node:
         if isinstance(command, m.Leave):
             return self.die(process, 0)
         return [_said(process, answer) for answer in _answers(process, command)]
+
+
+def _gathered(answers: list[m.AgentMessage]) -> list[m.AgentMessage]:
+    """Ranks that answer together are heard together, once for each kind of answer."""
+    kinds: dict[type, list[m.WorkerSaid]] = {}
+    for one in answers:
+        assert isinstance(one, m.WorkerSaid)
+        kinds.setdefault(type(one.said), []).append(one)
+    return [m.WorkersSaid(said=said) for said in kinds.values()]
 
 
 def _said(process: Process, said: m.WorkerMessage) -> m.WorkerSaid:

@@ -34,7 +34,7 @@ from keepstep.core import (
     triage,
     workers,
 )
-from keepstep.core.agent import blobs, machine, stall
+from keepstep.core.agent import blobs, gather, machine, stall
 from keepstep.core.state import Attempt, Job, Out, Worker
 from keepstep.model import messages as m
 from keepstep.model import records as r
@@ -227,6 +227,19 @@ def _nobody_is_excepted(old: Any, self: machine.AgentMachine, tell: m.TellRanks)
     old(self, msgspec.structs.replace(tell, besides=[]))
 
 
+def _no_look_flushes(old: Any, self: machine.AgentMachine, now: int, seen: Any) -> None:
+    """Answers wait for a rank that hangs."""
+    kept, self._gather._kept = self._gather._kept, []
+    old(self, now, seen)
+    self._gather._kept[:0] = kept
+
+
+def _first_is_lost(old: Any, self: gather.Gather) -> Any:
+    kept = old(self)
+    several = isinstance(kept, m.WorkersSaid)
+    return msgspec.structs.replace(kept, said=kept.said[1:]) if several else kept
+
+
 def _slot_taken(old: Any, nodes: Any, workers_: Any) -> Any:
     return old(nodes, [w for w in workers_ if w.usable])
 
@@ -412,6 +425,12 @@ NAMED: dict[str, Patch] = {
     ),
     "ranks: what all were told counts after a broken stream": lambda: wrap(
         job._adopt, _told_is_heard
+    ),
+    "gather: answers wait for a rank that hangs": lambda: method(
+        machine.AgentMachine, "_look", _no_look_flushes
+    ),
+    "gather: the first of several answers is lost": lambda: method(
+        gather.Gather, "drain", _first_is_lost
     ),
     "ranks: a change is not noted": lambda: method(Worker, "sort_in", _only_once),
     "slots: a dying process leaves its slot free": lambda: wrap(placement.free_slots, _slot_taken),

@@ -31,6 +31,7 @@ from keepstep.model.messages import (
     Unstalled,
     WorkerExited,
     WorkerSaid,
+    WorkersSaid,
     WorkerStarted,
     WorkerState,
 )
@@ -253,6 +254,9 @@ def agent_said(job: Job, out: Out, name: str, message: AgentMessage) -> None:
         if worker is not None and worker.usable:
             worker.running = True
             worker_said(job, out, worker, message.said)
+    elif isinstance(message, WorkersSaid):
+        for one in message.said:
+            agent_said(job, out, name, one)
     elif isinstance(message, WorkerExited):
         worker = _worker(job, name, message.worker)
         if worker is not None:

@@ -40,6 +40,7 @@ from keepstep.model.messages import (
     Unstalled,
     WorkerMessage,
     WorkerSaid,
+    WorkersSaid,
     WorkerStarted,
 )
 
@@ -70,8 +71,14 @@ def follows_nothing(job: Job, out: Out, event: CoreInput) -> bool:
         return _still_rewiring(job, attempt, job.owners_on(event.node))
     if isinstance(message, Stalled | Unstalled):
         return _in_recovery(attempt) or _somebody_gets_on(job, attempt)
-    if not isinstance(message, WorkerSaid):
-        return False
+    if isinstance(message, WorkersSaid):
+        # Each one is asked about, because the first of a kind is noted as such.
+        idle = [_is_idle(job, attempt, one) for one in message.said]
+        return all(idle)
+    return isinstance(message, WorkerSaid) and _is_idle(job, attempt, message)
+
+
+def _is_idle(job: Job, attempt: Attempt | None, message: WorkerSaid) -> bool:
     worker = job.workers.get(message.worker)
     if worker is None or job.owners.get(worker.rank) != worker.id or not worker.usable:
         return False

@@ -455,6 +455,12 @@ class WorkerSaid(Message, frozen=True):
     said: WorkerMessage
 
 
+class WorkersSaid(Message, frozen=True):
+    """The same of several workers, in order."""
+
+    said: list[WorkerSaid]
+
+
 class Progress(Message, frozen=True):
     """What the pages of the node's workers say, whenever it has changed."""
 
@@ -504,6 +510,7 @@ AgentMessage = (
     | WorkerStarted
     | WorkerExited
     | WorkerSaid
+    | WorkersSaid
     | Progress
     | Stalled
     | Unstalled

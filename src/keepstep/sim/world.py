@@ -199,6 +199,11 @@ class World:
 def _short(given: CoreInput) -> str:
     if isinstance(given, AgentSaid):
         message = given.message
+        if isinstance(message, m.WorkersSaid):
+            return "; ".join(
+                f"{one.worker} {type(one.said).__name__} {getattr(one.said, 'generation', '')}"
+                for one in message.said
+            )
         if isinstance(message, m.WorkerSaid):
             generation = getattr(message.said, "generation", "")
             return f"{message.worker} {type(message.said).__name__} {generation}"
