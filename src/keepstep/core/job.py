@@ -250,13 +250,10 @@ def agent_gone(job: Job, out: Out, name: str) -> None:
 
 def agent_said(job: Job, out: Out, name: str, message: AgentMessage) -> None:
     if isinstance(message, WorkerSaid):
-        worker = _worker(job, name, message.worker)
-        if worker is not None and worker.usable:
-            worker.running = True
-            worker_said(job, out, worker, message.said)
+        _relayed(job, out, name, message)
     elif isinstance(message, WorkersSaid):
         for one in message.said:
-            agent_said(job, out, name, one)
+            _relayed(job, out, name, one)
     elif isinstance(message, WorkerExited):
         worker = _worker(job, name, message.worker)
         if worker is not None:
@@ -280,6 +277,13 @@ def agent_said(job: Job, out: Out, name: str, message: AgentMessage) -> None:
                 job.hang_warned = False
     elif isinstance(message, StoreOpened | StoreFailed):
         _store_answered(job, out, name, message)
+
+
+def _relayed(job: Job, out: Out, name: str, message: WorkerSaid) -> None:
+    worker = _worker(job, name, message.worker)
+    if worker is not None and worker.usable:
+        worker.running = True
+        worker_said(job, out, worker, message.said)
 
 
 def _worker(job: Job, node: str, worker_id: str) -> Worker | None:

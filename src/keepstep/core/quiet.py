@@ -22,6 +22,8 @@ early, and whoever wakes up then asks once more (`Core.deadline` with the time i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from keepstep.core.phases import has_held
 from keepstep.core.rewire import goes_on
 from keepstep.core.state import Attempt, Job, Out, Worker
@@ -73,9 +75,20 @@ def follows_nothing(job: Job, out: Out, event: CoreInput) -> bool:
         return _in_recovery(attempt) or _somebody_gets_on(job, attempt)
     if isinstance(message, WorkersSaid):
         # Each one is asked about, because the first of a kind is noted as such.
-        idle = [_is_idle(job, attempt, one) for one in message.said]
+        idle = [_is_idle(job, attempt, one) for one in _samples(job, message.said)]
         return all(idle)
     return isinstance(message, WorkerSaid) and _is_idle(job, attempt, message)
+
+
+def _samples(job: Job, said: list[WorkerSaid]) -> Iterable[WorkerSaid]:
+    """Ordinary ranks that give the same answer about the same tick stand for each other."""
+    special, workers = job.special, job.workers
+    found: dict[object, WorkerSaid] = {}
+    for one in said:
+        alike = one.worker in workers and one.worker not in special
+        kind = (type(one.said), getattr(one.said, "tick", 0))
+        found[kind if alike else one.worker] = one
+    return found.values()
 
 
 def _is_idle(job: Job, attempt: Attempt | None, message: WorkerSaid) -> bool:
