@@ -104,14 +104,22 @@ class Node:
             return []
         return [m.WorkerExited(worker=process.id, rank=process.rank, code=code, tail="")]
 
+    def meant(self, command: m.AgentCommand) -> list[Process]:
+        """The processes that a Tell or TellRanks is for."""
+        if isinstance(command, m.Tell):
+            return [p for p in self.processes.values() if p.id == command.worker]
+        if isinstance(command, m.TellRanks):
+            ranks = [p for p in self.processes.values() if p.rank >= 0]
+            return [p for p in ranks if p.id not in command.besides]
+        return []
+
     def take(self, command: m.AgentCommand) -> list[m.AgentMessage]:
         """Carry out one command; what there is to say about it."""
         if isinstance(command, m.Tell):
             process = self.processes.get(command.worker)
             return [] if process is None else self._told(process, command.command)
         if isinstance(command, m.TellRanks):
-            ranks = [p for p in self.processes.values() if p.rank >= 0]
-            told = [p for p in ranks if p.id not in command.besides]
+            told = self.meant(command)
             return _gathered([said for p in told for said in self._told(p, command.command)])
         if isinstance(command, m.StartWorker):
             process = Process(command.worker, command.slot, command.rank, command.generation)
