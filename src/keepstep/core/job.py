@@ -13,6 +13,7 @@ from keepstep.core.migration import EXIT_GAVE_UP, recover
 from keepstep.core.phases import all_filled
 from keepstep.core.recovery import agents_are_back
 from keepstep.core.state import Attempt, Job, Out, Worker
+from keepstep.core.together import tell_ranks
 from keepstep.core.workers import worker_said
 from keepstep.model.messages import (
     AgentMessage,
@@ -111,7 +112,7 @@ def _give_up(job: Job, out: Out, attempt: Attempt) -> None:
 
 def _release(job: Job, out: Out) -> None:
     if job.release_due is not None:
-        out.tell_ranks(Release(generation=job.release_due))
+        tell_ranks(out, Release(generation=job.release_due))
         job.release_due = None
     for worker in job.odd():
         due = worker.release_due

@@ -23,6 +23,7 @@ from keepstep.core.phases import (
 )
 from keepstep.core.processes import NOWHERE, close_stores, give_buddy, may_get_spare
 from keepstep.core.state import SECOND, Attempt, Incident, Job, Kind, Out, Worker
+from keepstep.core.together import ask_ranks
 from keepstep.core.triage import headline, judge_reports, name_ranks
 from keepstep.model.messages import (
     Abort,
@@ -116,7 +117,7 @@ def abort_row(job: Job, out: Out, attempt: Attempt) -> None:
             worker.resync = False
             out.ask(worker, "abort", attempt.generation, command)
     if attempt.members:
-        out.ask_ranks("abort", attempt, command, attempt.reports)
+        ask_ranks(out, "abort", attempt, command, attempt.reports)
     for worker in newcomers(job, attempt):
         kept = worker.asked.get("assign", (attempt.generation, 0))[0] != attempt.generation
         if kept and worker.staged != attempt.generation:
@@ -189,7 +190,7 @@ def decide_row(job: Job, out: Out, attempt: Attempt) -> None:
     if attempt.tick is None or job.ended is not None:
         return
     decide = Decide(generation=attempt.generation, tick=attempt.tick)
-    out.ask_ranks("decide", attempt, decide, attempt.holds)
+    ask_ranks(out, "decide", attempt, decide, attempt.holds)
 
 
 def _decide(job: Job, out: Out, attempt: Attempt) -> None:
@@ -290,7 +291,7 @@ def stage_row(job: Job, out: Out, attempt: Attempt) -> None:
     told = False
     if attempt.members:
         leaving = [job.owners[rank] for rank in attempt.moving if rank in attempt.members]
-        told = out.ask_ranks("stage", attempt, stage, attempt.stages, leaving)
+        told = ask_ranks(out, "stage", attempt, stage, attempt.stages, leaving)
     for worker in newcomers(job, attempt):
         if worker.staged != attempt.generation:
             told |= out.ask(worker, "stage", attempt.generation, stage)

@@ -27,6 +27,7 @@ from keepstep.core.phases import (
 )
 from keepstep.core.processes import close_stores
 from keepstep.core.state import Attempt, Incident, Job, Out
+from keepstep.core.together import ask_ranks
 from keepstep.core.triage import name_ranks
 from keepstep.model.messages import Hold
 
@@ -107,7 +108,7 @@ def _hold_row(job: Job, out: Out, attempt: Attempt) -> None:
             return
         attempt.holding = True
         attempt.hold_at = out.now
-    out.ask_ranks("hold", attempt, Hold(generation=attempt.generation), attempt.holds)
+    ask_ranks(out, "hold", attempt, Hold(generation=attempt.generation), attempt.holds)
     ticks = attempt.held_ticks
     if len(ticks) > 1:
         fail_move(job, out, attempt, f"ranks hold at different ticks {sorted(ticks)}")

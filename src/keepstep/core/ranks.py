@@ -8,6 +8,7 @@ these", and who has answered as one byte per rank that C code searches.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 
 class Ranks:
@@ -67,3 +68,12 @@ class Tally:
         while rank >= 0:
             yield rank
             rank = self._answered.find(0, rank + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """All ordinary ranks were told something at once, except some workers. See together.py."""
+
+    number: int
+    at: int
+    besides: frozenset[str]

@@ -10,8 +10,9 @@ from keepstep.core.incidents import close_incident
 from keepstep.core.phases import Gate, mark, newcomers
 from keepstep.core.processes import arm, close_stores, give_buddy
 from keepstep.core.ranks import Tally
-from keepstep.core.state import Attempt, Incident, Job, Out, Worker, aside
+from keepstep.core.state import Attempt, Incident, Job, Out, Worker
 from keepstep.core.timeline import source_sentence
+from keepstep.core.together import aside, tell_ranks
 from keepstep.model.messages import Forget, Leave, Swap
 from keepstep.model.records import Committed
 
@@ -88,7 +89,7 @@ def _swap_row(job: Job, out: Out, attempt: Attempt) -> None:
     if "swap" not in attempt.told:
         others = _renew_swaps(job, out, attempt)
         all_alike = Swap(generation=generation, buddy=None, solo=attempt.solo, same_buddy=True)
-        attempt.told["swap"] = out.tell_ranks(all_alike, others)
+        attempt.told["swap"] = tell_ranks(out, all_alike, others)
         for worker in others.values():
             attempt.alone[worker.id] = worker
     for worker in aside(job, attempt):

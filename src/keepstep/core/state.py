@@ -10,14 +10,7 @@ look leads somewhere else.
 emptied when the worker's agent joins anew, so commands lost with a broken stream are sent again;
 commands are idempotent, and rows whose answer is already known are skipped.
 
-What is equal for all ranks leaves as one command (`Out.tell_ranks`) that agents hand to every rank
-they have, except those it names. `Attempt.told` remembers that, for everybody at once. It does not
-count for whoever it named, nor for a worker whose agent has joined since (`Worker.synced`): they
-are asked one by one, as everybody was if the command had never been sent. So what is known about a
-worker is the same as if it had been told alone, and a rank that misses it is found in the same way:
-by a broken stream, or by its timer. Whom an agent may tell is settled by the order of its stream:
-each process that it runs is one the core knows and has not named, or one that the core has told it
-to kill before.
+What is equal for all ranks is told to all of them at once (together.py).
 
 An *ordinary* worker owns a rank, lives and trains, and there is nothing else to say about it. The
 others are in `Job.special`, which every change of such a fact keeps true: a look begins with them,
@@ -27,13 +20,13 @@ and does not walk over all ranks to find the one that is dead.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from keepstep.core.ranks import Ranks, Tally
+from keepstep.core.ranks import Ranks, Tally, Told
 from keepstep.core.timeline import Timeline
 from keepstep.model.job import InjectSpec, JobSpec
 from keepstep.model.messages import (
@@ -49,7 +42,6 @@ from keepstep.model.messages import (
     StartWorker,
     Swap,
     Tell,
-    TellRanks,
     WorkerCommand,
 )
 from keepstep.model.records import Record, SignalSeen, Trigger, Warned
@@ -232,15 +224,6 @@ class Incident:
         new = "; ".join(part for part in reason.split("; ") if part not in told)
         if new:
             self.reason = f"{self.reason}{joint}{new}" if self.reason else new
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """All ordinary ranks were told something at once, except `besides`."""
-
-    number: int
-    at: int
-    besides: frozenset[str]
 
 
 @dataclass(slots=True)
@@ -430,11 +413,7 @@ class Job:
         return there, missing
 
     def standbys(self) -> list[Worker]:
-        return [
-            w
-            for w in self.special.values()
-            if w.role == "standby" and w.alive and w.killed_at is None
-        ]
+        return [w for w in self.special.values() if w.role == "standby" and w.usable]
 
     def connected(self) -> list[Node]:
         return [node for node in self.nodes.values() if node.state == "connected"]
@@ -510,45 +489,11 @@ class Out:
             self.job.attempt.alone[worker.id] = worker
         return True
 
-    def tell_ranks(self, command: WorkerCommand, besides: Collection[str] = ()) -> Told:
-        """Tell all ordinary ranks on connected nodes but `besides`, as one command."""
-        job = self.job
-        named = {w.id for w in job.special.values() if w.alive and w.rank >= 0}
-        named.update(besides)
-        self.send_all(TellRanks(command=command, besides=sorted(named)))
-        job.tellings += 1
-        return Told(number=job.tellings, at=self.now, besides=frozenset(named))
-
     def send_all(self, command: AgentCommand) -> None:
         self._outcome.sends.append(Send(job=self.job.id, node=EVERY_NODE, command=command))
-
-    def ask_ranks(
-        self,
-        what: str,
-        attempt: Attempt,
-        command: WorkerCommand,
-        tally: Tally,
-        besides: Collection[str] = (),
-    ) -> bool:
-        """Ask all whose answer is missing, each of them once. True: somebody was told now."""
-        job, told = self.job, False
-        if what not in attempt.told:
-            attempt.told[what] = self.tell_ranks(command, {*besides, *attempt.alone})
-            told = True
-        for worker in aside(job, attempt):
-            if worker.id not in besides and tally.lacks(worker.rank):
-                told |= self.ask(worker, what, attempt.generation, command)
-        return told
 
     def kill(self, worker: Worker) -> None:
         """Fence: from now on it counts as dead; COMMIT still waits for the agent's word."""
         if worker.alive and worker.killed_at is None:
             worker.killed_at = self.now
             self.send(worker.node, KillWorker(worker=worker.id))
-
-
-def aside(job: Job, attempt: Attempt) -> list[Worker]:
-    """Owners for which what all were told at once may not count, in order of ranks."""
-    owners = job.owners
-    found = [w for w in attempt.alone.values() if owners.get(w.rank) == w.id and w.ordinary]
-    return sorted(job.odd() + found, key=lambda w: w.rank)

@@ -28,7 +28,8 @@ from keepstep.core.phases import newcomers as newcomers_of
 from keepstep.core.planned import fail_move
 from keepstep.core.ranks import Tally
 from keepstep.core.start import JOIN_SPARES_NS, attach_is_late, start_is_slow, store_failed
-from keepstep.core.state import SECOND, Attempt, Job, Node, Out, Worker, aside
+from keepstep.core.state import SECOND, Attempt, Job, Node, Out, Worker
+from keepstep.core.together import aside
 from keepstep.model.messages import KillWorker
 
 LEAVE_NS = 10 * SECOND
