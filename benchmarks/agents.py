@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from keepstep.core.orchestrator import Core, Outcome
+from keepstep.core.orchestrator import EVERY_NODE, Core, Outcome
 from keepstep.model import messages as m
 from keepstep.model.job import (
     AgentJoined,
@@ -104,11 +104,23 @@ class Node:
             return []
         return [m.WorkerExited(worker=process.id, rank=process.rank, code=code, tail="")]
 
+    def meant(self, command: m.AgentCommand) -> list[Process]:
+        """The processes that a Tell or TellRanks is for."""
+        if isinstance(command, m.Tell):
+            return [p for p in self.processes.values() if p.id == command.worker]
+        if isinstance(command, m.TellRanks):
+            ranks = [p for p in self.processes.values() if p.rank >= 0]
+            return [p for p in ranks if p.id not in command.besides]
+        return []
+
     def take(self, command: m.AgentCommand) -> list[m.AgentMessage]:
         """Carry out one command; what there is to say about it."""
         if isinstance(command, m.Tell):
             process = self.processes.get(command.worker)
             return [] if process is None else self._told(process, command.command)
+        if isinstance(command, m.TellRanks):
+            told = self.meant(command)
+            return _gathered([said for p in told for said in self._told(p, command.command)])
         if isinstance(command, m.StartWorker):
             process = Process(command.worker, command.slot, command.rank, command.generation)
             self.processes[process.id] = process
@@ -134,6 +146,15 @@ class Node:
         if isinstance(command, m.Leave):
             return self.die(process, 0)
         return [_said(process, answer) for answer in _answers(process, command)]
+
+
+def _gathered(answers: list[m.AgentMessage]) -> list[m.AgentMessage]:
+    """Ranks that answer together are heard together, once for each kind of answer."""
+    kinds: dict[type, list[m.WorkerSaid]] = {}
+    for one in answers:
+        assert isinstance(one, m.WorkerSaid)
+        kinds.setdefault(type(one.said), []).append(one)
+    return [m.WorkersSaid(said=said) for said in kinds.values()]
 
 
 def _said(process: Process, said: m.WorkerMessage) -> m.WorkerSaid:
@@ -230,17 +251,20 @@ class Cluster:
         return outcome.records
 
     def _deliver(self, outcome: Outcome) -> None:
-        self.commands += len(outcome.sends)
         there = self.now + DELAY_NS
         for send in outcome.sends:
-            told = send.command.command if isinstance(send.command, m.Tell) else None
+            command = send.command
+            told = command.command if isinstance(command, m.Tell | m.TellRanks) else None
             if isinstance(told, m.Hold | m.Abort) and self.stood_at is None:
                 self.stood_at = there
             elif isinstance(told, m.Swap):
                 self.went_on_at = there
-            for message in self.nodes[send.node].take(send.command):
-                said = AgentSaid(job="scale", node=send.node, message=message)
-                self._queue.append((there + DELAY_NS, said))
+            nodes = list(self.nodes) if send.node == EVERY_NODE else [send.node]
+            self.commands += len(nodes)
+            for name in nodes:
+                for message in self.nodes[name].take(command):
+                    said = AgentSaid(job="scale", node=name, message=message)
+                    self._queue.append((there + DELAY_NS, said))
 
     def drain(self) -> None:
         """Until everything is answered."""

@@ -17,8 +17,8 @@ from typing import Any
 from benchmarks import report, sockets
 from benchmarks.agents import DELAY_NS, SLOTS, Cluster
 
-RANKS = {64: 20, 1024: 20, 16384: 3, 131072: 1}  # ranks -> kills, and as many taints
-AGENTS = {129: 5, 1025: 2}  # with the spares' node -> likewise
+RANKS = {64: 20, 1024: 20, 16384: 20, 131072: 20}  # ranks -> kills, and as many taints
+AGENTS = {129: 5, 1025: 5, 2049: 3}  # with the spares' node -> likewise
 BEATS = 2000
 NOT_OURS = (type, types.ModuleType, types.FunctionType, types.MethodType)
 
@@ -111,13 +111,13 @@ def _moves(core: list[dict[str, Any]]) -> str:
         for kind, name in (("kills", "kill"), ("taints", "taint")):
             move = one[kind][0]
             messages = move["inputs"] + move["commands"]
-            cpu_us = report.summary([m["cpu_s"] / m["inputs"] * 1e6 for m in one[kind]])
+            cpu_us = report.summary([m["cpu_s"] / one["ranks"] * 1e6 for m in one[kind]])
             pauses = move["pause_ms"], one["charged"][name]["pause_ms"]
             each = messages / one["ranks"]
             rows.append([f"{one['ranks']} {name}", messages, each, cpu_us["p50"], *pauses])
     return report.table(
         "One migration of one rank, virtual time, state transfer and construction excluded",
-        ["ranks", "messages", "per rank", "CPU us per answer", "pause ms", "with the core's CPU"],
+        ["ranks", "messages", "per rank", "CPU us per rank", "pause ms", "with the core's CPU"],
         rows,
     )
 

@@ -84,10 +84,10 @@ class Streams:
             while True:
                 command = await stream.receive()
                 self.received += 1
-                told = command.command if isinstance(command, m.Tell) else command
+                told = command.command if isinstance(command, m.Tell | m.TellRanks) else command
                 if self.planned_at is None and isinstance(told, m.Abort | m.OpenStore):
                     self.planned_at = time.monotonic()
-                self.swaps += isinstance(told, m.Swap)
+                self.swaps += len(node.meant(command)) if isinstance(told, m.Swap) else 0
                 self.parked += isinstance(told, m.StartWorker) and told.rank < 0
                 self.say(node, node.take(command))
                 self._changed.set()

@@ -193,8 +193,11 @@ def row_section() -> Iterator[str]:
 
 def _behind_commit() -> Iterator[tuple[str, str]]:
     worker = typing.get_args(messages.WorkerCommand)
+    seen: set[str] = set()
     for one in functions_of(rewire):
-        yield from ((one.name, command) for command in made_in(one.tree, worker))
+        made = [command for command in made_in(one.tree, worker) if command not in seen]
+        seen.update(made)
+        yield from ((one.name, command) for command in made)
 
 
 def row_diagram(rows: Sequence[Row]) -> Iterator[str]:
@@ -258,7 +261,7 @@ def _due() -> Iterator[tuple[str, str]]:
                     yield str(what.value), local.get(ast.unparse(when), ast.unparse(when))
             elif isinstance(node, ast.Call) and name_of(node) == "_since":
                 asked, limit, what = node.args[2], node.args[4], node.args[5]
-                since = "".join(constants(asked)) or "abort or decide"
+                since = "".join(constants(asked)) or "abort, decide or swap"
                 yield ast.literal_eval(what), f"{since} asked + {_short(limit, local)}"
 
 

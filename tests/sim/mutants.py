@@ -34,7 +34,7 @@ from keepstep.core import (
     triage,
     workers,
 )
-from keepstep.core.agent import blobs, machine, stall
+from keepstep.core.agent import blobs, gather, machine, stall
 from keepstep.core.state import Attempt, Job, Out, Worker
 from keepstep.model import messages as m
 from keepstep.model import records as r
@@ -82,9 +82,10 @@ def method(owner: type, name: str, around: Callable[..., Any]) -> None:
 def _without(kind: type) -> Callable[..., Any]:
     """Commands of a kind are decided, and never leave."""
 
-    def around(old: Any, self: Out, node: str, command: m.AgentCommand) -> Any:
-        inner = command.command if isinstance(command, m.Tell) else command
-        return True if isinstance(inner, kind) else old(self, node, command)
+    def around(old: Any, self: Out, *addressed: Any) -> Any:
+        command = addressed[-1]
+        inner = command.command if isinstance(command, m.Tell | m.TellRanks) else command
+        return True if isinstance(inner, kind) else old(self, *addressed)
 
     return around
 
@@ -206,9 +207,37 @@ def _two_newcomers(old: Any, job_: Job, out: Out, attempt: Attempt) -> None:
 
 
 def _no_answers_cleared(old: Any, job_: Job, out: Out, worker: Worker, state: Any) -> None:
-    asked = dict(worker.asked)
+    asked, synced = dict(worker.asked), worker.synced
     old(job_, out, worker, state)
-    worker.asked = asked
+    worker.asked, worker.synced = asked, synced
+
+
+def _told_is_heard(old: Any, job_: Job, out: Out, worker: Worker, state: Any) -> None:
+    synced = worker.synced
+    old(job_, out, worker, state)
+    worker.synced = synced
+
+
+def _one_is_missed(old: Any, self: machine.AgentMachine, tell: m.TellRanks) -> None:
+    ranks = [name for name in self.alive() if self._processes[name].rank >= 0]
+    old(self, msgspec.structs.replace(tell, besides=[*tell.besides, *ranks[:1]]))
+
+
+def _nobody_is_excepted(old: Any, self: machine.AgentMachine, tell: m.TellRanks) -> None:
+    old(self, msgspec.structs.replace(tell, besides=[]))
+
+
+def _no_look_flushes(old: Any, self: machine.AgentMachine, now: int, seen: Any) -> None:
+    """Answers wait for a rank that hangs."""
+    kept, self._gather._kept = self._gather._kept, []
+    old(self, now, seen)
+    self._gather._kept[:0] = kept
+
+
+def _first_is_lost(old: Any, self: gather.Gather) -> Any:
+    kept = old(self)
+    several = isinstance(kept, m.WorkersSaid)
+    return msgspec.structs.replace(kept, said=kept.said[1:]) if several else kept
 
 
 def _slot_taken(old: Any, nodes: Any, workers_: Any) -> Any:
@@ -388,6 +417,22 @@ NAMED: dict[str, Patch] = {
     "hang: everyone is blamed": lambda: wrap(triage.hang_culprits, _blame_everyone),
     "hang: the healthy are blamed": lambda: wrap(triage.hang_culprits, _blame_the_best),
     "rejoin: what was asked counts as heard": lambda: wrap(job._adopt, _no_answers_cleared),
+    "ranks: one of a node is never told": lambda: method(
+        machine.AgentMachine, "_tell_ranks", _one_is_missed
+    ),
+    "ranks: whoever is excepted is told too": lambda: method(
+        machine.AgentMachine, "_tell_ranks", _nobody_is_excepted
+    ),
+    "ranks: what all were told counts after a broken stream": lambda: wrap(
+        job._adopt, _told_is_heard
+    ),
+    "gather: answers wait for a rank that hangs": lambda: method(
+        machine.AgentMachine, "_look", _no_look_flushes
+    ),
+    "gather: the first of several answers is lost": lambda: method(
+        gather.Gather, "drain", _first_is_lost
+    ),
+    "ranks: a change is not noted": lambda: method(Worker, "sort_in", _only_once),
     "slots: a dying process leaves its slot free": lambda: wrap(placement.free_slots, _slot_taken),
     "slots: taints do not matter": lambda: method(type(_any_node()), "healthy", _tainted_is_fine),
     "breaker: every taint moves": lambda: setattr(breaker, "ranks_max", lambda _: 10**9),
@@ -416,6 +461,11 @@ def _any_node() -> Any:
     from keepstep.core.state import Node
 
     return Node(name="", index=0, slots=0)
+
+
+def _only_once(old: Any, self: Worker) -> None:
+    if self.special is not None and self.id not in self.special:
+        old(self)
 
 
 def _refill_keeps(old: Any, job_: Job, out: Out, needed: int, forced: bool) -> None:
@@ -498,6 +548,7 @@ TIMERS = [
     "hold",
     "newcomer",
     "member",
+    "members",
     "give-up",
 ]
 
@@ -599,13 +650,19 @@ COMMANDS = [
 
 def untold() -> Iterator[tuple[str, Patch]]:
     for kind in COMMANDS:
-        yield f"not told: {kind}", lambda kind=kind: method(Out, "send", _without(getattr(m, kind)))
+        yield f"not told: {kind}", lambda kind=kind: _never_leaves(getattr(m, kind))
+
+
+def _never_leaves(kind: type) -> None:
+    method(Out, "send", _without(kind))
+    method(Out, "send_all", _without(kind))
 
 
 AGENT = [
     "_said",
     "_exited",
     "_tell",
+    "_tell_ranks",
     "_start",
     "_spawned",
     "_not_spawned",
@@ -667,6 +724,7 @@ HINTS: dict[str, tuple[str, ...]] = {
     "generation: any Held counts": ("echo",),
     "copy: side state is forgotten early": ("buddy-dies",),
     "rejoin: what was asked counts as heard": ("HOLD/unplanned/link/crash", "echo"),
+    "ranks: what all were told counts after a broken stream": ("HOLD/unplanned/link/crash", "echo"),
     "slots: taints do not matter": ("lying-detectors", "operators"),
     "agent: fences itself without need": ("RETIRE/planned/link/pause", "blackout"),
     "agent: a hold excuses everything": ("hung-hold",),

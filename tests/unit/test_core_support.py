@@ -127,10 +127,23 @@ class World:
         self.records += outcome.records
         self._check_records(outcome.records)
         for send in outcome.sends:
+            if isinstance(send.command, m.TellRanks):
+                self._tell_ranks(send.command)
+                continue
             assert self.nodes[send.node].joined, f"{send.command} to {send.node}, which is away"
             self.sent.append((send.node, send.command))
             self._carry_out(self.nodes[send.node], send.command)
         return outcome
+
+    def _tell_ranks(self, command: m.TellRanks) -> None:
+        """As agents do, and noted as if each rank had been told alone."""
+        for worker in list(self.workers.values()):
+            if not self.nodes[worker.node].joined or not worker.alive or worker.rank < 0:
+                continue
+            if worker.id not in command.besides and not worker.presumed:
+                tell = m.Tell(worker=worker.id, command=command.command)
+                self.sent.append((worker.node, tell))
+                self._carry_out(self.nodes[worker.node], tell)
 
     def pump(self, until: Callable[[AgentSaid], bool] | None = None) -> bool:
         """Hand in answers; stop in front of the first that `until` names."""

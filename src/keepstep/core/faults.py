@@ -23,7 +23,7 @@ from keepstep.core.migration import (
     blame_script,
     start_attempt,
 )
-from keepstep.core.phases import all_staged, has_held, newcomers
+from keepstep.core.phases import all_staged, newcomers
 from keepstep.core.planned import fail_move
 from keepstep.core.processes import node_lost
 from keepstep.core.rewire import settle_committed_planned
@@ -46,7 +46,7 @@ def broken(job: Job) -> bool:
     host = job.nodes.get(attempt.store_node)
     if attempt.store is None and host is not None and host.state in ("unreachable", "dead"):
         return True
-    return attempt.members != tuple(job.live()) or set(attempt.moving) != set(job.dead())
+    return attempt.members != job.live() or set(attempt.moving) != set(job.dead())
 
 
 def recover_from(job: Job, out: Out) -> None:
@@ -256,10 +256,12 @@ def check_hang(job: Job, out: Out) -> None:
     if attempt is not None and attempt.kind != "planned" and not attempt.committed:
         return
     stalled = {}
-    for worker in job.seated():
+    if attempt is None or attempt.committed:
+        owners = job.seated()
+    else:  # whoever holds may stand still
+        owners = (job.workers[job.owners[rank]] for rank in attempt.holds.missing())
+    for worker in owners:
         if not worker.usable or worker.done:
-            continue
-        if attempt is not None and not attempt.committed and has_held(worker, attempt):
             continue
         if worker.stalled is None:
             return

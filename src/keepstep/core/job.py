@@ -13,6 +13,7 @@ from keepstep.core.migration import EXIT_GAVE_UP, recover
 from keepstep.core.phases import all_filled
 from keepstep.core.recovery import agents_are_back
 from keepstep.core.state import Attempt, Job, Out, Worker
+from keepstep.core.together import tell_ranks
 from keepstep.core.workers import worker_said
 from keepstep.model.messages import (
     AgentMessage,
@@ -31,6 +32,7 @@ from keepstep.model.messages import (
     Unstalled,
     WorkerExited,
     WorkerSaid,
+    WorkersSaid,
     WorkerStarted,
     WorkerState,
 )
@@ -109,7 +111,10 @@ def _give_up(job: Job, out: Out, attempt: Attempt) -> None:
 
 
 def _release(job: Job, out: Out) -> None:
-    for worker in job.seated():
+    if job.release_due is not None:
+        tell_ranks(out, Release(generation=job.release_due))
+        job.release_due = None
+    for worker in job.odd():
         due = worker.release_due
         if due is not None and (not worker.usable or out.tell(worker, Release(generation=due))):
             worker.release_due = None
@@ -188,6 +193,10 @@ def _adopt(job: Job, out: Out, worker: Worker, state: WorkerState) -> None:
     note_progress(job, out, worker, state)
     _seen_resumed(job, worker, state)
     worker.swapped = max(worker.swapped, state.generation)
+    attempt = job.attempt
+    seated = job.owners.get(worker.rank) == worker.id
+    if attempt is not None and attempt.committed and seated:
+        attempt.swaps.note(worker.rank, worker.swapped >= attempt.generation)
     if worker.role == "standby" and not worker.parked and state.where == "parked":
         worker.parked = "unknown"
     elif worker.role == "understudy" and state.where not in ("", "starting"):
@@ -198,7 +207,11 @@ def _adopt(job: Job, out: Out, worker: Worker, state: WorkerState) -> None:
     answered |= {"assign"} if worker.arrived else set()
     answered |= {"position"} if worker.ready is not None else set()
     worker.asked = {what: when for what, when in worker.asked.items() if what in answered}
-    worker.resync = True
+    worker.synced = job.tellings
+    worker.buddy_heard = False
+    if job.attempt is not None:
+        job.attempt.alone[worker.id] = worker
+    worker.resync = worker.swap is not None and worker.swapped < worker.swap.generation
     if worker.killed_at is not None:
         out.send(worker.node, KillWorker(worker=worker.id))
     elif worker.role in ("standby", "understudy") and job.replayed and state.rank >= 0:
@@ -243,10 +256,10 @@ def agent_gone(job: Job, out: Out, name: str) -> None:
 
 def agent_said(job: Job, out: Out, name: str, message: AgentMessage) -> None:
     if isinstance(message, WorkerSaid):
-        worker = _worker(job, name, message.worker)
-        if worker is not None and worker.usable:
-            worker.running = True
-            worker_said(job, out, worker, message.said)
+        _relayed(job, out, name, message)
+    elif isinstance(message, WorkersSaid):
+        for one in message.said:
+            _relayed(job, out, name, one)
     elif isinstance(message, WorkerExited):
         worker = _worker(job, name, message.worker)
         if worker is not None:
@@ -270,6 +283,13 @@ def agent_said(job: Job, out: Out, name: str, message: AgentMessage) -> None:
                 job.hang_warned = False
     elif isinstance(message, StoreOpened | StoreFailed):
         _store_answered(job, out, name, message)
+
+
+def _relayed(job: Job, out: Out, name: str, message: WorkerSaid) -> None:
+    worker = _worker(job, name, message.worker)
+    if worker is not None and worker.usable:
+        worker.running = True
+        worker_said(job, out, worker, message.said)
 
 
 def _worker(job: Job, node: str, worker_id: str) -> Worker | None:
@@ -299,6 +319,8 @@ def _seen_resumed(job: Job, worker: Worker, state: WorkerState) -> None:
     if state.generation != attempt.generation or state.tick <= base:
         return
     worker.swapped = max(worker.swapped, state.generation)
+    attempt.swaps.note(worker.rank)
+    attempt.resumes.note(worker.rank)
     if not rewire.has_resumed(worker, attempt.generation):
         worker.resumed = Resumed(
             generation=attempt.generation,

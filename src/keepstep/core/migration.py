@@ -7,14 +7,14 @@ rows of unplanned attempts and of resumes run in `recover`; planned.py uses some
 
 from __future__ import annotations
 
+from itertools import chain
+
 from keepstep.core import placement
 from keepstep.core.incidents import end_job
 from keepstep.core.phases import (
     all_filled,
     all_held,
-    group_of,
     has_copied,
-    has_held,
     has_reported,
     mark,
     members,
@@ -23,6 +23,7 @@ from keepstep.core.phases import (
 )
 from keepstep.core.processes import NOWHERE, close_stores, give_buddy, may_get_spare
 from keepstep.core.state import SECOND, Attempt, Incident, Job, Kind, Out, Worker
+from keepstep.core.together import ask_ranks
 from keepstep.core.triage import group_mismatch, headline, judge_reports, name_ranks
 from keepstep.model.messages import (
     Abort,
@@ -40,6 +41,7 @@ from keepstep.model.records import AttemptStarted, Decided
 
 DEATHS_MAX = 3  # of one rank without the tick advancing
 RECONNECTS_MAX = 5
+SOURCES_MAX = 64  # told to a newcomer; far more than can serve it at once
 NEWCOMERS_MAX = 5  # that fail in one unplanned incident
 STAGE_FAILURES_MAX = 3
 STAGE_PATIENCE_NS = 300 * SECOND
@@ -65,7 +67,7 @@ def start_attempt(
         incident=incident,
         generation=job.new_generation(),
         started_at=out.now,
-        members=tuple(job.live()),
+        members=job.live(),
         moving=tuple(sorted(moving)),
         newcomers=newcomers,
     )
@@ -107,14 +109,15 @@ def recover(job: Job, out: Out, attempt: Attempt) -> None:
 
 def abort_row(job: Job, out: Out, attempt: Attempt) -> None:
     command = Abort(generation=attempt.generation, reason=attempt.incident.reason)
-    for worker in members(job, attempt):
-        if has_reported(worker, attempt):
-            continue
-        if worker.resync and worker.swap is not None and worker.swapped < worker.swap.generation:
-            # Committed, but it may not know: a newcomer only reports once it is a rank.
-            out.tell(worker, worker.swap)
-        worker.resync = False
-        out.ask(worker, "abort", attempt.generation, command)
+    for worker in job.odd():
+        if worker.resync and worker.rank in attempt.members and not has_reported(worker, attempt):
+            if worker.swap is not None and worker.swapped < worker.swap.generation:
+                # Committed, but it may not know: a newcomer only reports once it is a rank.
+                out.tell(worker, worker.swap)
+            worker.resync = False
+            out.ask(worker, "abort", attempt.generation, command)
+    if attempt.members:
+        ask_ranks(out, "abort", attempt, command, attempt.reports)
     for worker in newcomers(job, attempt):
         kept = worker.asked.get("assign", (attempt.generation, 0))[0] != attempt.generation
         if kept and worker.staged != attempt.generation:
@@ -191,15 +194,13 @@ def decide_row(job: Job, out: Out, attempt: Attempt) -> None:
         attempt.tick = TICK_CHECKPOINT
         return
     if attempt.tick is None:
-        if not all(has_reported(w, attempt) for w in members(job, attempt)):
+        if attempt.reports.left > 0:
             return
         _decide(job, out, attempt)
     if attempt.tick is None or job.ended is not None:
         return
-    for worker in members(job, attempt):
-        if not has_held(worker, attempt):
-            decide = Decide(generation=attempt.generation, tick=attempt.tick)
-            out.ask(worker, "decide", attempt.generation, decide)
+    decide = Decide(generation=attempt.generation, tick=attempt.tick)
+    ask_ranks(out, "decide", attempt, decide, attempt.holds)
 
 
 def _decide(job: Job, out: Out, attempt: Attempt) -> None:
@@ -228,7 +229,7 @@ def _decide(job: Job, out: Out, attempt: Attempt) -> None:
         return
     attempt.tick = verdict.tick
     attempt.decided_at = out.now
-    attempt.solo = any(w.done for _, w in job.owning()) or any(r.done for _, r in reports)
+    attempt.solo = job.somebody_done() or any(report.done for _, report in reports)
     incident.sticky_tick = verdict.tick
     incident.decision = verdict.decision
     incident.timeline.longest("report", out.now - attempt.started_at)
@@ -297,39 +298,26 @@ def stage_row(job: Job, out: Out, attempt: Attempt) -> None:
     if attempt.store is None or not _may_stage(job, attempt):
         return
     stage = Stage(generation=attempt.generation, store=attempt.store)
-    for worker in group_of(job, attempt):
-        _stage(out, attempt, worker, stage)
-
-
-def stage_one(job: Job, out: Out, attempt: Attempt, worker: Worker) -> bool:
-    """The row for one member that has just reported. True: it was told."""
-    if attempt.store is None or not _may_stage(job, attempt):
-        return False
-    stage = Stage(generation=attempt.generation, store=attempt.store)
-    return _stage(out, attempt, worker, stage)
+    told = False
+    if attempt.members:
+        leaving = [job.owners[rank] for rank in attempt.moving if rank in attempt.members]
+        told = ask_ranks(out, "stage", attempt, stage, attempt.stages, leaving)
+    for worker in newcomers(job, attempt):
+        if worker.staged != attempt.generation:
+            told |= out.ask(worker, "stage", attempt.generation, stage)
+    if told:
+        attempt.staged_at = out.now
 
 
 def _may_stage(job: Job, attempt: Attempt) -> bool:
     if attempt.solo or attempt.retry_at is not None:
         return False
+    # A rank's old groups are gone once it has reported; in a planned attempt it keeps them.
+    if attempt.kind != "planned" and attempt.tick is None:
+        return False
     # A rendezvous has a time limit, and it cannot complete without the newcomers: whoever is told
     # to wait in it before they are there, or before a spare is found, gives up in vain.
     return all_filled(job, attempt) and all(w.arrived for w in newcomers(job, attempt))
-
-
-def _stage(out: Out, attempt: Attempt, worker: Worker, stage: Stage) -> bool:
-    if worker.staged == attempt.generation:
-        return False
-    joining = worker.role == "newcomer"
-    # A rank's old groups are gone once it has reported; a planned one keeps them.
-    if not (joining or attempt.kind == "planned" or has_reported(worker, attempt)):
-        return False
-    before = worker.asked.get("stage")
-    out.ask(worker, "stage", attempt.generation, stage)
-    if worker.asked.get("stage") == before:
-        return False
-    attempt.staged_at = out.now
-    return True
 
 
 def position_row(job: Job, out: Out, attempt: Attempt) -> None:
@@ -367,7 +355,7 @@ def side_state_holders(job: Job, rank: int) -> list[Address]:
 
 
 def copy_row(job: Job, out: Out, attempt: Attempt) -> None:
-    if attempt.tick is None or not all(has_held(w, attempt) for w in members(job, attempt)):
+    if attempt.tick is None or attempt.holds.left > 0:
         return
     for worker in newcomers(job, attempt):
         if worker.ready is None or has_copied(worker, attempt):
@@ -386,14 +374,20 @@ def copy_row(job: Job, out: Out, attempt: Attempt) -> None:
 
 
 def sources_for(job: Job, attempt: Attempt, newcomer: Worker) -> list[Source]:
-    """The leaver itself first, then ranks on the newcomer's node (shortest way), then others."""
-    held = [w for w in members(job, attempt) if w.rank not in newcomer.bad_sources]
-    held.sort(key=lambda w: (w.rank != newcomer.rank, w.node != newcomer.node, w.rank))
-    return [
-        Source(rank=w.rank, pid=w.held.pid, node=w.node, serve=w.held.serve)
-        for w in held
-        if w.held is not None
-    ]
+    """The leaver itself first, then ranks on the newcomer's node (shortest way), then others.
+    Whoever fails is not named again, so the rest has its turn too."""
+    near = [newcomer.rank, *(w.rank for w in job.owners_on(newcomer.node))]
+    found: dict[int, Source] = {}  # by rank
+    for rank in chain(near, attempt.members):
+        if rank in found or rank in newcomer.bad_sources or rank not in attempt.members:
+            continue
+        worker = job.workers[job.owners[rank]]
+        if worker.held is not None:
+            held = worker.held
+            found[rank] = Source(rank=rank, pid=held.pid, node=worker.node, serve=held.serve)
+        if len(found) == SOURCES_MAX:
+            break
+    return list(found.values())
 
 
 def hold_without_spare(job: Job, out: Out, attempt: Attempt) -> None:

@@ -198,9 +198,8 @@ def _taint(job: Job, out: Out, target: str, reason: str) -> None:
     apply_taint(job, target, reason)
     out.record(Tainted(job=job.id, at_ns=out.now, target=target, reason=reason))
     node, slot = _target(job, target)
-    for worker in list(job.workers.values()):
-        there = worker.node == node.name and slot in (None, worker.slot)
-        if there and worker.role == "newcomer" and worker.usable:
+    for worker in list(job.there.get(node.name, ())):
+        if slot in (None, worker.slot) and worker.role == "newcomer" and worker.usable:
             newcomer_failed(job, out, worker, f"{worker.place} was tainted: {reason}")
 
 

@@ -8,7 +8,8 @@
 `now_ns` is the wall clock; it may jump, and the core never lets it go backwards. The shell answers
 an agent's Hello itself (Accepted, or Refused when `handle` raised), because it owns the token.
 A Send to an agent that is not connected is never produced: what it would have said is part of
-the state and is said when the agent joins again.
+the state and is said when the agent joins again. A Send to EVERY_NODE is for all that are
+connected, in its place in the order of each stream.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Iterable
 from keepstep.core import faults, operator, quiet, recovery
 from keepstep.core import job as jobs_
 from keepstep.core.project import incident_view, job_view
-from keepstep.core.state import Job, Out, Outcome, Send
+from keepstep.core.state import EVERY_NODE, Job, Out, Outcome, Send
 from keepstep.core.timers import fire, timers
 from keepstep.errors import UsageError
 from keepstep.model.job import (
@@ -41,7 +42,7 @@ from keepstep.model.messages import Stop
 from keepstep.model.records import JobSubmitted, Record
 from keepstep.model.views import IncidentView, JobView
 
-__all__ = ["Core", "Outcome", "Send"]
+__all__ = ["EVERY_NODE", "Core", "Outcome", "Send"]
 
 
 class Core:

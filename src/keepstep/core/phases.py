@@ -16,7 +16,7 @@ Within a phase everything that can be asked for is asked at once (rows, in this 
     OpenStore   an agent not hit         at once                              StoreOpened
     Assign      a parked standby         a moving rank has no newcomer        Arrived
     Decide      members                  all have reported, tick is on record Held
-    Stage       members, newcomers       store open, newcomers have arrived   Staged
+    Stage       members, newcomers       store open, newcomers there, decided Staged
     Position    newcomers                arrived and tick known               Ready
     Hold        members                  planned: all ready and staged        Held
     Copy        newcomers                ready, all members hold              Copied
@@ -79,15 +79,15 @@ def all_ready(job: Job, attempt: Attempt) -> bool:
 
 def all_held(job: Job, attempt: Attempt) -> bool:
     """Every member holds at the tick that was decided (planned: at one and the same tick)."""
-    return attempt.tick is not None and all(has_held(w, attempt) for w in members(job, attempt))
+    return attempt.tick is not None and attempt.holds.left == 0
 
 
 def all_staged(job: Job, attempt: Attempt) -> bool:
     """Everybody who stays or joins has built the connections of the new generation."""
     if attempt.solo:
         return True
-    group = group_of(job, attempt)
-    return all_filled(job, attempt) and all(w.staged == attempt.generation for w in group)
+    joined = all(w.staged == attempt.generation for w in newcomers(job, attempt))
+    return all_filled(job, attempt) and joined and attempt.stages.left == 0
 
 
 def all_copied(job: Job, attempt: Attempt) -> bool:
@@ -128,10 +128,3 @@ def phase_now(job: Job, attempt: Attempt) -> str:
         if not all(gate(job, attempt) for gate in gates):
             return phase
     return "COMMIT"
-
-
-def group_of(job: Job, attempt: Attempt) -> list[Worker]:
-    """Members of the new generation's process groups."""
-    moved = {*attempt.newcomers, *attempt.moving}
-    stay = [w for w in members(job, attempt) if w.rank not in moved]
-    return stay + newcomers(job, attempt)

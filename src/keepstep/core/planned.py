@@ -22,15 +22,13 @@ from keepstep.core.migration import (
 from keepstep.core.phases import (
     all_ready,
     all_staged,
-    has_held,
     mark,
-    members,
     newcomers,
     phase_now,
 )
 from keepstep.core.processes import close_stores
-from keepstep.core.rewire import held_ticks
 from keepstep.core.state import Attempt, Incident, Job, Out
+from keepstep.core.together import ask_ranks
 from keepstep.core.triage import name_ranks
 from keepstep.model.messages import Hold
 
@@ -51,12 +49,11 @@ def next_move(job: Job, out: Out) -> None:
     waiting = [i for i in job.incidents if i.trigger != "unplanned" and i.cause != "resume"]
     if not waiting:
         return
-    if any(worker.done for worker in job.seated()):
+    if job.somebody_done():
         for incident in waiting:
             drop_done(job, out, incident)
         return
-    away = sorted({w.node for w in job.seated() if job.nodes[w.node].state != "connected"})
-    if away:
+    if any(n.state != "connected" and job.owners_on(n.name) for n in job.nodes.values()):
         return
     for incident in waiting:
         if not incident.pending:  # emptied by an unplanned incident meanwhile
@@ -93,7 +90,7 @@ def _start_wave(job: Job, out: Out, incident: Incident) -> bool:
 
 
 def move(job: Job, out: Out, attempt: Attempt) -> None:
-    if any(worker.done for worker in job.seated()):
+    if job.somebody_done():
         release(job, out, attempt)
         drop_done(job, out, attempt.incident)
         return
@@ -114,21 +111,21 @@ def _hold_row(job: Job, out: Out, attempt: Attempt) -> None:
             return
         attempt.holding = True
         attempt.hold_at = out.now
-    for worker in members(job, attempt):
-        if not has_held(worker, attempt):
-            out.ask(worker, "hold", attempt.generation, Hold(generation=attempt.generation))
-    ticks = held_ticks(job, attempt)
+    ask_ranks(out, "hold", attempt, Hold(generation=attempt.generation), attempt.holds)
+    ticks = attempt.held_ticks
     if len(ticks) > 1:
         fail_move(job, out, attempt, f"ranks hold at different ticks {sorted(ticks)}")
-    elif ticks and all(has_held(worker, attempt) for worker in members(job, attempt)):
-        attempt.tick = ticks.pop()
+    elif ticks and attempt.holds.left == 0:
+        attempt.tick = min(ticks)
 
 
 def release(job: Job, out: Out, attempt: Attempt) -> None:
     """Undo: ranks go on as before, newcomers (whose position is stale by then) are replaced."""
-    for worker in members(job, attempt):
+    away = [n.name for n in job.nodes.values() if n.state != "connected"]
+    for worker in [*job.odd(), *(w for name in away for w in job.owners_on(name))]:
         if worker.usable and not worker.done:
             worker.release_due = attempt.generation
+    job.release_due = attempt.generation
     for worker in newcomers(job, attempt):
         worker.role = "unwanted"
         out.kill(worker)

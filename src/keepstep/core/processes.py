@@ -7,6 +7,8 @@ new standby) is not decided here but by the next look at all facts.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from keepstep.core import placement
 from keepstep.core.incidents import warn
 from keepstep.core.state import Job, Node, Out, Role, Worker
@@ -109,7 +111,7 @@ def crash(job: Job, out: Out, node: Node, slot: int) -> None:
 
 def ask_holders_again(job: Job) -> None:
     """A node came back, or will never: newcomers that lack their side state look once more."""
-    for worker in job.workers.values():
+    for worker in job.special.values():  # newcomers are
         if worker.lacks_holders:
             worker.lacks_holders = False
             worker.asked.pop("copy", None)
@@ -153,19 +155,17 @@ def refill(job: Job, out: Out, needed: int, forced: bool) -> None:
     missing = wanted - len(job.standbys())
     if missing <= 0:
         return
-    for node_name, slot in placement.free_slots(job.nodes, job.workers.values())[:missing]:
+    for node_name, slot in free_slots(job)[:missing]:
         start_worker(job, out, node_name, slot, -1, "standby")
 
 
 def end_left_over(job: Job, out: Out) -> None:
     """A standby and the understudies beside it give one seat; the rest is ended when that is
     taken and training goes on. So are understudies that have lost their standby."""
-    seats = {worker.place for worker in job.seated() if worker.alive}
     parked = {worker.place for worker in job.standbys()}
-    for worker in job.workers.values():
-        alone = worker.role == "understudy" and worker.place not in parked
-        taken = worker.role == "standby" and worker.place in seats
-        if (alone or taken) and worker.usable:
+    for worker in list(job.special.values()):
+        waiting = worker.role in ("standby", "understudy") and worker.usable
+        if waiting and worker.place not in parked:
             worker.role = "unwanted"
             out.kill(worker)
 
@@ -178,7 +178,7 @@ def may_get_spare(job: Job) -> bool:
         for w in job.standbys()
     ):
         return True
-    if placement.free_slots(job.nodes, job.workers.values()):
+    if free_slots(job):
         return True
     # A slot that is being emptied.
     return any(
@@ -186,8 +186,25 @@ def may_get_spare(job: Job) -> bool:
         and worker.killed_at is not None
         and job.nodes[worker.node].state == "connected"
         and job.nodes[worker.node].healthy(worker.slot)
-        for worker in job.workers.values()
+        for worker in job.special.values()
     )
+
+
+def free_slots(job: Job) -> list[tuple[str, int]]:
+    """Only nodes that run fewer processes than they have slots are looked at; those that share a
+    slot with another do not count."""
+    dead = Counter(
+        worker.node
+        for worker in job.special.values()
+        if not worker.alive or (worker.presumed >= 0 and worker.role in ("understudy", "unwanted"))
+    )
+    roomy = {
+        node.name: node
+        for node in job.order
+        if len(job.there.get(node.name, ())) - dead[node.name] < node.slots
+    }
+    there = (worker for name in roomy for worker in job.there.get(name, ()))
+    return placement.free_slots(roomy, there)
 
 
 def give_buddy(job: Job, out: Out, worker: Worker, avoid: str = "") -> Address | None:

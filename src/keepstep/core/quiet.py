@@ -3,10 +3,10 @@
 Theory of operation. `settle` looks at every rank, and nearly everything that is said changes one
 fact of one rank: with n ranks a migration would cost n answers times n facts. But most answers
 only bring a gate nearer ("all have reported") that stays shut as long as *one* rank lacks the
-answer. So one such rank is kept in mind (a cursor), and while it still lacks the answer the gate
-is shut, whatever else has come; when it has answered the cursor moves on to the next one that has
-not. A cursor goes round once for each gate, so an answer costs a constant amount on average. It is
-only ever a place to begin the search: a wrong one costs time and decides nothing.
+answer. Whose answers are missing is counted (`Tally` in ranks.py), so an answer costs the same in
+a job of any size. Where a gate asks for more than answers one rank that keeps it shut is kept in
+mind (a cursor): it is only ever a place to begin the search, a wrong one costs time and decides
+nothing.
 
 `follows_nothing` says that a look after this event would find what the last one found. That needs
 
@@ -22,11 +22,10 @@ early, and whoever wakes up then asks once more (`Core.deadline` with the time i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 
-from keepstep.core.migration import stage_one
-from keepstep.core.phases import has_held, has_reported
-from keepstep.core.rewire import has_resumed
+from keepstep.core.phases import has_held
+from keepstep.core.rewire import goes_on
 from keepstep.core.state import Attempt, Job, Out, Worker
 from keepstep.model.job import AgentJoined, AgentSaid, CoreInput
 from keepstep.model.messages import (
@@ -43,6 +42,7 @@ from keepstep.model.messages import (
     Unstalled,
     WorkerMessage,
     WorkerSaid,
+    WorkersSaid,
     WorkerStarted,
 )
 
@@ -73,8 +73,25 @@ def follows_nothing(job: Job, out: Out, event: CoreInput) -> bool:
         return _still_rewiring(job, attempt, job.owners_on(event.node))
     if isinstance(message, Stalled | Unstalled):
         return _in_recovery(attempt) or _somebody_gets_on(job, attempt)
-    if not isinstance(message, WorkerSaid):
-        return False
+    if isinstance(message, WorkersSaid):
+        # Each one is asked about, because the first of a kind is noted as such.
+        idle = [_is_idle(job, attempt, one) for one in _samples(job, message.said)]
+        return all(idle)
+    return isinstance(message, WorkerSaid) and _is_idle(job, attempt, message)
+
+
+def _samples(job: Job, said: list[WorkerSaid]) -> Iterable[WorkerSaid]:
+    """Ordinary ranks that give the same answer about the same tick stand for each other."""
+    special, workers = job.special, job.workers
+    found: dict[object, WorkerSaid] = {}
+    for one in said:
+        alike = one.worker in workers and one.worker not in special
+        kind = (type(one.said), getattr(one.said, "tick", 0))
+        found[kind if alike else one.worker] = one
+    return found.values()
+
+
+def _is_idle(job: Job, attempt: Attempt | None, message: WorkerSaid) -> bool:
     worker = job.workers.get(message.worker)
     if worker is None or job.owners.get(worker.rank) != worker.id or not worker.usable:
         return False
@@ -85,7 +102,7 @@ def follows_nothing(job: Job, out: Out, event: CoreInput) -> bool:
     if attempt.committed:
         rewired = isinstance(message.said, Swapped | Resumed)
         return rewired and _still_rewiring(job, attempt, [worker])
-    return _still_gathering(job, out, attempt, worker, message.said)
+    return _still_gathering(job, attempt, worker, message.said)
 
 
 def _in_recovery(attempt: Attempt | None) -> bool:
@@ -93,19 +110,6 @@ def _in_recovery(attempt: Attempt | None) -> bool:
 
 
 # ------------------------------------------------------------------ gates that are still shut
-
-
-def _lacking(
-    job: Job, attempt: Attempt, what: str, ranks: Sequence[int], lacks: Callable[[Worker], bool]
-) -> bool:
-    """True: somebody in `ranks` lacks the answer."""
-    owners, workers, count = job.owners, job.workers, len(ranks)
-    first = attempt.cursors.get(what, 0)
-    for number in range(first, first + count):
-        if lacks(workers[owners[ranks[number % count]]]):
-            attempt.cursors[what] = number % count
-            return True
-    return False
 
 
 def _first(attempt: Attempt, what: str, tick: int = 0) -> bool:
@@ -116,10 +120,7 @@ def _first(attempt: Attempt, what: str, tick: int = 0) -> bool:
     return True
 
 
-def _still_gathering(
-    job: Job, out: Out, attempt: Attempt, worker: Worker, said: WorkerMessage
-) -> bool:
-    ranks, generation = attempt.members, attempt.generation
+def _still_gathering(job: Job, attempt: Attempt, worker: Worker, said: WorkerMessage) -> bool:
     if isinstance(said, Failure):
         # Neighbours of a dead rank fail by the thousand; their Reports will say it again.
         if not _in_recovery(attempt) or said.error_kind == "device":
@@ -128,21 +129,13 @@ def _still_gathering(
         return True
     if isinstance(said, Report):
         report = worker.report
-        if report is None or report.generation != generation or report.done or worker.done:
+        if report is None or report.generation != attempt.generation or report.done or worker.done:
             return False
         if attempt.tick is not None or _first(attempt, "report"):
             return False
-        if not _lacking(job, attempt, "report", ranks, lambda w: not has_reported(w, attempt)):
-            return False
-        if stage_one(job, out, attempt, worker):
-            due = attempt.staged_at + job.build_ns
-            job.due = due if job.due is None else min(job.due, due)
-        return True
+        return attempt.reports.left > 0
     if isinstance(said, Staged):
-        moving = frozenset(attempt.moving)
-        return _lacking(
-            job, attempt, "stage", ranks, lambda w: w.staged != generation and w.rank not in moving
-        )
+        return attempt.stages.left > 0
     if isinstance(said, Held):
         held = worker.held
         if held is None or worker.done or not has_held(worker, attempt):
@@ -150,27 +143,15 @@ def _still_gathering(
         if _first(attempt, "held", held.tick):
             return False
         # Who holds is not missed when a hang is looked for, which recoveries do not do.
-        blind = _in_recovery(attempt)
-        return _lacking(
-            job,
-            attempt,
-            "held",
-            ranks,
-            lambda w: not has_held(w, attempt) and (blind or _gets_on(w)),
-        )
+        return attempt.holds.left > 0 and (_in_recovery(attempt) or _somebody_gets_on(job, attempt))
     return False
 
 
 def _still_rewiring(job: Job, attempt: Attempt, speakers: list[Worker]) -> bool:
-    generation, ranks = attempt.generation, range(job.spec.world)
     if attempt.phase == "REWIRE":
-        swapped = any(worker.swapped >= generation for worker in speakers)
-        return not (swapped and _first(attempt, "swap")) and _lacking(
-            job, attempt, "swap", ranks, lambda w: not w.done and w.swapped < generation
-        )
-    return attempt.phase == "RESUME" and _lacking(
-        job, attempt, "resume", ranks, lambda w: not w.done and not has_resumed(w, generation)
-    )
+        swapped = any(worker.swapped >= attempt.generation for worker in speakers)
+        return not (swapped and _first(attempt, "swap")) and goes_on(job, attempt.swaps)
+    return attempt.phase == "RESUME" and goes_on(job, attempt.resumes)
 
 
 def _gets_on(worker: Worker) -> bool:
@@ -179,11 +160,12 @@ def _gets_on(worker: Worker) -> bool:
 
 def _somebody_gets_on(job: Job, attempt: Attempt | None) -> bool:
     """As long as one rank does, no hang can be told."""
-    gathering = attempt if attempt is not None and not attempt.committed else None
+    holds = attempt.holds if attempt is not None and not attempt.committed else None
     for number in range(job.cursor, job.cursor + job.spec.world):
         rank = number % job.spec.world
-        worker = job.workers[job.owners[rank]]
-        if _gets_on(worker) and (gathering is None or not has_held(worker, gathering)):
+        if holds is not None and not holds.lacks(rank):
+            continue
+        if _gets_on(job.workers[job.owners[rank]]):
             job.cursor = rank
             return True
     return False

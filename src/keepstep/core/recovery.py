@@ -120,8 +120,8 @@ def _apply_processes(
         job.workers[record.worker].alive = False
     elif isinstance(record, NodeLost):
         job.nodes[record.node].state = "dead"
-        for worker in job.workers.values():
-            worker.alive = worker.alive and worker.node != record.node
+        for worker in job.there.get(record.node, ()):
+            worker.alive = False
     elif isinstance(record, NodeJoined):
         add_node(job, record.node, record.slots).state = "disconnected"
     elif isinstance(record, StartBegun):
@@ -232,7 +232,7 @@ def agents_are_back(job: Job, out: Out) -> bool:
     for _, worker in job.owning():
         worker.attached = True
         if worker.swapped < job.generation:
-            solo = any(owner.done for _, owner in job.owning())
+            solo = job.somebody_done()
             buddy = give_buddy(job, out, worker)
             worker.swap = Swap(generation=job.generation, buddy=buddy, solo=solo)
             worker.resync = True

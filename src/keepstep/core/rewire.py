@@ -6,13 +6,13 @@ whose script has ended needs no groups and is left alone. See phases.py for the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from keepstep.core.incidents import close_incident
-from keepstep.core.phases import has_held, mark, members, newcomers
+from keepstep.core.phases import Gate, mark, newcomers
 from keepstep.core.processes import arm, close_stores, give_buddy
+from keepstep.core.ranks import Tally
 from keepstep.core.state import Attempt, Incident, Job, Out, Worker
 from keepstep.core.timeline import source_sentence
+from keepstep.core.together import aside, tell_ranks
 from keepstep.model.messages import Forget, Leave, Swap
 from keepstep.model.records import Committed
 
@@ -21,7 +21,7 @@ def commit(job: Job, out: Out, attempt: Attempt) -> None:
     incident = attempt.incident
     moves = [move_sentence(job, attempt, rank) for rank in sorted(attempt.newcomers)]
     copies = [w.copied for w in newcomers(job, attempt) if w.copied is not None]
-    version = max((w.held.version for w in members(job, attempt) if w.held), default=-1)
+    version = attempt.held_version
     for rank, worker_id in sorted(attempt.newcomers.items()):
         old = job.owner(rank)
         if old is not None and old.usable:
@@ -35,6 +35,7 @@ def commit(job: Job, out: Out, attempt: Attempt) -> None:
         newcomer.version = max(newcomer.version, version)
         job.causes.pop(rank, None)
     attempt.committed_at = out.now
+    attempt.rewiring(job.spec.world)
     job.generation = attempt.generation
     job.master = attempt.store or job.master
     incident.generation = attempt.generation
@@ -51,15 +52,15 @@ def commit(job: Job, out: Out, attempt: Attempt) -> None:
             incident=incident.id,
             generation=attempt.generation,
             tick=attempt.tick if attempt.tick is not None else 0,
-            placement=dict(sorted(job.owners.items())),
+            placement=dict(sorted(attempt.newcomers.items())),
             moves=moves,
         )
     )
-    for worker in job.seated():
+    for worker in job.odd():
         worker.stalled = None
         worker.resync = False
-        if worker.id in attempt.newcomers.values():
-            arm(job, out, worker, version)
+    for worker in newcomers(job, attempt):
+        arm(job, out, worker, version)
     job.hang_warned = False
     job.alarm = None
     mark(attempt, out, "COMMIT")
@@ -73,39 +74,69 @@ def move_sentence(job: Job, attempt: Attempt, rank: int) -> str:
 
 
 def rewire(job: Job, out: Out, attempt: Attempt) -> None:
-    generation = attempt.generation
-    for worker in job.seated():
-        if worker.done or not worker.usable or worker.swapped >= generation:
-            continue
-        if worker.swap is None or worker.swap.generation != generation:
-            buddy = give_buddy(job, out, worker)
-            worker.swap = Swap(generation=generation, buddy=buddy, solo=attempt.solo)
-        out.ask(worker, "swap", generation, worker.swap)
-    owners = [worker for worker in job.seated() if not worker.done]
+    _swap_row(job, out, attempt)
     for phase, gate in FORWARD:
-        if not gate(owners, generation):
+        if not gate(job, attempt):
             mark(attempt, out, phase)
             return
     mark(attempt, out, "RETIRE")
     retire(job, out, attempt)
 
 
+def _swap_row(job: Job, out: Out, attempt: Attempt) -> None:
+    """Whose buddy stays the same is told with all others, whoever gets another one is told so."""
+    generation = attempt.generation
+    if "swap" not in attempt.told:
+        others = _renew_swaps(job, out, attempt)
+        all_alike = Swap(generation=generation, buddy=None, solo=attempt.solo, same_buddy=True)
+        attempt.told["swap"] = tell_ranks(out, all_alike, others)
+        for worker in others.values():
+            attempt.alone[worker.id] = worker
+    for worker in aside(job, attempt):
+        if worker.usable and not worker.done and worker.swapped < generation:
+            assert worker.swap is not None
+            out.ask(worker, "swap", generation, worker.swap)
+
+
+def _renew_swaps(job: Job, out: Out, attempt: Attempt) -> dict[str, Worker]:
+    """What each rank is to be told if it is told alone; whose buddy is another one now."""
+    others: dict[str, Worker] = {}
+    for name in job.nodes:
+        owners = [w for w in job.owners_on(name) if w.usable and not w.done]
+        if not owners:
+            continue
+        before = [worker.buddy for worker in owners]
+        buddy = give_buddy(job, out, owners[0])
+        swap = Swap(generation=attempt.generation, buddy=buddy, solo=attempt.solo)
+        for worker, old in zip(owners, before, strict=True):
+            worker.swap, worker.buddy = swap, owners[0].buddy
+            if old != worker.buddy or not worker.buddy_heard:
+                others[worker.id] = worker
+                worker.buddy_heard = True
+    return others
+
+
 def has_resumed(worker: Worker, generation: int) -> bool:
     return worker.resumed is not None and worker.resumed.generation == generation
 
 
-def all_swapped(owners: list[Worker], generation: int) -> bool:
+def all_swapped(job: Job, attempt: Attempt) -> bool:
     """Every rank whose script goes on uses the new connections."""
-    return all(worker.swapped >= generation for worker in owners)
+    return not goes_on(job, attempt.swaps)
 
 
-def all_resumed(owners: list[Worker], generation: int) -> bool:
+def all_resumed(job: Job, attempt: Attempt) -> bool:
     """Every such rank has passed its first fence of the new generation."""
-    return all(has_resumed(worker, generation) for worker in owners)
+    return not goes_on(job, attempt.resumes)
+
+
+def goes_on(job: Job, missing: Tally) -> bool:
+    """Somebody is missing whose script has not ended."""
+    return any(not job.workers[job.owners[rank]].done for rank in missing.missing())
 
 
 # The phases behind COMMIT and their gates; those in front of it stand in phases.py.
-FORWARD: tuple[tuple[str, Callable[[list[Worker], int], bool]], ...] = (
+FORWARD: tuple[tuple[str, Gate], ...] = (
     ("REWIRE", all_swapped),
     ("RESUME", all_resumed),
 )
@@ -114,7 +145,7 @@ FORWARD: tuple[tuple[str, Callable[[list[Worker], int], bool]], ...] = (
 def retire(job: Job, out: Out, attempt: Attempt) -> None:
     job.attempt = None
     # Not before: a process that ends and gives its memory back takes time from the first step.
-    for worker in job.workers.values():
+    for worker in list(job.special.values()):
         if worker.role == "leaver" and worker.usable:
             out.ask(worker, "leave", attempt.generation, Leave(generation=attempt.generation))
     close_stores(job, out, keep={job.generation})
@@ -131,13 +162,14 @@ def retire(job: Job, out: Out, attempt: Attempt) -> None:
 
 def forget_dead(job: Job, out: Out) -> None:
     """Nobody needs the dead workers' side state any more."""
-    for node in job.nodes.values():
-        gone = [
-            w.id for w in job.there.get(node.name, ()) if not w.alive and "forget" not in w.asked
-        ]
-        if gone and out.send(node.name, Forget(workers=gone)):
-            for worker in gone:
-                job.workers[worker].asked["forget"] = (job.generation, out.now)
+    gone: dict[str, list[str]] = {}  # by node
+    for worker in job.special.values():
+        if not worker.alive and "forget" not in worker.asked:
+            gone.setdefault(worker.node, []).append(worker.id)
+    for name, ids in gone.items():
+        if out.send(name, Forget(workers=ids)):
+            for worker_id in ids:
+                job.workers[worker_id].asked["forget"] = (job.generation, out.now)
 
 
 def settle_committed_planned(job: Job, out: Out, incident: Incident, by: str) -> None:
@@ -146,9 +178,3 @@ def settle_committed_planned(job: Job, out: Out, incident: Incident, by: str) ->
         incident.also(f"interrupted by {by}")
         return
     close_incident(job, out, incident, "RESOLVED", f"moved; before the first step {by} followed")
-
-
-def held_ticks(job: Job, attempt: Attempt) -> set[int]:
-    return {
-        w.held.tick for w in members(job, attempt) if w.held is not None and has_held(w, attempt)
-    }

@@ -9,18 +9,24 @@ look leads somewhere else.
 `Worker.asked` remembers what was already sent, so that looking again sends nothing twice. It is
 emptied when the worker's agent joins anew, so commands lost with a broken stream are sent again;
 commands are idempotent, and rows whose answer is already known are skipped.
+
+What is equal for all ranks is told to all of them at once (together.py).
+
+An *ordinary* worker owns a rank, lives and trains, and there is nothing else to say about it. The
+others are in `Job.special`, which every change of such a fact keeps true: a look begins with them,
+and does not walk over all ranks to find the one that is dead.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from keepstep.core.ranks import Ranks, Tally, Told
 from keepstep.core.timeline import Timeline
 from keepstep.model.job import InjectSpec, JobSpec
 from keepstep.model.messages import (
@@ -43,6 +49,7 @@ from keepstep.model.views import IncidentView, JobView, NoteView
 
 SECOND = 1_000_000_000
 NOTES_MAX = 20
+EVERY_NODE = "*"  # in Send: all that are connected
 
 Role = Literal["standby", "understudy", "newcomer", "rank", "leaver", "unwanted"]
 Kind = Literal["planned", "unplanned", "resume"]
@@ -83,7 +90,7 @@ class Node:
 
 
 @dataclass(slots=True)
-class Worker:
+class WorkerFacts:
     id: str
     node: str
     slot: int
@@ -120,6 +127,7 @@ class Worker:
     groups: dict[str, list[int]] | None = None  # process group -> ranks in it, as it said
     done: bool = False
     buddy: str = ""  # node
+    buddy_heard: bool = True  # False: its agent was away, it may have missed who it is
     leave_at: int = 0
     release_due: int | None = None  # generation of a planned attempt it may still hold for
     # answers in an attempt, each with its generation
@@ -133,15 +141,54 @@ class Worker:
     resumed: Resumed | None = None
     checkpointed: int = -1
     asked: dict[str, tuple[int, int]] = field(default_factory=dict)  # what -> (generation, when)
-    resync: bool = False  # its agent came back: something sent before may never have arrived
+    synced: int = 0  # how often ranks had been told something at once when its agent joined
+    resync: bool = False  # its agent came back, and it may never have heard of its Swap
+    special: dict[str, Worker] | None = None  # of its job, once it belongs to one
+
+
+class Worker(WorkerFacts):
+    """Facts about a process; those that make it special are watched."""
+
+    __slots__ = ()
 
     @property
     def usable(self) -> bool:
         return self.alive and self.killed_at is None
 
     @property
+    def ordinary(self) -> bool:
+        if self.role != "rank" or not self.alive or self.killed_at is not None or self.done:
+            return False
+        return self.stalled is None and self.release_due is None and not self.resync
+
+    def sort_in(self) -> None:
+        if self.special is None:
+            return
+        if not self.ordinary:
+            self.special[self.id] = self
+        else:
+            self.special.pop(self.id, None)
+
+    @property
     def place(self) -> str:
         return f"{self.node}/{self.slot}"
+
+
+def _watched(name: str) -> Any:
+    slot = getattr(WorkerFacts, name)
+    write = slot.__set__
+
+    def change(worker: Worker, value: object) -> None:
+        write(worker, value)
+        if hasattr(worker, "special"):  # else it is still being made
+            worker.sort_in()
+
+    return property(slot.__get__, change)
+
+
+if not TYPE_CHECKING:
+    for _name in ("role", "alive", "killed_at", "done", "stalled", "release_due", "resync"):
+        setattr(Worker, _name, _watched(_name))
 
 
 @dataclass(slots=True)
@@ -188,7 +235,7 @@ class Attempt:
     incident: Incident
     generation: int
     started_at: int
-    members: tuple[int, ...]  # ranks whose owners are alive
+    members: Ranks  # ranks whose owners are alive
     moving: tuple[int, ...]  # ranks that newcomers take over: victims, or leavers if planned
     newcomers: dict[int, str] = field(default_factory=dict)
     reported: list[int] = field(default_factory=list)  # ranks, in order of arrival
@@ -208,17 +255,29 @@ class Attempt:
     no_checkpoint: str = ""  # why the state is not on disk meanwhile
     checkpoint_failed_at: int = 0
     solo: bool = False
-    # For quiet.py: what somebody has answered (with its tick), and who is asked about first
+    told: dict[str, Told] = field(default_factory=dict)
+    alone: dict[str, Worker] = field(default_factory=dict)  # asked one by one
+    # Whose answers are missing. Members; those who stay; from COMMIT on all ranks.
+    reports: Tally = field(init=False)
+    holds: Tally = field(init=False)
+    stages: Tally = field(init=False)
+    swaps: Tally = field(init=False)
+    resumes: Tally = field(init=False)
+    held_ticks: set[int] = field(default_factory=set)
+    held_version: int = -1  # the newest
+    # For quiet.py: what somebody has answered (with its tick)
     heard: dict[str, int] = field(default_factory=dict)
-    cursors: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.reports, self.holds = self.members.tally(), self.members.tally()
+        self.stages = self.members.tally(self.moving)
 
     @property
     def committed(self) -> bool:
         return self.committed_at is not None
 
-    def has_member(self, rank: int) -> bool:
-        at = bisect_left(self.members, rank)  # they are in order
-        return at < len(self.members) and self.members[at] == rank
+    def rewiring(self, world: int) -> None:
+        self.swaps, self.resumes = Tally(world), Tally(world)
 
 
 @dataclass(slots=True)
@@ -229,6 +288,7 @@ class Job:
     order: list[Node]  # the same, by index
     mode: Literal["waiting", "opening", "starting", "running"] = "waiting"
     workers: dict[str, Worker] = field(default_factory=dict)
+    special: dict[str, Worker] = field(default_factory=dict)  # those that are not ordinary
     owners: dict[int, str] = field(default_factory=dict)  # rank -> worker
     there: dict[str, list[Worker]] = field(
         default_factory=dict
@@ -241,6 +301,7 @@ class Job:
     closed: list[IncidentView] = field(default_factory=list)
     notes: deque[NoteView] = field(default_factory=lambda: deque(maxlen=NOTES_MAX))
     attempt: Attempt | None = None
+    tellings: int = 0  # how often all ranks were told something at once
     master: Address | None = None
     reason: str = ""
     ended: JobView | None = None
@@ -257,6 +318,7 @@ class Job:
     understudies_failed: int = 0  # since one was ready
     preempted: list[tuple[int, int]] = field(default_factory=list)  # when, ranks told to leave
     deferred: dict[str, str] = field(default_factory=dict)  # tainted target -> reason
+    release_due: int | None = None  # to be told to all ordinary ranks
     released: int | None = None  # generation of the last planned attempt that was undone
     # start-up
     start_failures: int = 0
@@ -301,6 +363,8 @@ class Job:
     def add_worker(self, worker: Worker) -> None:
         self.workers[worker.id] = worker
         self.there.setdefault(worker.node, []).append(worker)
+        worker.special = self.special
+        worker.sort_in()
 
     def owners_on(self, node: str) -> list[Worker]:
         """In order of ranks."""
@@ -322,14 +386,25 @@ class Job:
         """In order of ranks."""
         return [(worker.rank, worker) for worker in self.seated()]
 
-    def live(self) -> list[int]:
-        return [w.rank for w in self.seated() if w.alive and w.killed_at is None]
+    def odd(self) -> list[Worker]:
+        """Owners that are not ordinary, in order of ranks."""
+        owners = self.owners
+        found = [w for w in self.special.values() if owners.get(w.rank) == w.id]
+        return sorted(found, key=lambda w: w.rank)
+
+    def live(self) -> Ranks:
+        world = self.spec.world
+        gone = [w.rank for w in self.odd() if not w.usable]
+        if len(self.owners) < world:
+            gone += [rank for rank in range(world) if rank not in self.owners]
+        return Ranks(world, gone)
 
     def dead(self) -> list[int]:
         """Ranks without a living owner. One whose script has ended needs none."""
-        return [
-            w.rank for w in self.seated() if not (w.alive and w.killed_at is None) and not w.done
-        ]
+        return [w.rank for w in self.odd() if not w.usable and not w.done]
+
+    def somebody_done(self) -> bool:
+        return any(w.done for w in self.odd())
 
     def attaching(self) -> tuple[list[int], list[int]]:
         """Ranks that are in attach or through it, and ranks that are not."""
@@ -341,25 +416,35 @@ class Job:
 
     def standbys(self) -> list[Worker]:
         """One for each place. A place whose understudy is taking a seat is used up."""
-        found = [
-            w
-            for w in self.workers.values()
-            if w.role == "standby" and w.alive and w.killed_at is None
-        ]
-        if not self.spec.understudies:
-            return found
-        seats = {
-            w.place for w in self.workers.values() if w.role in ("newcomer", "rank") and w.alive
-        }
-        return [w for w in found if w.place not in seats]
+        found = [w for w in self.special.values() if w.role == "standby" and w.usable]
+        return [w for w in found if not self.seated_at(w)] if self.spec.understudies else found
+
+    def seated_at(self, standby: Worker) -> bool:
+        """Somebody has, or is being given, a seat in the same place."""
+        return any(
+            w.role in ("newcomer", "rank") and w.alive and w.slot == standby.slot
+            for w in self.there[standby.node]
+        )
 
     def understudies(self) -> list[Worker]:
         if not self.spec.understudies:
             return []
-        return [w for w in self.workers.values() if w.role == "understudy" and w.usable]
+        return [w for w in self.special.values() if w.role == "understudy" and w.usable]
 
     def connected(self) -> list[Node]:
         return [node for node in self.nodes.values() if node.state == "connected"]
+
+    def asked_at(self, worker: Worker, what: str, generation: int) -> int | None:
+        """When it was asked, alone or with all others; None: not, or that may be lost."""
+        asked = worker.asked.get(what)
+        if asked is not None and asked[0] == generation:
+            return asked[1]
+        attempt = self.attempt
+        told = attempt.told.get(what) if attempt is not None else None
+        if attempt is None or told is None or attempt.generation != generation:
+            return None
+        lost = told.number <= worker.synced or worker.id in told.besides
+        return told.at if worker.role == "rank" and not lost else None
 
     def unplanned(self) -> Incident | None:
         for incident in self.incidents:
@@ -409,13 +494,19 @@ class Out:
             return False
         return self.send(worker.node, Tell(worker=worker.id, command=command))
 
-    def ask(self, worker: Worker, what: str, generation: int, command: WorkerCommand) -> None:
-        """Tell once per generation, and once more after the agent was away."""
-        asked = worker.asked.get(what)
-        if asked is not None and asked[0] == generation:
-            return
-        if self.tell(worker, command):
-            worker.asked[what] = (generation, self.now)
+    def ask(self, worker: Worker, what: str, generation: int, command: WorkerCommand) -> bool:
+        """Tell once per generation, and once more after the agent was away. True: told now."""
+        if self.job.asked_at(worker, what, generation) is not None:
+            return False
+        if not self.tell(worker, command):
+            return False
+        worker.asked[what] = (generation, self.now)
+        if self.job.attempt is not None:
+            self.job.attempt.alone[worker.id] = worker
+        return True
+
+    def send_all(self, command: AgentCommand) -> None:
+        self._outcome.sends.append(Send(job=self.job.id, node=EVERY_NODE, command=command))
 
     def kill(self, worker: Worker) -> None:
         """Fence: from now on it counts as dead; COMMIT still waits for the agent's word."""

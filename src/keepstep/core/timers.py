@@ -7,6 +7,9 @@ Times derive from the one knob, `stall_timeout`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
+
 from keepstep.core import breaker, understudies
 from keepstep.core.faults import (
     SILENT_NS,
@@ -20,11 +23,13 @@ from keepstep.core.faults import (
 from keepstep.core.incidents import end_job, warn
 from keepstep.core.migration import EXIT_GAVE_UP
 from keepstep.core.operator import retry_deferred
-from keepstep.core.phases import has_copied, has_held, has_reported, members
+from keepstep.core.phases import has_copied, members
 from keepstep.core.phases import newcomers as newcomers_of
 from keepstep.core.planned import fail_move
+from keepstep.core.ranks import Tally
 from keepstep.core.start import JOIN_SPARES_NS, attach_is_late, start_is_slow, store_failed
 from keepstep.core.state import SECOND, Attempt, Job, Node, Out, Worker
+from keepstep.core.together import aside
 from keepstep.model.messages import KillWorker
 
 LEAVE_NS = 10 * SECOND
@@ -46,7 +51,7 @@ def timers(job: Job) -> list[Timer]:
             rows += _gone_timer(job, node)
         elif node.state == "unreachable":
             rows.append((node.fenced_at, "fenced", node.name))
-    for worker in job.workers.values():
+    for worker in job.special.values():
         if not worker.alive or job.nodes[worker.node].state != "connected":
             continue
         if worker.killed_at is not None:
@@ -102,12 +107,11 @@ def _start_timers(job: Job) -> list[Timer]:
 def _attempt_timers(job: Job, attempt: Attempt) -> list[Timer]:
     rows: list[Timer] = []
     if attempt.committed_at is not None:
-        owners = [worker for worker in job.seated() if not worker.done]
-        late = [w for w in owners if w.swapped < attempt.generation]
-        reply_ns = _reply_ns(job, len(late) < len(owners))
-        for worker in late:
-            rows += _since(job, worker, "swap", attempt, reply_ns, "member")
-        return rows
+        owners = job.spec.world - sum(worker.done for worker in job.odd())
+        late = attempt.swaps.left - sum(
+            worker.done and attempt.swaps.lacks(worker.rank) for worker in job.odd()
+        )
+        return _late_rows(job, attempt, "swap", attempt.swaps, late < owners)
     if attempt.no_checkpoint and attempt.checkpoint_failed_at:
         rows.append((attempt.checkpoint_failed_at + job.build_ns, "checkpoint", ""))
     if attempt.incident.give_up:
@@ -136,12 +140,34 @@ def _attempt_timers(job: Job, attempt: Attempt) -> list[Timer]:
 
 
 def _member_timers(job: Job, attempt: Attempt) -> list[Timer]:
-    group = members(job, attempt)
-    what, late = "abort", [w for w in group if not has_reported(w, attempt)]
-    if not late:
-        what, late = "decide", [w for w in group if not has_held(w, attempt)]
-    reply_ns = _reply_ns(job, len(late) < len(group))
-    return [row for w in late for row in _since(job, w, what, attempt, reply_ns, "member")]
+    what, tally = ("abort", attempt.reports) if attempt.reports.left else ("decide", attempt.holds)
+    return _late_rows(job, attempt, what, tally, tally.left < len(attempt.members))
+
+
+def _late_rows(
+    job: Job, attempt: Attempt, what: str, tally: Tally, somebody_answered: bool
+) -> list[Timer]:
+    """Whoever was asked alone has a row of its own. All others were asked at the same time, so one
+    row is enough; it is there as long as one of them is late."""
+    reply_ns = _reply_ns(job, somebody_answered)
+    rows: list[Timer] = []
+    if tally.left:
+        for worker in aside(job, attempt):
+            if tally.lacks(worker.rank) and not (attempt.committed and worker.done):
+                rows += _since(job, worker, what, attempt, reply_ns, "member")
+    told = attempt.told.get(what)
+    if told is not None and next(_late_together(job, attempt, tally), None) is not None:
+        rows.append((told.at + reply_ns, "members", ""))
+    return rows
+
+
+def _late_together(job: Job, attempt: Attempt, tally: Tally) -> Iterator[Worker]:
+    for rank in tally.missing():
+        worker = job.workers[job.owners[rank]]
+        if not worker.ordinary or worker.id in attempt.alone:
+            continue
+        if job.nodes[worker.node].state == "connected":
+            yield worker
 
 
 def _reply_ns(job: Job, somebody_answered: bool) -> int:
@@ -151,18 +177,20 @@ def _reply_ns(job: Job, somebody_answered: bool) -> int:
 
 
 def _all_asked_staged(job: Job, attempt: Attempt) -> bool:
-    group = members(job, attempt) + newcomers_of(job, attempt)
-    asked = [w for w in group if w.asked.get("stage", (-1, 0))[0] == attempt.generation]
-    return all(worker.staged == attempt.generation for worker in asked)
+    """True as well if nobody of those who are missing could be asked."""
+    missing = (job.workers[job.owners[rank]] for rank in attempt.stages.missing())
+    joining = (w for w in newcomers_of(job, attempt) if w.staged != attempt.generation)
+    late = chain(missing, joining)
+    return all(job.asked_at(w, "stage", attempt.generation) is None for w in late)
 
 
 def _since(job: Job, worker: Worker, what: str, attempt: Attempt, ns: int, row: str) -> list[Timer]:
-    asked = worker.asked.get(what)
-    if asked is None or asked[0] != attempt.generation or not worker.usable:
+    asked_at = job.asked_at(worker, what, attempt.generation)
+    if asked_at is None or not worker.usable:
         return []
     if job.nodes[worker.node].state != "connected":
         return []  # it is asked again when its agent is back, or lost with its node
-    return [(asked[1] + ns, row, worker.id)]
+    return [(asked_at + ns, row, worker.id)]
 
 
 def fire(job: Job, out: Out) -> None:
@@ -202,7 +230,9 @@ def _fire_one(job: Job, out: Out, what: str, subject: str) -> None:
     elif what == "slow-start":
         start_is_slow(job, out)
     elif attempt is not None:
-        if what == "store":
+        if what == "members":
+            _fire_members(job, out, attempt)
+        elif what == "store":
             stage_failed(job, out, attempt, f"{attempt.store_node} did not open the store in time")
         elif what == "retry":
             retry_stage(job, out, attempt)
@@ -236,6 +266,19 @@ def _fire_worker(job: Job, out: Out, what: str, worker: Worker) -> None:
     elif what == "newcomer":
         newcomer_failed(job, out, worker, f"{worker.id} was not ready in time")
     else:
-        late = f"rank {worker.rank} ({worker.id}) did not answer in time and was fenced"
-        job.causes[worker.rank] = ("hang", late)
-        out.kill(worker)
+        _fence_late(job, out, worker)
+
+
+def _fire_members(job: Job, out: Out, attempt: Attempt) -> None:
+    if attempt.committed:
+        tally = attempt.swaps
+    else:
+        tally = attempt.reports if attempt.reports.left else attempt.holds
+    for worker in list(_late_together(job, attempt, tally)):
+        _fence_late(job, out, worker)
+
+
+def _fence_late(job: Job, out: Out, worker: Worker) -> None:
+    late = f"rank {worker.rank} ({worker.id}) did not answer in time and was fenced"
+    job.causes[worker.rank] = ("hang", late)
+    out.kill(worker)

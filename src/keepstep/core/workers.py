@@ -17,7 +17,7 @@ from keepstep.core.migration import (
     group_trouble,
     sources_for,
 )
-from keepstep.core.phases import has_reported
+from keepstep.core.phases import has_held, has_reported
 from keepstep.core.planned import fail_move
 from keepstep.core.processes import inject_fired, replace_buddy, signal_now
 from keepstep.core.state import Attempt, Job, Out, Worker
@@ -112,10 +112,11 @@ def _rank_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> None:
     elif isinstance(said, Swapped):
         if attempt is not None and attempt.committed and said.generation == attempt.generation:
             worker.swapped, worker.swapped_at = said.generation, out.now
+            attempt.swaps.note(worker.rank)
             attempt.incident.timeline.swapped(said)
     elif isinstance(said, Resumed):
         _resumed(job, out, worker, said)
-    elif attempt is not None and not attempt.committed and attempt.has_member(worker.rank):
+    elif attempt is not None and not attempt.committed and worker.rank in attempt.members:
         _member_said(job, out, attempt, worker, said)
 
 
@@ -124,10 +125,12 @@ def _member_said(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Wor
         if said.generation != attempt.generation or attempt.kind != "unplanned":
             return
         worker.version = max(worker.version, said.version)
-        worker.done = worker.done or said.done
+        if said.done:
+            worker.done = True
         if not has_reported(worker, attempt):
             worker.report = said
             attempt.reported.append(worker.rank)
+        attempt.reports.note(worker.rank)
         if said.error_kind == "device":
             why = f"rank {worker.rank} raised {headline(said.error)}"
             job.causes[worker.rank] = ("device-error", why)
@@ -136,7 +139,12 @@ def _member_said(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Wor
         if said.generation == attempt.generation:
             worker.held = said
             worker.version = max(worker.version, said.version)
-            worker.done = worker.done or said.done
+            if said.done:
+                worker.done = True
+            if has_held(worker, attempt):
+                attempt.held_ticks.add(said.tick)
+                attempt.held_version = max(attempt.held_version, said.version)
+            attempt.holds.note(worker.rank, has_held(worker, attempt))
     elif isinstance(said, Staged | StageFailed):
         _staged(job, out, attempt, worker, said)
     elif isinstance(said, Checkpointed):
@@ -154,8 +162,10 @@ def _staged(
         if worker.staged != attempt.generation and not attempt.solo:
             stage_failed(job, out, attempt, f"{worker.id}: {said.error}")
         return
-    if "stage" in worker.asked:
+    if job.asked_at(worker, "stage", attempt.generation) is not None:
         worker.staged = said.generation
+        if worker.role == "rank":
+            attempt.stages.note(worker.rank)
 
 
 def _attached(job: Job, out: Out, worker: Worker, said: Attached) -> None:
@@ -196,6 +206,8 @@ def _resumed(job: Job, out: Out, worker: Worker, said: Resumed) -> None:
         return
     worker.resumed = said
     worker.swapped = max(worker.swapped, said.generation)
+    attempt.swaps.note(worker.rank)
+    attempt.resumes.note(worker.rank)
     attempt.incident.timeline.resumed(said, worker.swapped_at, out.now)
 
 

@@ -329,11 +329,13 @@ class Copy(Message, frozen=True):
 class Swap(Message, frozen=True):
     """Committed: put the staged backends of `generation` in place and go on training.
 
-    `solo` keeps a newcomer without peers: everyone else has already finished."""
+    `solo` keeps a newcomer without peers: everyone else has already finished. `same_buddy`: the
+    buddy stays who it was, whatever `buddy` says."""
 
     generation: int
     buddy: Address | None
     solo: bool = False
+    same_buddy: bool = False
 
 
 class Release(Message, frozen=True):
@@ -455,6 +457,12 @@ class WorkerSaid(Message, frozen=True):
     said: WorkerMessage
 
 
+class WorkersSaid(Message, frozen=True):
+    """The same of several workers, in order."""
+
+    said: list[WorkerSaid]
+
+
 class Progress(Message, frozen=True):
     """What the pages of the node's workers say, whenever it has changed."""
 
@@ -504,6 +512,7 @@ AgentMessage = (
     | WorkerStarted
     | WorkerExited
     | WorkerSaid
+    | WorkersSaid
     | Progress
     | Stalled
     | Unstalled
@@ -576,6 +585,14 @@ class Tell(Message, frozen=True):
     command: WorkerCommand
 
 
+class TellRanks(Message, frozen=True):
+    """Relay to every process of the node that has a rank, except these workers and whoever was to
+    be killed. What is equal for all ranks of a job is written once and sent to all nodes."""
+
+    command: WorkerCommand
+    besides: list[str] = []
+
+
 class OpenStore(Message, frozen=True):
     """Host a fresh c10d TCPStore for `generation`; answer StoreOpened. Idempotent."""
 
@@ -612,6 +629,7 @@ AgentCommand = (
     | Signal
     | KillNode
     | Tell
+    | TellRanks
     | OpenStore
     | CloseStore
     | Forget
@@ -670,4 +688,4 @@ class BlobRefused(Message, frozen=True):
 
 BlobReply = BlobOk | BlobData | BlobMissing | BlobRefused
 
-PROTOCOL = 1
+PROTOCOL = 2

@@ -120,7 +120,8 @@ class Decided(BaseRecord, frozen=True, kw_only=True):
 
 
 class Committed(BaseRecord, frozen=True, kw_only=True):
-    """The point of no return: from here on `placement` (rank -> worker) holds."""
+    """The point of no return: from here on `placement` (rank -> worker) holds. Ranks that are not
+    in it stay where they are."""
 
     incident: str
     generation: int

@@ -139,14 +139,14 @@ def _add_reading(add: Routes, driver: Driver) -> None:
 
     @add("GET", "/v1/jobs/{job}/watch", answer=bodies.Watch)
     async def watch(job: str, since: int = 0, wait_s: float = 20.0) -> Response:
-        find(driver, job)
+        check(driver, job)
         change = await driver.wait_change(job, since, min(max(wait_s, 0.0), WATCH_S_MAX))
         incidents = list(driver.core.incidents(job))
         return encoded(bodies.Watch(change=change, job=find(driver, job), incidents=incidents))
 
     @add("GET", "/v1/jobs/{job}/incidents", answer=list[IncidentView])
     async def job_incidents(job: str) -> Response:
-        find(driver, job)
+        check(driver, job)
         return encoded(driver.core.incidents(job))
 
     @add("GET", "/v1/incidents", answer=list[IncidentView])
@@ -168,38 +168,38 @@ def _add_operating(add: Routes, driver: Driver) -> None:
 
     @add("POST", "/v1/jobs/{job}/migrate", body=bodies.MigrateRequest, answer=bodies.Asked)
     async def migrate(request: Request, job: str) -> Response:
-        find(driver, job)
+        check(driver, job)
         asked = await read(request, bodies.MigrateRequest)
         given = inputs.Migrate(job=job, ranks=asked.ranks, reason=asked.reason)
         return opened(driver, given)
 
     @add("POST", "/v1/jobs/{job}/drain", body=bodies.DrainRequest, answer=bodies.Asked)
     async def drain(request: Request, job: str) -> Response:
-        find(driver, job)
+        check(driver, job)
         asked = await read(request, bodies.DrainRequest)
         return opened(driver, inputs.Drain(job=job, node=asked.node, reason=asked.reason))
 
     @add("POST", "/v1/jobs/{job}/taint", body=bodies.TaintRequest, answer=bodies.Ok)
     async def taint(request: Request, job: str) -> Response:
-        find(driver, job)
+        check(driver, job)
         asked = await read(request, bodies.TaintRequest)
         return done(driver, inputs.Taint(job=job, target=asked.target, reason=asked.reason))
 
     @add("POST", "/v1/jobs/{job}/untaint", body=bodies.UntaintRequest, answer=bodies.Ok)
     async def untaint(request: Request, job: str) -> Response:
-        find(driver, job)
+        check(driver, job)
         asked = await read(request, bodies.UntaintRequest)
         return done(driver, inputs.Untaint(job=job, target=asked.target))
 
     @add("POST", "/v1/jobs/{job}/inject", body=inputs.InjectSpec, answer=bodies.Ok)
     async def inject(request: Request, job: str) -> Response:
-        find(driver, job)
+        check(driver, job)
         asked = await read(request, inputs.InjectSpec)
         return done(driver, inputs.InjectNow(job=job, inject=asked))
 
     @add("POST", "/v1/jobs/{job}/cancel", body=bodies.CancelRequest, answer=bodies.Ok)
     async def cancel(request: Request, job: str) -> Response:
-        find(driver, job)
+        check(driver, job)
         asked = await read(request, bodies.CancelRequest)
         given = inputs.Cancel(job=job, reason=asked.reason, exit_code=asked.exit_code)
         return done(driver, given)
@@ -208,7 +208,7 @@ def _add_operating(add: Routes, driver: Driver) -> None:
 def _add_nodes(add: Routes, driver: Driver) -> None:
     @add("POST", "/v1/jobs/{job}/nodes/{node}/dead", answer=bodies.Ok)
     async def node_dead(job: str, node: str) -> Response:
-        find(driver, job)
+        check(driver, job)
         return done(driver, inputs.NodeDead(job=job, node=node))
 
 
@@ -383,12 +383,15 @@ def views(driver: Driver) -> list[JobView]:
 
 
 def find(driver: Driver, job: str) -> JobView:
-    there = views(driver)
-    for view in there:
-        if view.job == job:
-            return view
-    known = ", ".join(view.job for view in there) or "none"
-    raise NotFound(f"no such job: {job}", hint=f"jobs here: {known}")
+    check(driver, job)
+    return next(view for view in views(driver) if view.job == job)
+
+
+def check(driver: Driver, job: str) -> None:
+    """That it exists. To see a job takes a look at all its ranks, and is not needed for that."""
+    if not driver.core.knows(job):
+        known = ", ".join(view.job for view in views(driver)) or "none"
+        raise NotFound(f"no such job: {job}", hint=f"jobs here: {known}")
 
 
 def done(driver: Driver, given: inputs.CoreInput) -> Response:

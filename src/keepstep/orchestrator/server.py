@@ -23,7 +23,7 @@ import msgspec
 from keepstep.adapters.identity.tokens import node_secret
 from keepstep.adapters.transport.stream import READ_BUFFER_BYTES, Stream, StreamClosed
 from keepstep.adapters.transport.tls import node_of, server_context
-from keepstep.core.orchestrator import Send
+from keepstep.core.orchestrator import EVERY_NODE, Send
 from keepstep.errors import KeepstepError, RemoteProtocolError, TransientError
 from keepstep.model.job import AgentGone, AgentJoined, AgentSaid
 from keepstep.model.messages import (
@@ -36,7 +36,7 @@ from keepstep.model.messages import (
     Refused,
     TlsFiles,
 )
-from keepstep.model.wire import FRAME_BYTES_MAX
+from keepstep.model.wire import FRAME_BYTES_MAX, frame
 from keepstep.runtime.driver import Driver
 
 log = logging.getLogger("keepstep.server")
@@ -93,7 +93,22 @@ class AgentServer:
 
     def deliver(self, sends: Iterable[Send]) -> None:
         for send in sends:
-            self._send(send.job, send.node, send.command)
+            if send.node == EVERY_NODE:
+                self._send_all(send.job, send.command)
+            else:
+                self._send(send.job, send.node, send.command)
+
+    def _send_all(self, job: str, command: AgentCommand) -> None:
+        """Every node with a stream is connected for the core too: it hears of a lost one before
+        anything else is handled, and one that joins gets its part of the outcome in `_join`."""
+        framed = frame(command)
+        for (peer_job, _), (_, stream) in list(self._peers.items()):
+            if peer_job != job:
+                continue
+            try:
+                stream.send_framed(framed)
+            except StreamClosed as error:
+                log.warning("%s: %s", job, error.message)  # its reader ends and says AgentGone
 
     def _send(self, job: str, node: str, command: AgentCommand) -> None:
         if (job, node) not in self._peers:
@@ -197,7 +212,9 @@ class AgentServer:
             return Refused(error=error.message, hint=error.hint)
         stream.send(Accepted(silence_ns_max=self.silence_ns_max))
         self._peers[key] = (hello, stream)
-        self.deliver(send for send in outcome.sends if (send.job, send.node) == key)
+        for send in outcome.sends:
+            if send.job == hello.job and send.node in (hello.node, EVERY_NODE):
+                self._send(*key, send.command)
         return None
 
     async def _serve(self, stream: AgentStream, hello: Hello) -> None:

@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from keepstep.core.orchestrator import Core
+from keepstep.core.phases import has_held, has_reported
+from keepstep.core.rewire import has_resumed
+from keepstep.core.state import Attempt, Job
 from keepstep.model import messages as m
 from keepstep.model import records as r
 
@@ -150,7 +154,7 @@ class Checker:
         self.ensure(generation == self.generation_max, f"committed old generation {generation}")
         self.ensure(generation in self.attempts, f"commit {generation} without an attempt")
         kind = self.attempts[generation].kind
-        workers = list(record.placement.values())
+        workers = list({**self.owners, **record.placement}.values())
         self.ensure(len(set(workers)) == len(workers), "one process owns two ranks")
         known = self.world.orchestrator.core.state(self.world.plan.job).workers
         places = {known[worker].place for worker in workers}
@@ -160,7 +164,7 @@ class Checker:
         self.ensure(tick >= whole, f"committed tick {tick}, but all ranks had finished {whole}")
         if kind == "unplanned":
             self.ensure(self.decided.get(generation) == tick, "committed without its decision")
-        for rank, worker in sorted(record.placement.items()):
+        for rank, worker in sorted({**self.owners, **record.placement}.items()):
             old = self.owners.get(rank)
             if old is not None and old != worker:
                 self._check_replaced(rank, old, kind)
@@ -169,7 +173,7 @@ class Checker:
         for name, incident in self.open_incidents.items():
             left = [rank for rank in incident.victims if rank not in moved]
             self.open_incidents[name] = msgspec.structs.replace(incident, victims=left)
-        self.owners = dict(record.placement)
+        self.owners.update(record.placement)
         self.commits[generation] = record
         self.generation = generation
 
@@ -202,6 +206,33 @@ class Checker:
         self.job_ended = record
         self.world.job_ended(record)
 
+    def handled(self, core: Core) -> None:
+        """What the core keeps at hand is what it would find if it walked over all workers."""
+        if not core.knows(self.world.plan.job):
+            return
+        job = core.state(self.world.plan.job)
+        special = {w.id for w in job.workers.values() if not w.ordinary}
+        self.ensure(special == set(job.special), f"special are {special}, not {set(job.special)}")
+        for worker in job.workers.values():
+            stray = worker.ordinary and job.owners.get(worker.rank) != worker.id
+            self.ensure(not stray, f"{worker.id} is ordinary and owns nothing")
+        if job.attempt is not None:
+            self._counted(job, job.attempt)
+
+    def _counted(self, job: Job, attempt: Attempt) -> None:
+        if attempt.committed:
+            owners = list(job.seated())
+            swapped = sum(w.swapped < attempt.generation for w in owners)
+            resumed = sum(not has_resumed(w, attempt.generation) for w in owners)
+            counts, found = (attempt.swaps, attempt.resumes), (swapped, resumed)
+        else:
+            owners = [job.workers[job.owners[rank]] for rank in attempt.members]
+            reported = sum(not has_reported(w, attempt) for w in owners)
+            held = sum(not has_held(w, attempt) for w in owners)
+            counts, found = (attempt.reports, attempt.holds), (reported, held)
+        left = tuple(tally.left for tally in counts)
+        self.ensure(left == found, f"{left} answers are missing by count, {found} in fact")
+
     # ------------------------------------------------------------------ effects
 
     def sent(self, node: str, command: m.AgentCommand) -> None:
@@ -219,6 +250,17 @@ class Checker:
             self.ensure(known, f"store {command.generation} opened, not on record")
         elif isinstance(command, m.Tell):
             self._told(command.worker, command.command)
+        elif isinstance(command, m.TellRanks):
+            self._told_together(node, command)
+
+    def _told_together(self, node: str, command: m.TellRanks) -> None:
+        workers = self.world.orchestrator.core.state(self.world.plan.job).workers
+        for process in self.world.nodes[node].processes.values():
+            skipped = process.id in command.besides or process.id in self.killed
+            worker = workers.get(process.id)
+            ranked = process.rank >= 0 and (worker is None or worker.role != "understudy")
+            if process.alive and ranked and not skipped:
+                self._told(process.id, command.command)
 
     def _check_alarm(self, worker: str) -> None:
         """False alarm: a healthy rank is fenced in a world where only other processes are hurt."""
@@ -238,8 +280,7 @@ class Checker:
         )
         if isinstance(command, m.Swap):
             self.ensure(command.generation in self.commits, f"swap {command.generation}: no record")
-            placement = self.commits[command.generation].placement
-            self.ensure(worker in placement.values(), f"swap to {worker}, which owns nothing")
+            self.ensure(worker in self.owners.values(), f"swap to {worker}, which owns nothing")
         elif isinstance(command, m.Leave):
             self.ensure(
                 worker not in self.owners.values(), f"{worker} told to leave, but owns a rank"

@@ -328,7 +328,8 @@ class Member(Process):
         self.generation = self.resumed = command.generation
         if self.hold_generation <= command.generation:
             self.hold_generation = -1
-        self.buddy = command.buddy
+        if not command.same_buddy:
+            self.buddy = command.buddy
         self.error_kind = ""
         self.stepping = True
         self.tick_marks = self.marks

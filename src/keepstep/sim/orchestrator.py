@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from keepstep.core.orchestrator import Core, Outcome
+from keepstep.core.orchestrator import EVERY_NODE, Core, Outcome
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
 from keepstep.model.job import AgentGone, AgentJoined, AgentSaid, CoreInput, Wake
@@ -131,7 +131,7 @@ class SimOrchestrator:
             return
         self.world.handled(given, outcome)
         if not outcome.records:
-            self._act(outcome, given, connection)
+            self._act(self._addressed(outcome), outcome, given, connection)
             return
         if self.disk_full:
             self._writing = None
@@ -161,26 +161,44 @@ class SimOrchestrator:
         if self.crash_at == "effect":
             self.crash_at = ""
             self.world.fired("orchestrator crashed between a record and its effect")
-            del outcome.sends[self.world.random.randrange(len(outcome.sends) + 1) :]
-            self._act(outcome, given, connection)
+            sends = self._addressed(outcome)
+            del sends[self.world.random.randrange(len(sends) + 1) :]
+            self._act(sends, outcome, given, connection)
             self.crash()
             self.world.after(SECOND, self.restart)
             return
-        self._act(outcome, given, connection)
+        self._act(self._addressed(outcome), outcome, given, connection)
         self._next()
 
     def _durable(self, records: list[Record]) -> None:
         self.disk.extend(records)
         self.world.checker.durable(records)
 
-    def _act(self, outcome: Outcome, given: CoreInput, connection: Connection | None) -> None:
+    def _addressed(self, outcome: Outcome) -> list[tuple[str, m.AgentCommand]]:
+        """One for each node: what goes to all of them may be cut off in the middle."""
+        found: list[tuple[str, m.AgentCommand]] = []
+        for send in outcome.sends:
+            if send.node == EVERY_NODE:
+                connected = self.core.state(send.job).connected()
+                found += [(node.name, send.command) for node in connected]
+            else:
+                found.append((send.node, send.command))
+        return found
+
+    def _act(
+        self,
+        sends: list[tuple[str, m.AgentCommand]],
+        outcome: Outcome,
+        given: CoreInput,
+        connection: Connection | None,
+    ) -> None:
         if isinstance(given, AgentJoined) and connection is not None:
             connection.down(m.Accepted())
-        for send in outcome.sends:
-            self.world.checker.sent(send.node, send.command)
-            peer = self.peers.get(send.node)
+        for node, command in sends:
+            self.world.checker.sent(node, command)
+            peer = self.peers.get(node)
             if peer is not None:
-                peer.down(send.command)
+                peer.down(command)
         self.world.acted()
         news = not isinstance(given, AgentSaid) or not isinstance(given.message, m.Progress)
         if news or outcome.records or outcome.sends:

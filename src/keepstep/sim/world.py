@@ -149,6 +149,7 @@ class World:
             if view is not None:
                 self.said.add(view.reason)
         self._listen()
+        self.checker.handled(self.orchestrator.core)
         for send in outcome.sends:
             line += f" > {_command(send.command)}"
         self.trace(line)
@@ -198,6 +199,11 @@ class World:
 def _short(given: CoreInput) -> str:
     if isinstance(given, AgentSaid):
         message = given.message
+        if isinstance(message, m.WorkersSaid):
+            return "; ".join(
+                f"{one.worker} {type(one.said).__name__} {getattr(one.said, 'generation', '')}"
+                for one in message.said
+            )
         if isinstance(message, m.WorkerSaid):
             generation = getattr(message.said, "generation", "")
             return f"{message.worker} {type(message.said).__name__} {generation}"
@@ -213,4 +219,7 @@ def _command(command: m.AgentCommand) -> str:
     if isinstance(command, m.Tell):
         told = command.command
         return f"{command.worker}:{type(told).__name__} {getattr(told, 'generation', '')}"
+    if isinstance(command, m.TellRanks):
+        told = command.command
+        return f"ranks:{type(told).__name__} {getattr(told, 'generation', '')}"
     return f"{type(command).__name__} {getattr(command, 'worker', '')}"

@@ -242,7 +242,8 @@ class Recovery:
         seat.page.new_tick()
         if seat.channel.hold_generation <= command.generation:
             seat.channel.hold_generation = -1
-        seat.channel.buddy = command.buddy
+        if not command.same_buddy:
+            seat.channel.buddy = command.buddy
         elapsed = time.monotonic_ns() - began
         seat.channel.send(m.Swapped(generation=command.generation, swap_ns=elapsed))
         if not seat.done:

@@ -79,6 +79,10 @@ class Stream(Generic[T]):
 
     def send(self, message: Any) -> None:
         """Queue `message` behind those sent before; raises StreamClosed, never waits."""
+        self.send_framed(frame(message))
+
+    def send_framed(self, framed: bytes) -> None:
+        """The same for what goes to many peers and was framed once."""
         if self._writer.is_closing():
             raise StreamClosed(f"stream to {self.peer} is closed")
         if self._writer.transport.get_write_buffer_size() > self._unsent_bytes_max:
@@ -86,7 +90,7 @@ class Stream(Generic[T]):
             raise StreamClosed(
                 f"{self.peer} has not read for more than {self._unsent_bytes_max} bytes"
             )
-        self._writer.write(frame(message))
+        self._writer.write(framed)
 
     async def drain(self) -> None:
         """Wait until the peer keeps up again."""

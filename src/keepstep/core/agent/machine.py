@@ -29,6 +29,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from keepstep.core.agent.gather import Gather
 from keepstep.core.agent.rate import Rate
 from keepstep.core.agent.stall import StallDetector, may_stand_still
 from keepstep.model.messages import (
@@ -56,6 +57,7 @@ from keepstep.model.messages import (
     StoreOpened,
     Swap,
     Tell,
+    TellRanks,
     WorkerCommand,
     WorkerExited,
     WorkerMessage,
@@ -288,6 +290,7 @@ class Process:
     pid: int
     rate: Rate
     sent_on: bool = False  # told to train: a rank that holds from then on hangs
+    doomed: bool = False  # to be killed: it is told nothing that is meant for ranks
     exited: WorkerExited | None = None
 
 
@@ -297,6 +300,7 @@ class AgentMachine:
         self._detector = StallDetector(setting.stall_timeout_ns)
         self._processes: dict[str, Process] = {}  # in order of their start
         self._queued: deque[AgentMessage] = deque()
+        self._gather = Gather()
         self._connected = False
         self._away_since_ns = now_ns
         self._shown: list[WorkerState] = []
@@ -331,6 +335,7 @@ class AgentMachine:
                 if self._connected:
                     self._connected = False
                     self._away_since_ns = given.last_word_ns or now_ns
+                    self._flush()
             case Adopted():
                 process = Process(given.worker, given.slot, given.rank, given.pid, Rate())
                 self._processes[given.worker] = process
@@ -385,10 +390,19 @@ class AgentMachine:
 
     def _send(self, message: AgentMessage) -> None:
         """Now, or after the next Hello."""
+        self._flush()
+        self._put(message)
+
+    def _put(self, message: AgentMessage) -> None:
         if self._connected:
             self._effects.append(Say(message))
         else:
             self.unsent(message)
+
+    def _flush(self) -> None:
+        kept = self._gather.drain()
+        if kept is not None:
+            self._put(kept)
 
     def _offer(self, message: AgentMessage) -> bool:
         """Now, or not at all."""
@@ -397,6 +411,7 @@ class AgentMachine:
         return self._connected
 
     def _accepted(self) -> None:
+        self._flush()  # to the end of the queue
         self._connected = True
         self._shown = []
         while self._queued:
@@ -407,10 +422,15 @@ class AgentMachine:
     def _said(self, given: Said) -> None:
         process = self._processes.get(given.worker)
         rank = process.rank if process is not None else -1
-        self._send(WorkerSaid(worker=given.worker, rank=rank, said=given.said))
+        message = WorkerSaid(worker=given.worker, rank=rank, said=given.said)
+        if not self._gather.keep(message):
+            self._send(message)
+        elif self._gather.complete(type(given.said)):
+            self._flush()
 
     def _exited(self, exited: WorkerExited) -> None:
         self._detector.forget(exited.worker)
+        self._gather.give_up(exited.worker)
         process = self._processes.get(exited.worker)
         if process is not None:
             process.exited = exited
@@ -421,7 +441,9 @@ class AgentMachine:
     def _command(self, command: AgentCommand) -> None:
         match command:
             case Tell():
-                self._tell(command)
+                self._tell(command.worker, command.command)
+            case TellRanks():
+                self._tell_ranks(command)
             case StartWorker():
                 self._start(command)
             case KillWorker():
@@ -447,17 +469,28 @@ class AgentMachine:
         process = self._processes.get(worker)
         return process is not None and process.exited is None
 
-    def _tell(self, tell: Tell) -> None:
-        if not self._is_alive(tell.worker):
+    def _tell_ranks(self, tell: TellRanks) -> None:
+        told = [
+            process.name
+            for process in self._processes.values()
+            if process.exited is None and process.rank >= 0 and not process.doomed
+            if process.name not in tell.besides
+        ]
+        self._gather.expect(tell.command, told)
+        for name in told:
+            self._tell(name, tell.command)
+
+    def _tell(self, worker: str, command: WorkerCommand) -> None:
+        if not self._is_alive(worker):
             return
-        process, command = self._processes[tell.worker], tell.command
+        process = self._processes[worker]
         if isinstance(command, Assign):
             process.rank = -1 if command.presumed else command.rank
         elif isinstance(command, Swap | Release):
             process.sent_on = True
         elif isinstance(command, Abort | Hold):
             process.sent_on = False
-        self._effects.append(Relay(tell.worker, tell.command))
+        self._effects.append(Relay(worker, command))
 
     def _start(self, start: StartWorker) -> None:
         process = self._processes.get(start.worker)
@@ -490,6 +523,7 @@ class AgentMachine:
         elif process.exited is not None:
             self._send(process.exited)
         else:
+            process.doomed = True
             self._effects.append(Kill(name))
 
     def _forget(self, names: Sequence[str]) -> None:
@@ -526,6 +560,7 @@ class AgentMachine:
 
     def _look(self, now_ns: int, workers: Sequence[Seen]) -> None:
         self._look_at_ns = now_ns + self._period_ns
+        self._flush()
         workers = [self._judge_hold(seen) for seen in workers]
         for seen in workers:
             news = self._detector.observe(

@@ -1,0 +1,121 @@
+"""What all ranks of a node are told and answer at once."""
+
+from __future__ import annotations
+
+from keepstep.core.agent import machine as core
+from keepstep.core.agent.machine import AgentMachine, Setting
+from keepstep.model import messages as m
+
+S = 1_000_000_000
+ABORT = m.Abort(generation=3, reason="rank 9 died")
+
+
+def start(worker: str, rank: int) -> m.StartWorker:
+    return m.StartWorker(
+        worker=worker,
+        slot=0,
+        rank=rank,
+        generation=0,
+        world=8,
+        local_world=2,
+        master=m.Address("h", 1),
+        buddy=None,
+        script=["train.py"],
+    )
+
+
+def report(generation: int = 3, **more: object) -> m.Report:
+    said = {"tick": 5, "version": 5, "in_fence": False, "computing": True, **more}
+    return m.Report(generation=generation, **said)  # type: ignore[arg-type]
+
+
+class Node:
+    """An agent with two ranks and a standby, connected."""
+
+    def __init__(self) -> None:
+        self.machine = AgentMachine(Setting(job="j", node="n", slots=3, stall_timeout_ns=10 * S), 0)
+        self.do(core.Accepted())
+        for worker, rank in (("a", 0), ("b", 1), ("spare", -1)):
+            self.do(core.Spawned(start(worker, rank), 7))
+
+    def do(self, given: core.Given) -> list[core.AnyEffect]:
+        return self.machine.handle(S, given)
+
+    def tell(self, *besides: str) -> list[str]:
+        """Who was told."""
+        command = m.TellRanks(command=ABORT, besides=list(besides))
+        effects = self.do(core.Heard(command))
+        return [one.worker for one in effects if isinstance(one, core.Relay)]
+
+    def says(self, worker: str, said: m.WorkerMessage) -> list[object]:
+        """What goes to the orchestrator for it."""
+        return words(self.do(core.Said(worker, said)))
+
+
+def words(effects: list[core.AnyEffect]) -> list[object]:
+    said = [one.message for one in effects if isinstance(one, core.Say)]
+    return [
+        [part.worker for part in message.said]
+        if isinstance(message, m.WorkersSaid)
+        else getattr(message, "worker", message)
+        for message in said
+    ]
+
+
+def test_ranks_are_told_but_not_standbys_nor_whoever_is_excepted() -> None:
+    node = Node()
+    assert node.tell() == ["a", "b"]
+    assert node.tell("b") == ["a"]
+
+
+def test_whoever_is_to_be_killed_is_told_nothing_more() -> None:
+    node = Node()
+    node.do(core.Heard(m.KillWorker(worker="a")))
+    assert node.tell() == ["b"]
+
+
+def test_answers_wait_for_the_other_ranks_of_the_node() -> None:
+    node = Node()
+    node.tell()
+    assert node.says("a", report()) == []
+    assert node.says("b", report()) == [["a", "b"]]
+    assert node.says("b", report()) == ["b"]  # once more, and nobody is awaited
+
+
+def test_nobody_waits_for_a_rank_that_was_not_told() -> None:
+    node = Node()
+    node.tell("b")
+    assert node.says("a", report()) == ["a"]
+
+
+def test_an_exit_is_said_behind_the_answers_that_waited_for_it() -> None:
+    node = Node()
+    node.tell()
+    assert node.says("a", report()) == []
+    exited = m.WorkerExited(worker="b", rank=1, code=-9, tail="")
+    assert words(node.do(core.Exited(exited))) == ["a", "b"]
+    assert node.says("a", report()) == ["a"]
+
+
+def test_a_look_ends_the_wait_for_a_rank_that_hangs() -> None:
+    node = Node()
+    node.tell()
+    assert node.says("a", report()) == []
+    assert words(node.do(core.Looked([])))[:1] == ["a"]
+
+
+def test_errors_and_other_generations_do_not_wait() -> None:
+    node = Node()
+    node.tell()
+    assert node.says("a", report(error_kind="device")) == ["a"]
+    assert node.says("a", report(generation=2)) == ["a"]
+    assert node.says("a", report(done=True)) == ["a"]
+
+
+def test_what_waits_when_the_stream_breaks_follows_the_next_hello_in_order() -> None:
+    node = Node()
+    node.tell()
+    assert node.says("a", report()) == []
+    node.do(core.Lost())
+    assert node.says("b", m.Staged(generation=3)) == []
+    assert words(node.do(core.Accepted())) == ["a", "b"]
