@@ -32,6 +32,7 @@ from keepstep.core import (
     start,
     timers,
     triage,
+    understudies,
     workers,
 )
 from keepstep.core.agent import blobs, gather, machine, stall
@@ -379,7 +380,26 @@ FIXED: dict[str, Patch] = {
 }
 
 
+def _any_understudy(old: Any, job_: Job, rank: int) -> dict[str, Worker]:
+    return {w.place: w for w in job_.understudies() if w.ready is not None}
+
+
+def _presumed_is_real(
+    old: Any, self: machine.AgentMachine, worker: str, command: m.WorkerCommand
+) -> None:
+    old(self, worker, command)
+    if isinstance(command, m.Assign) and worker in self._processes:
+        self._processes[worker].rank = command.rank
+
+
 NAMED: dict[str, Patch] = {
+    "understudies: any of them will do": lambda: wrap(migration.prepared_places, _any_understudy),
+    "understudies: what is left over stays": lambda: replace(processes.end_left_over, nothing),
+    "understudies: one slot gives two seats": lambda: setattr(Job, "seated_at", never),
+    "understudies: an agent takes a presumed rank for a rank": lambda: method(
+        machine.AgentMachine, "_tell", _presumed_is_real
+    ),
+    "understudies: they are never led on": lambda: replace(understudies._lead, nothing),
     "fence: kill is taken for death": lambda: method(Out, "kill", _kill_is_death),
     "fence: kill is never sent": lambda: method(Out, "kill", _silent_kill),
     "fence: KillWorker is lost": lambda: method(Out, "send", _without(m.KillWorker)),
@@ -538,6 +558,7 @@ TIMERS = [
     "kill",
     "leave",
     "park",
+    "rehearse",
     "settle",
     "join",
     "start-store",
@@ -705,6 +726,8 @@ def every_mutant() -> list[Mutant]:
 
 # Where a bug shows soonest; any other mutant is looked for in worlds of all kinds.
 HINTS: dict[str, tuple[str, ...]] = {
+    **{name: ("understudies",) for name in NAMED if name.startswith("understudies: ")},
+    "timer forgotten: rehearse": ("understudies",),
     "once: a rank's death was news and its side state was dropped": ("blackout",),
     "not heard: Checkpointed": ("bad-spares",),
     "not told: Checkpoint": ("bad-spares",),

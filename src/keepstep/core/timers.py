@@ -36,7 +36,6 @@ LEAVE_NS = 10 * SECOND
 KILL_AGAIN_NS = 5 * SECOND
 STORE_NS = 15 * SECOND
 PARK_NS = 300 * SECOND
-REHEARSE_NS = 1800 * SECOND
 JOIN_NS = 60 * SECOND
 
 Timer = tuple[int, str, str]  # when, what, about whom
@@ -61,7 +60,7 @@ def timers(job: Job) -> list[Timer]:
         elif worker.role == "standby" and not worker.parked:
             rows.append((worker.started_at + max(PARK_NS, job.stall_ns), "park", worker.id))
         elif worker.role == "understudy" and worker.ready is None:
-            rows.append((worker.started_at + REHEARSE_NS + job.stall_ns, "rehearse", worker.id))
+            rows.append((understudies.due(job, worker, PARK_NS), "rehearse", worker.id))
     if job.mode in ("waiting", "opening", "starting"):
         rows += _start_timers(job)
     deferred = breaker.deadline(job)

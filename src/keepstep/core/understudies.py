@@ -75,12 +75,14 @@ def _lead(job: Job, out: Out, worker: Worker) -> None:
             holders=holders,
             presumed=True,
         )
-        out.ask(worker, "assign", job.generation + 1, assign)
+        if out.ask(worker, "assign", job.generation + 1, assign):
+            worker.assigned_at = out.now
     elif worker.arrived and worker.ready is None:
         position = Position(
             generation=job.generation + 1, tick=TICK_NEWEST, final=False, holders=holders
         )
-        out.ask(worker, "position", job.generation + 1, position)
+        if out.ask(worker, "position", job.generation + 1, position):
+            worker.positioned_at = out.now
 
 
 def said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> None:
@@ -111,6 +113,15 @@ def lost(job: Job, out: Out, worker: Worker, why: str) -> None:
     if job.understudies_failed == FAILURES_MAX:
         what += f"; no more are started after {FAILURES_MAX} failures in a row"
     warn(job, out, what)
+
+
+def due(job: Job, worker: Worker, park_ns: int) -> int:
+    """When one that is not ready by then is given up: each stage has its time, as a newcomer's."""
+    if worker.positioned_at is not None:
+        return worker.positioned_at + job.build_ns
+    if worker.assigned_at:
+        return worker.assigned_at + job.build_ns
+    return worker.started_at + max(park_ns, job.stall_ns)
 
 
 def late(job: Job, out: Out, worker: Worker) -> None:

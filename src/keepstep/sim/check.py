@@ -305,6 +305,8 @@ class Checker:
             )
             self.seats[command.rank] = worker
             process = self.world.ranks.get(worker)
+            built = process.rank if process is not None else -1
+            self.ensure(built in (-1, command.rank), f"{worker} was built as rank {built}")
             if process is not None and command.generation == self.generation_max:
                 place = f"{process.node.name}/{process.slot}"
                 bad = {process.node.name, place} & self.tainted

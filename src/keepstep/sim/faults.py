@@ -89,6 +89,12 @@ def _spare(world: World) -> list[Rank]:
     return [world.ranks[name] for name in names if name in world.ranks][:1]
 
 
+def _understudy(world: World) -> list[Rank]:
+    job = facts(world)
+    names = [worker.id for worker in job.understudies()] if job is not None else []
+    return [world.random.choice([world.ranks[n] for n in names])] if names else []
+
+
 def _bystander(world: World) -> list[Rank]:
     special = {p.id for p in _victim(world) + _source(world) + _spare(world)}
     others = [p for p in owners(world) if p.id not in special]
@@ -391,6 +397,7 @@ STRIKES: dict[str, Callable[[World, Fault], str]] = {
     "victim": _process(_victim),
     "source": _process(_source),
     "spare": _process(_spare),
+    "understudy": _process(_understudy),
     "bystander": _process(_bystander),
     "agent": _agent,
     "orchestrator": _orchestrator,

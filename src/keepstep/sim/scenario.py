@@ -26,7 +26,7 @@ def draw_plan(seed: int) -> tuple[str, Plan]:
     fourth has understudies beside its standbys."""
     name, plan = _draw(seed)
     understudies = random.Random(f"understudies {seed}").choice((0, 0, 0, 0, 0, 0, 2, 3))
-    return name, replace(plan, understudies=understudies)
+    return name, replace(plan, understudies=plan.understudies or understudies)
 
 
 def _draw(seed: int) -> tuple[str, Plan]:

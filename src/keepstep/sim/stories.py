@@ -183,6 +183,22 @@ def _bad_spares(seed: int, draw: random.Random) -> Plan:
     return Plan(seed=seed, migration="unplanned", copy_ns=3 * SECOND, spares=3, faults=faults)
 
 
+def _understudies(seed: int, draw: random.Random) -> Plan:
+    """Seats are taken by processes that were built for them, or by the standby beside them when
+    those fail; two victims do not get two seats in one place."""
+    faults = (
+        Fault("understudy", draw.choice(("crash", "hang", "user")), at_ns=draw.randrange(SECOND)),
+        Fault(draw.choice(("spare", "bystander")), "crash", phase=draw.choice(PHASES)),
+    )
+    return Plan(
+        seed=seed,
+        migration=draw.choice(MIGRATIONS),
+        spares=draw.choice((1, 2)),
+        understudies=draw.choice((2, 8)),
+        faults=faults[draw.choice((0, 1)) :],
+    )
+
+
 def _everyone_dies(seed: int, draw: random.Random) -> Plan:
     fault = Fault("everyone", "crash", at_ns=draw.randrange(2 * SECOND))
     return Plan(seed=seed, migration=draw.choice(("", *MIGRATIONS)), faults=(fault,))
@@ -337,6 +353,7 @@ STORIES: dict[str, Callable[[int, random.Random], Plan]] = {
     "hung-hold": _hung_hold,
     "bad-spares": _bad_spares,
     "everyone-dies": _everyone_dies,
+    "understudies": _understudies,
     "cursed-network": _cursed_network,
     "cursed-start": _cursed_start,
     "cursed-rank": _cursed_rank,
