@@ -50,6 +50,20 @@ def test_agents_join_then_the_store_opens_then_all_ranks_start() -> None:
     assert [spare.state for spare in view.spares] == ["parked"]
 
 
+def test_a_start_that_waits_for_a_node_does_not_wake_the_core_all_the_time() -> None:
+    world = World()
+    world.attach = False
+    world.run()
+    world.lose_agent("n0")
+    world.kill(3)
+    world.pump()
+    assert world.view.state == "starting"
+    world.now += 5 * SECOND
+    world.handle(Wake())
+    due = world.core.deadline(world.now)
+    assert due is None or due > world.now + SECOND
+
+
 def test_a_spare_node_that_is_late_does_not_delay_the_start_for_long() -> None:
     world = World(join=False)
     world.join("n0")

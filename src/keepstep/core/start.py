@@ -55,6 +55,8 @@ def _begin(job: Job, out: Out) -> None:
     if all(node.state == "dead" for node in job.nodes.values()):
         end_job(job, out, "failed", EXIT_GAVE_UP, "no node is left to start the ranks on")
         return
+    if job.ranks_joined_at and out.now >= job.ranks_joined_at + JOIN_SPARES_NS:
+        job.ranks_joined_at = 0  # its timer has rung, and is not to ring again
     leaving = [
         w
         for w in job.workers.values()

@@ -87,7 +87,7 @@ def _gone_timer(job: Job, node: Node) -> list[Timer]:
 def _start_timers(job: Job) -> list[Timer]:
     rows: list[Timer] = []
     if job.mode == "waiting":
-        if job.ranks_joined_at is not None:
+        if job.ranks_joined_at:
             rows.append((job.ranks_joined_at + JOIN_SPARES_NS, "settle", ""))
         if any(node.state == "absent" for node in job.nodes.values()):
             rows.append((job.submitted_at + max(JOIN_NS, job.stall_ns), "join", ""))
