@@ -194,7 +194,7 @@ def _since(job: Job, worker: Worker, what: str, attempt: Attempt, ns: int, row: 
 
 def fire(job: Job, out: Out) -> None:
     """Carry out what is due. One row may make the next ones pointless: look anew each time."""
-    for _ in range(1000):
+    for _ in range(1000 + 4 * len(job.workers)):
         due = [row for row in timers(job) if row[0] <= out.now and row[1] != "settle"]
         if not due:
             return
