@@ -79,6 +79,7 @@ def test_a_restart_in_front_of_any_answer_of_a_recovery(answer: type[m.Message])
     generation = world.view.generation
     world.restart_core()
     world.handle(Wake())
+    assert world.view.state == "recovering"
     world.rejoin()
     world.run()
     world.assert_training()

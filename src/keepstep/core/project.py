@@ -26,7 +26,8 @@ def job_state(job: Job) -> JobState:
     attempt = job.attempt
     if attempt is not None and attempt.kind == "unplanned":
         return "held" if attempt.no_spare and not attempt.committed else "recovering"
-    if job.dead():
+    # After a restart nobody has been asked yet, and the ranks may hold.
+    if job.dead() or (job.replayed and job.unplanned() is not None):
         return "recovering"
     return "running"
 
