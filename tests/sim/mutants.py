@@ -414,6 +414,7 @@ NAMED: dict[str, Patch] = {
     "generation: any StageFailed counts": lambda: wrap(
         workers.worker_said, _any_generation("StageFailed")
     ),
+    "generation: any Copied counts": lambda: wrap(workers.worker_said, _any_generation("Copied")),
     "decision: the oldest tick": lambda: wrap(triage.judge_reports, _oldest_tick),
     "decision: always RETRY": lambda: wrap(triage.judge_reports, _always_retry),
     "decision: always COMMIT": lambda: wrap(triage.judge_reports, _always_commit),
@@ -543,6 +544,15 @@ def gates() -> Iterator[tuple[str, Patch]]:
             for gate in opened:
                 name = f"gate open: {kind} {phase} {gate.__name__}"
                 yield name, lambda k=kind, p=phase, g=gate: _open_gate(k, p, g)
+
+
+def forward_gates() -> Iterator[tuple[str, Patch]]:
+    for phase, gate in rewire.FORWARD:
+        yield f"gate open: {phase} {gate.__name__}", lambda g=gate: _open_forward(g)
+
+
+def _open_forward(gate: Any) -> None:
+    rewire.FORWARD = tuple((p, always if g is gate else g) for p, g in rewire.FORWARD)
 
 
 def _open_gate(kind: Any, phase: str, gate: Any) -> None:
@@ -714,6 +724,7 @@ def every_mutant() -> list[Mutant]:
     for source in (
         rows,
         gates,
+        forward_gates,
         forgotten_timers,
         unreplayed,
         unheard,
@@ -728,6 +739,14 @@ def every_mutant() -> list[Mutant]:
 HINTS: dict[str, tuple[str, ...]] = {
     **{name: ("understudies",) for name in NAMED if name.startswith("understudies: ")},
     "timer forgotten: rehearse": ("understudies",),
+    "generation: any Report counts": ("echo",),
+    "gate open: resume RESERVE all_filled": ("resume",),
+    "gate open: resume HOLD all_ready": ("resume",),
+    "gate open: resume COPY all_copied": ("resume",),
+    "gate open: resume COPY all_staged": ("resume",),
+    "record not replayed: Decided": ("COPY/unplanned/orchestrator/crash",),
+    "record not replayed: NodeLost": ("lost-while-away", "late-spares"),
+    "record not replayed: Untainted": ("operators",),
     "once: a rank's death was news and its side state was dropped": ("blackout",),
     "not heard: Checkpointed": ("bad-spares",),
     "not told: Checkpoint": ("bad-spares",),
@@ -772,20 +791,14 @@ HINTS: dict[str, tuple[str, ...]] = {
 # Real bugs that these worlds do not find within the limit yet. Nothing may be added here that was
 # found before; each needs a story of its own.
 UNKILLED: dict[str, str] = {
-    "agent: keeps the oldest side state only": "a buddy's copy must be needed right after COMMIT",
-    "row skipped: recovery.begin_waiting": "other timers wait long enough in most worlds",
-    "not told: Hold": "a peer's word in the fence holds a rank that was not told",
-    "agent row skipped: _start": "a start is asked for again only after a broken stream",
+    "generation: any Copied counts": "a Copied must be overtaken by the next attempt",
 }
 
 # Patches that change nothing which matters, and why.
 EQUIVALENT: dict[str, str] = {
     "fence: kill is never sent": "the timer of a kill that is not confirmed sends it 5 s later",
-    "generation: any Report counts": "a report stays true until its rank is told something, and "
-    "what it is told comes after the report was heard",
     "generation: any StageFailed counts": "costs one more attempt",
     "generation: any Staged counts": "a rendezvous completes with all ranks or not at all",
-    "record: WorkerEnded is not written": "the agents' inventories tell it again",
     "row skipped: rewire.forget_dead": "costs memory on the agents, nothing else",
     "row skipped: incidents.widen_incident": "words for operators; decisions do not read them",
     "row skipped: processes.crash": "a bad slot is only tried more often; unit tests count it",
@@ -795,11 +808,7 @@ EQUIVALENT: dict[str, str] = {
     "inventory tells of exits",
     "agent: the queue is sent backwards": "as above: nothing depends on the order of its messages",
     "timer forgotten: rejoin": "nodes that do not come back are given up by their own timers",
-    "record not replayed: IncidentWidened": "words for operators; decisions do not read them",
-    "gate open: resume COPY all_copied": "a newcomer obeys Swap only when it has copied",
     "gate open: resume COPY all_staged": "newcomers are staged long before they have copied",
-    "record not replayed: Decided": "the survivors' reports lead to the same tick; if all who had "
-    "gone on are dead, making the step again gives the same",
     "agent row skipped: _not_spawned": "a standby that never parks is replaced after 300 s",
     "agent row skipped: _forget": "costs memory on the agents, nothing else",
     "agent row skipped: _stop": "worlds end with the job's last record",
@@ -820,15 +829,6 @@ EQUIVALENT: dict[str, str] = {
     "timer forgotten: stage": "the workers' own limit for a rendezvous is as long",
     "timer forgotten: hold": "a rank that does not come to hold hangs, and hangs are seen",
     "timer forgotten: give-up": "in these worlds the last checkpoint can be written",
-    "record not replayed: WorkerEnded": "the agents' inventories tell it again",
     "record not replayed: NodeLost": "a dead node does not join again and is given up again",
     "record not replayed: NodeJoined": "it is in the job's specification, or joins again",
-    "gate open: unplanned RESERVE all_filled": "all_copied asks the same",
-    "gate open: unplanned HOLD all_held": "Copy is sent when all hold; a Swap waits for the hold",
-    "gate open: unplanned HOLD all_ready": "Copy is sent to whoever is ready",
-    "gate open: planned RESERVE all_ready": "Hold is sent when all are ready",
-    "gate open: planned RESERVE all_staged": "Hold is sent when all are staged",
-    "gate open: planned HOLD all_held": "Copy is sent when all hold at one tick",
-    "gate open: resume RESERVE all_filled": "all_copied asks the same",
-    "gate open: resume HOLD all_ready": "Copy is sent to whoever is ready",
 }

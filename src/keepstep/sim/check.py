@@ -18,6 +18,7 @@ from keepstep.core.rewire import has_resumed
 from keepstep.core.state import Attempt, Job
 from keepstep.model import messages as m
 from keepstep.model import records as r
+from keepstep.sim.beliefs import Beliefs
 
 if TYPE_CHECKING:
     from keepstep.sim.node import SimNode
@@ -32,6 +33,7 @@ class Violation(AssertionError):
 class Checker:
     def __init__(self, world: World) -> None:
         self.world = world
+        self.beliefs = Beliefs(self)
         # what is on the disk
         self.placed: set[str] = set()
         self.ended_on_record: set[str] = set()
@@ -53,6 +55,7 @@ class Checker:
         self.preempted: list[tuple[int, int]] = []
         self.tainted: set[str] = set()
         self.closed: set[str] = set()
+        self.gave: dict[tuple[str, int], list[int]] = {}  # (node, rank) -> ticks it acknowledged
 
     def violated(self, what: str) -> None:
         raise Violation(what)
@@ -92,6 +95,9 @@ class Checker:
         self.ended_on_record.add(record.worker)
 
     def _on_NodeLost(self, record: r.NodeLost) -> None:
+        node = self.world.nodes.get(record.node)
+        well = node is None or not node.alive or not self.world.plan.only_processes
+        self.ensure(well, f"{record.node} is called lost, and nothing ails it")
         for worker in self.placed:
             if worker.startswith(f"{record.node}."):
                 self.ended_on_record.add(worker)
@@ -104,6 +110,14 @@ class Checker:
     def _on_Decided(self, record: r.Decided) -> None:
         self.ensure(record.generation == self.generation_max, "decided for an old attempt")
         self.ensure(record.generation not in self.decided, "two decisions in one attempt")
+        moving = (
+            self.attempts[record.generation].ranks if record.generation in self.attempts else []
+        )
+        for rank, worker in sorted(self.owners.items()):
+            process = self.world.ranks.get(worker)
+            if process is not None and process.alive and rank not in moving:
+                stopped = process.report_generation >= record.generation
+                self.ensure(stopped, f"decided, but {worker} (rank {rank}) has not stopped for it")
         self.decided[record.generation] = record.tick
 
     def _on_Tainted(self, record: r.Tainted) -> None:
@@ -148,6 +162,9 @@ class Checker:
         self.closed.add(record.view.id)
         self.open_incidents.pop(record.view.id, None)
         self.ensure(bool(record.view.reason), f"{record.view.id} closed without a reason")
+        gave_up = record.view.outcome == "ABORTED" and "gave up after" in record.view.reason
+        hit = len(self.world.fired_faults)
+        self.ensure(not gave_up or hit >= 3, f"a move was given up after {hit} faults")
 
     def _on_Committed(self, record: r.Committed) -> None:
         generation = record.generation
@@ -179,6 +196,8 @@ class Checker:
 
     def _check_replaced(self, rank: int, old: str, kind: str) -> None:
         process = self.world.ranks[old]
+        on_record = kind == "planned" or old in self.ended_on_record
+        self.ensure(on_record, f"rank {rank} is replaced, and the end of {old} is not on record")
         if not process.alive:
             return
         if kind == "planned":
@@ -201,6 +220,12 @@ class Checker:
             process.tick == tick,
             f"committed tick {tick}, but {worker} (rank {rank}) stands at {process.tick}",
         )
+        copied = process.copy is not None and process.copy.generation == generation
+        there = process.held_generation == generation or (process.mode == "swapping" and copied)
+        self.ensure(there, f"committed {generation}, but {worker} (rank {rank}) is {process.mode}")
+        alone = any(self.world.ranks[w].done for w in self.owners.values() if w in self.world.ranks)
+        staged = process.staged is not None and process.staged.generation == generation
+        self.ensure(alone or staged, f"committed {generation}, but {worker} has no groups for it")
 
     def _on_JobEnded(self, record: r.JobEnded) -> None:
         self.job_ended = record
@@ -312,6 +337,11 @@ class Checker:
                 bad = {process.node.name, place} & self.tainted
                 fresh = process.mode == "parked"
                 self.ensure(not (bad and fresh), f"{worker} is given a rank in tainted {place}")
+
+    def acknowledged(self, node: str, rank: int, tick: int) -> None:
+        """A buddy has taken a side state: it must have it until two later ones have come."""
+        ticks = [*self.gave.get((node, rank), []), tick]
+        self.gave[node, rank] = [*sorted(set(ticks) - {tick}), tick][-2:]
 
     def obeyed(self, node: SimNode, command: m.AgentCommand) -> None:
         """A command reached its agent."""

@@ -140,9 +140,13 @@ class Member(Process):
             self.node.name,
             node,
             lambda: node.copies.put(self.rank, blob[0], blob),  # type: ignore[arg-type]
-            lambda _: self._due(epoch, then, ()),
+            lambda _: self._acknowledged(node.name, blob, then, epoch),
             lambda why: self._due(epoch, self._buddy_lost, (why, blob, then)),
         )
+
+    def _acknowledged(self, node: str, blob: Blob, then: Callable[[], None], epoch: int) -> None:
+        self.world.checker.acknowledged(node, self.rank, blob[0])
+        self._due(epoch, then, ())
 
     def _buddy_lost(self, why: str, blob: Blob, then: Callable[[], None]) -> None:
         self.say(m.BuddyLost(generation=self.generation, error=why))

@@ -68,6 +68,8 @@ class SimOrchestrator:
         self.disk_full = False
         self.core = Core()
         self.core.replay(self.disk)
+        if self.disk:
+            self.world.checker.beliefs.replayed(self.core.state(self.world.plan.job), self.disk)
         newest = max((record.at_ns for record in self.disk), default=0)
         # The wall clock may have been set back; the driver never starts before its ledger's end.
         self.clock_ns += self.world.random.choice((0, 0, -30 * SECOND, 5 * SECOND))

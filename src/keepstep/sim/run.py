@@ -108,7 +108,8 @@ class Run:
     def _must(self, reached: Callable[[], bool], ns: int, what: str) -> None:
         world = self.world
         if not world.run(lambda: world.over or reached(), world.now + ns):
-            if world.checker.owners and not faults.owners(world):
+            owners = world.checker.owners.values()
+            if owners and not any(world.nodes[w.rsplit(".w", 1)[0]].alive for w in owners):
                 raise Hopeless
             job = faults.facts(world)
             view = world.orchestrator.core.job(self.plan.job) if job is not None else None
@@ -372,7 +373,9 @@ def _held(world: World, rank: int, tick: int) -> bool:
     job = faults.facts(world)
     assert job is not None
     return tick == 0 or any(
-        node.alive and job.nodes[name].state != "dead" and node.blob(rank, tick) is not None
+        node.alive
+        and job.nodes[name].state != "dead"
+        and (node.blob(rank, tick) is not None or tick in world.checker.gave.get((name, rank), ()))
         for name, node in world.nodes.items()
         if name in job.nodes
     )

@@ -166,6 +166,7 @@ class World:
             self.said.add(incident.reason)
 
     def acted(self) -> None:
+        self.checker.beliefs.look(self.orchestrator.core.state(self.plan.job))
         for watcher in list(self.watchers):
             watcher()
 
