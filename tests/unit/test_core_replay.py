@@ -37,7 +37,9 @@ def test_a_running_job_does_not_notice_a_restart() -> None:
     world.handle(Wake())
     world.rejoin()
     world.run()
-    assert len(world.sent) == sent, "nothing is sent to anybody"
+    told = [command for _, command in world.sent[sent:]]
+    # Who the buddies were is not on record. They are told again, and nothing else is.
+    assert all(isinstance(c, m.Tell) and isinstance(c.command, m.Buddy) for c in told)
     world.assert_training()
     after = world.view
     assert (after.generation, after.ranks) == (
@@ -223,3 +225,32 @@ def test_status_and_incidents_of_an_ended_job_survive() -> None:
     assert (world.view, world.incidents) == before
     assert world.core.deadline() is None
     assert world.now > SECOND
+
+
+def test_a_newcomer_of_an_earlier_term_that_comes_back_late_is_ended_first() -> None:
+    """Its agent still takes it for the rank: what all ranks are told must not reach it."""
+    world = trained(nodes="n0:3 n1:2 n2:1", spares=2)
+    world.handle(Migrate(job="j", ranks=[2]))
+    stray = next(iter(world.core.state("j").attempt.newcomers.values()))  # type: ignore[union-attr]
+    home = world.workers[stray].node
+    world.before(m.Ready)
+    world.restart_core()
+    for name in world.nodes:
+        if name != home:
+            world.join(name, world.nodes[name].slots)
+    for _ in range(40):  # training goes on, and the wait for the node is over
+        world.now += SECOND
+        world.step()
+        world.progress()
+        world.pump()
+        deadline = world.core.deadline(world.now)
+        if deadline is not None and deadline <= world.now:
+            world.handle(Wake())
+    assert not world.core.state("j").replayed
+    sent = len(world.sent)
+    world.join(home, world.nodes[home].slots)
+    world.run()
+    world.assert_training()
+    about = [c for _, c in world.sent[sent:] if getattr(c, "worker", "") == stray]
+    assert isinstance(about[0], m.KillWorker)
+    assert not any(isinstance(c, m.Tell) for c in about)

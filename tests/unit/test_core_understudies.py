@@ -6,7 +6,7 @@ from test_core_support import World, job_spec
 
 from keepstep.core.understudies import FAILURES_MAX
 from keepstep.model import messages as m
-from keepstep.model.job import Migrate, Taint
+from keepstep.model.job import Migrate, Taint, Wake
 from keepstep.model.views import UnderstudyView
 
 
@@ -59,6 +59,61 @@ def test_a_lost_rank_is_taken_over_by_its_understudy() -> None:
     assert world.rank(2).id == chosen
     assert world.last.outcome == "RESOLVED" and world.last.steps_lost == 0
     assert not {"newcomer_build", "warm_up"} & set(world.last.timings_ms)  # that was before
+
+
+def test_it_is_told_its_buddy_with_the_swap() -> None:
+    """It has taken its Assign long ago, when it had none."""
+    world = trained()
+    chosen = of_rank(world, 2)
+    world.kill(2)
+    world.run()
+    swaps = [c for w, c in world.told(m.Swap) if w == chosen and isinstance(c, m.Swap)]
+    assert swaps[0].buddy is not None and not swaps[0].same_buddy
+
+
+def test_the_other_slot_of_a_node_is_free_although_three_processes_run_there() -> None:
+    """Two ranks are lost with their node, and one slot has an understudy for one of them."""
+    world = trained(nodes="n0:2 n1:2 n2:2", understudies=1)
+    world.kill_node("n0")
+    world.run()
+    world.assert_training()
+    assert sorted(w.node for w in world.owners()) == ["n1", "n1", "n2", "n2"]
+
+
+def test_those_that_cannot_be_led_on_do_not_use_up_the_patience_with_newcomers() -> None:
+    spares = " ".join(f"n{i}:1" for i in range(2, 8))
+    world = trained(nodes=f"n0:2 n1:2 {spares}", spares=6, understudies=4)
+    assert len(ready_for(world)) == 24
+
+    def refuse(worker: object, command: m.Message) -> m.Message | None:
+        if isinstance(command, m.Copy) and getattr(worker, "id", "") in before:
+            return m.CopyFailed(generation=command.generation, reason="position", error="too far")
+        return None
+
+    before = {one.worker for one in understudies(world)}
+    world.refuse = refuse
+    world.kill(2)
+    world.run()
+    world.assert_training()
+    assert world.last.outcome == "RESOLVED"
+    world.handle(Migrate(job="j", ranks=[1]))
+    world.run()
+    world.assert_training()
+    assert world.last.outcome == "RESOLVED", world.last.reason
+
+
+def test_a_restart_with_a_node_away_costs_no_understudy() -> None:
+    world = trained(nodes="n0:2 n1:2 n2:1 n3:1", spares=2, understudies=4)
+    before = {one.worker for one in understudies(world)}
+    world.now += 1000 * 1_000_000_000  # long after they were started
+    world.restart_core()
+    for name in ("n0", "n2", "n3"):
+        world.join(name, world.nodes[name].slots)
+    world.handle(Wake())
+    world.join("n1")
+    world.run(60)
+    assert {one.worker for one in understudies(world)} == before
+    assert len(ready_for(world)) == 8
 
 
 def test_what_is_left_in_its_slot_is_ended_and_built_anew_elsewhere() -> None:

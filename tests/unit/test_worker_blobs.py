@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ from keepstep.model.messages import Address, BlobData, BlobGet, BlobOk, BlobPut,
 from keepstep.model.wire import HEADER, frame
 from keepstep.worker import peers
 from keepstep.worker.ahead import PAUSE, Ahead
-from keepstep.worker.blobs import BuddyLine, fetch
+from keepstep.worker.blobs import BuddyLine, HoldersUnreachable, fetch, fetch_surely
 
 
 @contextmanager
@@ -83,7 +84,7 @@ def test_what_comes_late_over_a_connection_given_up_is_refused() -> None:
         with pytest.raises(PermanentError, match="another connection"):
             old.put(address, 2, 8, b"old", lambda: False)
         assert server.answer(BlobGet(token="t", rank=2, tick=8)) == BlobData(
-            tick=8, data=b"new", own=False
+            tick=8, data=b"new", own=False, serial=1
         )
         old.close()
         new.close()
@@ -199,6 +200,49 @@ def test_what_was_sent_ahead_is_not_sent_again_unless_it_was_wrong() -> None:
             kept = server.answer(BlobGet(token="t", rank=2, tick=tick))
             assert isinstance(kept, BlobData) and kept.data == data
         line.close()
+
+
+def test_a_guess_is_only_believed_when_nobody_has_a_later_copy() -> None:
+    """One that went to a former buddy was never published; the truth went to the next one."""
+    with buddy() as (former, _), buddy() as (latter, server):
+        line = BuddyLine("t")
+        line.generation = 3
+        line.put(former, 2, 7, b"seven", lambda: False)
+        line.send_ahead(former, 2, 8, b"guess")
+        line.interrupt()
+        line.generation = 4
+        line.put(latter, 2, 8, b"truth", lambda: False)
+        for holders in ([former, latter], [latter, former]):
+            found = fetch_surely(holders, "t", 2, 8)
+            assert found is not None and found.data == b"truth"
+        assert line._connection is not None
+        line.send_ahead(latter, 2, 9, b"nine")
+        wait_for_tick(server, 9)
+        found = fetch_surely([former, latter], "t", 2, 9)
+        assert found is not None and found.ahead  # nobody has another
+        line.put(latter, 2, 9, b"nine", lambda: False)
+        line.put(latter, 2, 10, b"ten", lambda: False)  # so the confirmation has been read
+        found = fetch_surely([former, latter], "t", 2, 9)
+        assert found is not None and not found.ahead
+        silent = Address("127.0.0.1", free_port())
+        line.send_ahead(latter, 2, 11, b"eleven")
+        wait_for_tick(server, 11)
+        with pytest.raises(HoldersUnreachable):  # who does not answer might have the truth
+            fetch_surely([silent, latter], "t", 2, 11, patience_s=0.0)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def wait_for_tick(server: BlobServer, tick: int) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if isinstance(server.answer(BlobGet(token="t", rank=2, tick=tick)), BlobData):
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"tick {tick} never came")
 
 
 def test_after_an_interruption_the_next_put_takes_a_new_connection() -> None:

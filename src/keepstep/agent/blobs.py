@@ -32,6 +32,7 @@ from keepstep.core.agent.blobs import TICKS_KEPT, BlobStore
 from keepstep.errors import RemoteProtocolError
 from keepstep.model.messages import (
     Address,
+    BlobConfirm,
     BlobData,
     BlobGet,
     BlobMissing,
@@ -70,6 +71,7 @@ class BlobServer:
         self._lock = threading.Lock()
         # One that is sent ahead of its fence must not drive out one that may still be needed.
         self._copies = BlobStore(TICKS_KEPT + 1)
+        self._how: dict[int, dict[int, tuple[bool, int]]] = {}  # rank -> tick -> ahead, serial
         self._writers: dict[int, int] = {}  # rank -> number of the connection that put last
         self._listener: socket.socket | None = None
         self._connections: set[socket.socket] = set()
@@ -157,6 +159,10 @@ class BlobServer:
             raise RemoteProtocolError("no request came") from error
         connection.settimeout(None)
         while True:
+            if isinstance(request, BlobConfirm):
+                self.confirm(request)
+                request = frames.receive()
+                continue
             if isinstance(request, BlobPut):
                 reply = self.answer(request, number)
             else:
@@ -173,7 +179,15 @@ class BlobServer:
     async def _from_pages(self, request: BlobGet) -> BlobReply:
         return self.answer(request)
 
-    def answer(self, request: BlobRequest, connection: int = 0) -> BlobReply:
+    def confirm(self, request: BlobConfirm) -> None:
+        if not hmac.compare_digest(request.token.encode(), self._token):
+            raise RemoteProtocolError("wrong token")
+        with self._lock:
+            how = self._how.get(request.rank, {})
+            if request.tick in how:
+                how[request.tick] = (False, how[request.tick][1])
+
+    def answer(self, request: BlobPut | BlobGet, connection: int = 0) -> BlobReply:
         """`connection` counts up: what a rank had sent over one that it has given up may be read
         after what it has put over the next, and must not take its place."""
         if not hmac.compare_digest(request.token.encode(), self._token):
@@ -188,6 +202,8 @@ class BlobServer:
                 return BlobRefused(error=f"rank {rank} has opened another connection since")
             self._writers[rank] = connection
             self._copies.put(rank, tick, request.data)
+            how = {**self._how.get(rank, {}), tick: (request.ahead, request.serial)}
+            self._how[rank] = {kept: how[kept] for kept in self._copies.ticks(rank)}
         return BlobOk()
 
     def _get(self, request: BlobGet) -> BlobReply:
@@ -196,11 +212,13 @@ class BlobServer:
         with self._lock:
             copy = self._copies.get(request.rank, request.tick)
             copied = self._copies.ticks(request.rank)
+            how = self._how.get(request.rank, {})
         # max keeps the first of equals: the youngest worker's, and a page before a copy.
         best = max(own, key=lambda blob: blob[0], default=None)
         if best is not None and (copy is None or best[0] >= copy[0]):
             return BlobData(tick=best[0], data=best[1], own=True)
         if copy is not None:
-            return BlobData(tick=copy[0], data=copy[1], own=False)
+            ahead, serial = how[copy[0]]
+            return BlobData(tick=copy[0], data=copy[1], own=False, ahead=ahead, serial=serial)
         held = {tick for page in pages for tick in page.ticks()}
         return BlobMissing(held=sorted(held | set(copied)))

@@ -56,6 +56,10 @@ class Hosts:
             asked.add(left[0])
             yield left[0]
 
+    @property
+    def likeliest(self) -> str:
+        return self._urls[0]
+
     def answered(self, url: str) -> None:
         self._failure = None
         self._urls.remove(url)
@@ -80,6 +84,11 @@ class Client:
         urls = [urls] if isinstance(urls, str) else urls
         self._hosts = Hosts([checked(url) for url in urls])
         self._http = httpx.Client(**settings(token, ca))
+
+    @property
+    def url(self) -> str:
+        """Of the one that answered last."""
+        return self._hosts.likeliest
 
     @classmethod
     def of(cls, entry: Entry) -> Client:

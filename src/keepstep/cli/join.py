@@ -81,8 +81,9 @@ def by_certificate(
 
     key, request = new_node_key(node or "node")
     asked = JoinRequest(request=request, token=token, job=job, node=node)
-    joined = Client(urls, operator, ca).post("/v1/join", asked, Joined)
-    stream = at_host(joined.stream, urls[0])
+    client = Client(urls, operator, ca)
+    joined = client.post("/v1/join", asked, Joined)
+    stream = at_host(joined.stream, client.url)
     # One that listens everywhere cannot be found under that address.
     others = [
         peer
@@ -96,12 +97,16 @@ def by_certificate(
         token=joined.token,
         job_token=joined.job_token,
         orchestrator=stream,
-        url=urls[0],
+        url=client.url,
         directory=str(_directory(home, joined)),
         stall_timeout_ns=joined.stall_timeout_ns,
         slots=joined.slots,
         other_orchestrators=[peer.stream for peer in others],
-        other_urls=list(dict.fromkeys([*urls[1:], *(peer.url for peer in others)])),
+        other_urls=list(
+            dict.fromkeys(
+                url for url in (*urls, *(peer.url for peer in others)) if url != client.url
+            )
+        ),
     )
     identity.save(where, known, key=key, certificate=joined.certificate, ca=joined.ca)
     return from_identity(where, bind)

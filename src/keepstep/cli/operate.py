@@ -115,26 +115,32 @@ def incidents(which: find.Which, store: str, everything: bool, as_json: bool) ->
 def chosen(which: find.Which, everything: bool, store: str = "") -> list[history.Past]:
     """Live jobs, else the latest that ended; all of them, or the named one."""
     where, job = home(), which.job
+    known: list[history.Past] = []
     try:
-        there = find.all_jobs(where, which)
+        for one in find.all_jobs(where, which):
+            known.append(history.Past(view=one.view, incidents=_incidents(one), at_ns=0))
     except TransientError as error:
         if not store:
             raise
         show.words(f"{error.message}; reading the store")
-        there = []
-    known = [history.Past(view=one.view, incidents=_incidents(one), at_ns=0) for one in there]
+        known = []
+    else:
+        if which.orchestrator and not store:
+            return _among(known, job)  # what this machine remembers was not asked for
     names = [one.view.job for one in known]
     if job is not None:
-        if job not in names:
-            known = history.past_jobs(where, store=store)
-        known = [one for one in known if one.view.job == job]
-        if not known:
-            raise UsageError(f"no such job: {job}", hint="keepstep status --all lists all jobs")
-        return known
+        return _among(known if job in names else history.past_jobs(where, store=store), job)
     if everything:
         return known + history.past_jobs(where, store=store, skip=names)
     live = [one for one in known if one.view.state not in ENDED]
     return live or known[-1:] or history.past_jobs(where, store=store, latest=True)
+
+
+def _among(known: list[history.Past], job: str | None) -> list[history.Past]:
+    found = [one for one in known if job in (None, one.view.job)]
+    if job is not None and not found:
+        raise UsageError(f"no such job: {job}", hint="keepstep status --all lists all jobs")
+    return found
 
 
 def _incidents(one: find.Found) -> list[IncidentView]:

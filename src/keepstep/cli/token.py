@@ -31,7 +31,7 @@ def there_options(command: F) -> F:
 
     @functools.wraps(command)
     def told(*args: Any, orchestrator: str | None, store: str, **kwargs: Any) -> Any:
-        there = _shared(store) if store else _own(orchestrator)
+        there = _shared(store) if store and not orchestrator else _own(orchestrator)
         try:
             return command(*args, there=there, **kwargs)
         finally:

@@ -214,8 +214,10 @@ def _adopt(job: Job, out: Out, worker: Worker, state: WorkerState) -> None:
     worker.resync = worker.swap is not None and worker.swapped < worker.swap.generation
     if worker.killed_at is not None:
         out.send(worker.node, KillWorker(worker=worker.id))
-    elif worker.role in ("standby", "understudy") and job.replayed and state.rank >= 0:
-        worker.role = "unwanted"  # it was joining when the orchestrator was restarted
+    elif worker.role in ("standby", "understudy") and state.rank >= 0:
+        # It was joining when the orchestrator was restarted. What all ranks are told would be told
+        # to it as well.
+        worker.role = "unwanted"
         out.kill(worker)
 
 

@@ -153,7 +153,7 @@ def assign_row(job: Job, out: Out, attempt: Attempt) -> None:
             continue
         old = job.owner(rank)
         node, slot = homes.get(rank, ("", 0))
-        prepared = prepared_places(job, rank)
+        prepared = prepared_places(job, attempt.incident, rank)
         spare, _ = placement.choose_spare(
             job.standbys(),
             job.nodes,
@@ -169,6 +169,8 @@ def assign_row(job: Job, out: Out, attempt: Attempt) -> None:
         spare.rank = rank
         spare.assigned_at = out.now
         spare.arrived, spare.ready, spare.positioned_at = False, None, None
+        # An understudy has answered its Assign already, and takes nothing from another one.
+        spare.buddy_heard = spare.presumed < 0
         spare.asked.clear()
     for worker in newcomers(job, attempt):
         if not worker.arrived and "assign" not in worker.asked:
@@ -183,8 +185,10 @@ def assign_row(job: Job, out: Out, attempt: Attempt) -> None:
             out.ask(worker, "assign", attempt.generation, assign)
 
 
-def prepared_places(job: Job, rank: int) -> dict[str, Worker]:
+def prepared_places(job: Job, incident: Incident, rank: int) -> dict[str, Worker]:
     """Where an understudy of `rank` is ready, and which."""
+    if incident.no_understudies:
+        return {}
     ready = (w for w in job.understudies() if w.ready is not None and w.presumed == rank)
     return {worker.place: worker for worker in ready}
 

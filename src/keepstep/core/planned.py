@@ -69,7 +69,7 @@ def _start_wave(job: Job, out: Out, incident: Incident) -> bool:
     for rank in incident.pending:
         owner = job.workers[job.owners[rank]]
         spare, why = placement.choose_spare(
-            spares, job.nodes, away_from=owner.node, prepared=prepared_places(job, rank)
+            spares, job.nodes, away_from=owner.node, prepared=prepared_places(job, incident, rank)
         )
         if spare is None:
             break

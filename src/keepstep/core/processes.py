@@ -190,13 +190,19 @@ def may_get_spare(job: Job) -> bool:
     )
 
 
+def _shares_its_slot(job: Job, worker: Worker) -> bool:
+    if worker.presumed >= 0:
+        return worker.role in ("understudy", "unwanted")
+    return worker.role == "standby" and bool(job.spec.understudies) and job.seated_at(worker)
+
+
 def free_slots(job: Job) -> list[tuple[str, int]]:
     """Only nodes that run fewer processes than they have slots are looked at; those that share a
     slot with another do not count."""
     dead = Counter(
         worker.node
         for worker in job.special.values()
-        if not worker.alive or (worker.presumed >= 0 and worker.role in ("understudy", "unwanted"))
+        if not worker.alive or _shares_its_slot(job, worker)
     )
     roomy = {
         node.name: node

@@ -17,7 +17,7 @@ from keepstep.core.processes import give_buddy
 from keepstep.core.state import SECOND, Incident, Job, Node, Out, Role, Worker
 from keepstep.core.timeline import Timeline
 from keepstep.model.job import JobSpec
-from keepstep.model.messages import Swap
+from keepstep.model.messages import Buddy, Swap
 from keepstep.model.records import (
     AttemptStarted,
     CheckpointWritten,
@@ -237,7 +237,7 @@ def agents_are_back(job: Job, out: Out) -> bool:
             worker.swap = Swap(generation=job.generation, buddy=buddy, solo=solo)
             worker.resync = True
         elif worker.usable:
-            give_buddy(job, out, worker)
+            _tell_buddy(job, out, worker)
     for incident in [i for i in job.incidents if i.interrupted]:
         _reopen(job, out, incident)
     # Whether a planned attempt was being undone is not on record: whoever still holds goes on.
@@ -247,6 +247,12 @@ def agents_are_back(job: Job, out: Out) -> bool:
             if worker.usable and not worker.done:
                 worker.release_due = job.generation_max
     return True
+
+
+def _tell_buddy(job: Job, out: Out, worker: Worker) -> None:
+    """Who it was is not on record."""
+    address = give_buddy(job, out, worker)
+    worker.buddy_heard = out.tell(worker, Buddy(address=address))
 
 
 def _reopen(job: Job, out: Out, incident: Incident) -> None:
@@ -266,6 +272,8 @@ def _start_over(job: Job, out: Out) -> None:
     """No step was made. Ranks that all live go on and attach; anything else starts again."""
     owners = [worker for _, worker in job.owning()]
     if len(owners) == job.spec.world and all(worker.usable for worker in owners):
+        for worker in owners:
+            _tell_buddy(job, out, worker)
         return
     for incident in list(job.incidents):
         close_incident(job, out, incident, "ABORTED", "the orchestrator was restarted")

@@ -216,6 +216,7 @@ class Incident:
     give_up_at: int = 0
     moving: list[int] = field(default_factory=list)  # of the last attempt (after a replay)
     attempt_generation: int = -1  # likewise
+    no_understudies: bool = False  # one could not be led on to where the job is
     interrupted: bool = False  # by a restart of the orchestrator
     committed: int | None = None  # generation
 

@@ -60,7 +60,8 @@ def timers(job: Job) -> list[Timer]:
         elif worker.role == "standby" and not worker.parked:
             rows.append((worker.started_at + max(PARK_NS, job.stall_ns), "park", worker.id))
         elif worker.role == "understudy" and worker.ready is None:
-            rows.append((understudies.due(job, worker, PARK_NS), "rehearse", worker.id))
+            due = understudies.due(job, worker, PARK_NS)
+            rows += [(due, "rehearse", worker.id)] if due is not None else []
     if job.mode in ("waiting", "opening", "starting"):
         rows += _start_timers(job)
     deferred = breaker.deadline(job)

@@ -75,14 +75,12 @@ def _lead(job: Job, out: Out, worker: Worker) -> None:
             holders=holders,
             presumed=True,
         )
-        if out.ask(worker, "assign", job.generation + 1, assign):
-            worker.assigned_at = out.now
+        out.ask(worker, "assign", job.generation + 1, assign)
     elif worker.arrived and worker.ready is None:
         position = Position(
             generation=job.generation + 1, tick=TICK_NEWEST, final=False, holders=holders
         )
-        if out.ask(worker, "position", job.generation + 1, position):
-            worker.positioned_at = out.now
+        out.ask(worker, "position", job.generation + 1, position)
 
 
 def said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> None:
@@ -115,13 +113,14 @@ def lost(job: Job, out: Out, worker: Worker, why: str) -> None:
     warn(job, out, what)
 
 
-def due(job: Job, worker: Worker, park_ns: int) -> int:
-    """When one that is not ready by then is given up: each stage has its time, as a newcomer's."""
-    if worker.positioned_at is not None:
-        return worker.positioned_at + job.build_ns
-    if worker.assigned_at:
-        return worker.assigned_at + job.build_ns
-    return worker.started_at + max(park_ns, job.stall_ns)
+def due(job: Job, worker: Worker, park_ns: int) -> int | None:
+    """When one that is not ready by then is given up: each stage has its time, as a newcomer's.
+    None: it owes no answer, because it has not been asked (again)."""
+    if not worker.parked:
+        return worker.started_at + max(park_ns, job.stall_ns)
+    what = "position" if worker.arrived else "assign"
+    asked = worker.asked.get(what)
+    return asked[1] + job.build_ns if asked is not None else None
 
 
 def late(job: Job, out: Out, worker: Worker) -> None:

@@ -213,6 +213,11 @@ def _resumed(job: Job, out: Out, worker: Worker, said: Resumed) -> None:
 
 def _copy_failed(job: Job, out: Out, attempt: Attempt, worker: Worker, said: CopyFailed) -> None:
     why = f"{worker.id} could not copy ({said.reason}): {said.error}"
+    if said.reason == "position" and worker.presumed >= 0:
+        # Built too long ago for this script; a standby has no such trouble. That is counted as a
+        # failure below, and is none.
+        attempt.incident.no_understudies = True
+        attempt.incident.failures -= 1
     if attempt.kind == "planned":
         fail_move(job, out, attempt, why)
     elif said.reason == "source-lost":

@@ -643,12 +643,17 @@ AgentCommand = (
 class BlobPut(Message, frozen=True):
     """Keep `data` as `rank`'s side state of `tick`; the newest ticks are kept.
 
-    tick -1 is the record of the rank's init-time collectives; it is kept for good."""
+    tick -1 is the record of the rank's init-time collectives; it is kept for good.
+
+    `ahead`: sent before the rank has reached its fence. It is what the rank will publish, or will
+    be put again, maybe elsewhere: of several copies the one with the greatest `serial` counts."""
 
     token: str
     rank: int
     tick: int
     data: bytes
+    ahead: bool = False
+    serial: int = 0
 
 
 class BlobGet(Message, frozen=True):
@@ -659,7 +664,15 @@ class BlobGet(Message, frozen=True):
     tick: int
 
 
-BlobRequest = BlobPut | BlobGet
+class BlobConfirm(Message, frozen=True):
+    """What was sent ahead for `tick` is what the rank has published. Not answered."""
+
+    token: str
+    rank: int
+    tick: int
+
+
+BlobRequest = BlobPut | BlobGet | BlobConfirm
 
 
 class BlobOk(Message, frozen=True):
@@ -672,6 +685,8 @@ class BlobData(Message, frozen=True):
     tick: int
     data: bytes
     own: bool  # read from the rank's own node, not a buddy copy
+    ahead: bool = False  # as it was put
+    serial: int = 0
 
 
 class BlobMissing(Message, frozen=True):

@@ -24,6 +24,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 from keepstep.core.orchestrator import Core
@@ -76,6 +77,8 @@ class Terms:
         self._agents = agents
         self._me = me
         self._monotonic = monotonic
+        # Of its own: a renewal must not wait for others who ask the store.
+        self._lessee = ThreadPoolExecutor(1, "keepstep-lease")
         self._ours = False
         self._until = 0.0
         if store.lease_s is not None:
@@ -178,7 +181,7 @@ class Terms:
 
     async def _renew(self) -> None:
         began = self._monotonic()
-        asking = asyncio.ensure_future(asyncio.to_thread(self._store.renew))
+        asking = asyncio.get_running_loop().run_in_executor(self._lessee, self._store.renew)
         if self._store.lease_s is not None:
             await asyncio.wait({asking}, timeout=max(0.0, self._until - began))
             if not asking.done() and self._driver.away is None:

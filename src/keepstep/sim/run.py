@@ -291,6 +291,18 @@ class Run:
         if standbys > max(self.plan.spares, 0):
             raise Violation(f"{standbys} standbys, {self.plan.spares} are wanted")
         self._check_understudies(job)
+        self._check_buddies(job)
+
+    def _check_buddies(self, job: Job) -> None:
+        """Everybody publishes where the core believes it does."""
+        for rank, worker in job.owning():
+            node = job.nodes.get(worker.buddy)
+            believed = node.blobs if node is not None else None
+            if not worker.done and self.world.ranks[worker.id].buddy != believed:
+                raise Violation(
+                    f"rank {rank} ({worker.id}) has buddy {self.world.ranks[worker.id].buddy}, "
+                    f"the core believes {worker.buddy!r} at {believed}"
+                )
 
     def _check_understudies(self, job: Job) -> None:
         """As many as are wanted in every place that has a standby, each for another rank."""

@@ -38,6 +38,8 @@ class BuddyLine:
         self._frames: Frames[m.BlobReply]
         self._interrupted = False
         self._ahead: tuple[int, bytes] | None = None  # sent, and its answer not read yet
+        self.generation = 0
+        self._sent = 0
         self._lock = threading.Lock()
 
     def put(
@@ -60,12 +62,14 @@ class BuddyLine:
             if init is not None and tick >= 0:
                 self.put(address, rank, -1, init, interrupted)
         ahead, self._ahead = self._ahead, None
-        answers = 0 if ahead is None else 1
+        guessed = ahead == (tick, data)
         try:
-            if ahead != (tick, data):
+            if not guessed:
                 self._send(rank, tick, data)
-                answers += 1
-            replies = [self._frames.receive() for _ in range(answers)]
+            replies = [self._frames.receive() for _ in range((ahead is not None) + (not guessed))]
+            if guessed and self._connection is not None:
+                confirm = m.BlobConfirm(token=self._token, rank=rank, tick=tick)
+                self._connection.sendall(wire.frame(confirm))
         except OSError:
             self.close()
             raise
@@ -78,7 +82,7 @@ class BuddyLine:
         if address != self._address or self._ahead is not None or self._interrupted:
             return
         try:
-            self._send(rank, tick, data)
+            self._send(rank, tick, data, ahead=True)
             self._ahead = (tick, data)
         except OSError:
             self.close()
@@ -91,9 +95,14 @@ class BuddyLine:
             self._connection, self._address = connection, address
             self._frames = Frames(connection, _decoder)
 
-    def _send(self, rank: int, tick: int, data: bytes) -> None:
+    def _send(self, rank: int, tick: int, data: bytes, ahead: bool = False) -> None:
         assert self._connection is not None
-        request = m.BlobPut(token=self._token, rank=rank, tick=tick, data=data)
+        self._sent += 1
+        # A later process of the same rank has a later generation.
+        serial = (max(self.generation, 0) << 40) + self._sent
+        request = m.BlobPut(
+            token=self._token, rank=rank, tick=tick, data=data, ahead=ahead, serial=serial
+        )
         self._connection.sendall(wire.frame(request))
 
     def interrupt(self) -> None:
@@ -128,9 +137,13 @@ def fetch_surely(
     holders: list[m.Address], token: str, rank: int, tick: int, patience_s: float = PATIENCE_S
 ) -> m.BlobData | None:
     """None means that everybody was asked and no one has it. Those that cannot be reached are
-    asked again for a while: an agent that is started anew comes back with its workers' pages."""
+    asked again for a while: an agent that is started anew comes back with its workers' pages.
+
+    A copy that was sent ahead of its fence may be a guess that the rank has put right since, with
+    another buddy: then everybody must have answered, and the last one put counts."""
     deadline = time.monotonic() + patience_s
     silent = list(holders)
+    best: m.BlobData | None = None
     while silent:
         asked, silent = silent, []
         for holder in asked:
@@ -141,10 +154,12 @@ def fetch_surely(
                 silent.append(holder)
                 continue
             if isinstance(reply, m.BlobData):
-                return reply
+                if reply.own or not reply.ahead:
+                    return reply
+                best = max(best or reply, reply, key=lambda one: (one.tick, one.serial))
         if silent and time.monotonic() >= deadline:
             names = ", ".join(f"{holder.host}:{holder.port}" for holder in silent)
             raise HoldersUnreachable(f"side state {tick} of rank {rank}: no answer from {names}")
         if silent:
             time.sleep(RETRY_S)  # a peer's recovery gives no sign that could be waited for
-    return None
+    return best

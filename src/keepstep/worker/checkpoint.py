@@ -37,8 +37,8 @@ def write(seat: Seat, command: m.Checkpoint) -> None:
     _write_side(directory, seat.rank, seat.page.held(-1), seat.page.held(command.tick))
     written = 0
     if command.lead:
-        for rank, holders in command.dead.items():
-            _write_dead(directory, seat, rank, holders, command.tick)
+        for rank in command.dead:
+            _write_dead(directory, seat, rank, command)
         written = transfer.write_file(directory / "state", seat.state.export())
         manifest = {
             "format": FORMAT,
@@ -59,10 +59,8 @@ def _write_side(directory: Path, rank: int, init: bytes | None, side: bytes | No
         _put(directory / f"rank-{rank}.side", side)
 
 
-def _write_dead(
-    directory: Path, seat: Seat, rank: int, holders: list[m.Address], tick: int
-) -> None:
-    token = seat.welcome.token
+def _write_dead(directory: Path, seat: Seat, rank: int, command: m.Checkpoint) -> None:
+    token, holders, tick = seat.welcome.token, command.dead[rank], command.tick
     init = blobs.fetch(holders, token, rank, -1)
     side = blobs.fetch(holders, token, rank, tick) if tick else None
     if tick and side is None:

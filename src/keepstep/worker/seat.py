@@ -237,9 +237,13 @@ class Seat:
             )
         return {}
 
-    def side_state(self, site: str, step: bool, updating: bool = True) -> bytes:
+    def side_state(
+        self, site: str, step: bool, updating: bool = True, position: Any = None
+    ) -> bytes:
         """Version tick+1 of what only this rank has, as it will be if the fence passes.
         `updating`: an optimizer is about to use up the gradients."""
+        if position is None:
+            position = self.tracker.position(site, step)
         self.note_mutations()
         self._carries_on = False
         carried = self._carried() if not updating and (step or self.carrying) else {}
@@ -249,7 +253,7 @@ class Seat:
                 "tick": self.tick + 1,
                 "version": self.version + step,
                 "rng": rng.capture(),
-                "position": self.tracker.position(site, step),
+                "position": position,
                 "buffers": self.state.get_buffers(self.mutable_buffers)
                 if self.mutable_buffers
                 else {},
@@ -261,6 +265,7 @@ class Seat:
         """To the own agent (shared memory) and, acknowledged, to the buddy. Raises OSError or
         ConnectionAbortedError when an Abort interrupts it: the fence is then not reached."""
         self.ahead.wait()
+        self.buddy_line.generation = self.generation
         self.page.publish(tick, data)
         while (address := self.channel.buddy) is not None:
             if self.aborted():
@@ -289,8 +294,10 @@ class Seat:
         ):
             return
 
+        position = self.tracker.position(site, True)  # the tracker is no other thread's business
+
         def send() -> bytes:
-            data = self.side_state(site, True, True)
+            data = self.side_state(site, True, True, position)
             self.buddy_line.send_ahead(address, self.rank, self.tick + 1, data)
             return data
 
