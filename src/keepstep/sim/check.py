@@ -8,6 +8,7 @@ the job is done (or ended for a reason that the world justifies), and nothing ha
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -44,6 +45,7 @@ class Checker:
         self.generation = -1
         self.generation_max = -1
         self.begun: set[int] = set()
+        self.stage_failures: set[tuple[int, str]] = set()  # (generation, worker)
         self.job_ended: r.JobEnded | None = None
         self.open_incidents: dict[str, r.IncidentOpened] = {}
         # what was sent
@@ -102,8 +104,16 @@ class Checker:
             if worker.startswith(f"{record.node}."):
                 self.ended_on_record.add(worker)
 
+    def _check_repeated(self, record: r.AttemptStarted) -> None:
+        """An attempt fails only by what was said in it."""
+        last = max(self.attempts, default=-1)
+        blamed = re.match(r"process groups could not be built: (\S+\.w\d+): ", record.reason)
+        said = blamed is None or (last, blamed[1]) in self.stage_failures
+        self.ensure(said, f"{last} is repeated, but nobody failed in it: {record.reason}")
+
     def _on_AttemptStarted(self, record: r.AttemptStarted) -> None:
         self._new_generation(record.generation)
+        self._check_repeated(record)
         self.attempts[record.generation] = record
         self.ensure(record.incident not in self.closed, f"an attempt for closed {record.incident}")
 
@@ -360,6 +370,8 @@ class Checker:
 
     def said(self, process: Process, message: m.WorkerMessage) -> None:
         self.ensure(process.alive, f"{process.id} speaks after its end")
+        if isinstance(message, m.StageFailed):
+            self.stage_failures.add((message.generation, process.id))
 
     def ended(self, process: Process) -> None:
         pass

@@ -126,6 +126,8 @@ def _hit_process(world: World, process: Rank, fault: Fault) -> None:
     elif fault.kind == "freeze":  # stopped beyond the limit
         process.stop()
         world.after(fault.length_ns, process.resume)
+    elif fault.kind == "stuck-builder":  # one rank never finishes its next groups
+        process.builder_stuck = True
     elif fault.kind == "quit":  # its script raises outside of any step
         process.fail("user")
     elif process.mode in ("init", "building", "arrived", "warming", "joining"):
@@ -325,11 +327,17 @@ def _store(world: World, fault: Fault) -> str:
     if fault.kind == "host" and node is not None and node.alive:
         node.die(silently=False)
         return f"with {node.name}"
-    store = node.stores.get(attempt.generation) if node is not None and attempt else None
-    if store is None:
-        return ""
-    store.close()
-    return f"of generation {store.generation}"
+    generation = attempt.generation if attempt is not None else world.checker.generation
+    for host in [node] if node is not None else list(world.nodes.values()):
+        if generation in host.stores and host.alive:
+            host.store_died(generation)
+            return f"of generation {generation}"
+    return ""
+
+
+def _echoes(world: World, fault: Fault) -> str:
+    world.echoes = True
+    return "of every answer"
 
 
 def _everyone(world: World, fault: Fault) -> str:
@@ -407,6 +415,7 @@ STRIKES: dict[str, Callable[[World, Fault], str]] = {
     "operator": _operator,
     "provider": _provider,
     "store": _store,
+    "echo": _echoes,
     "everyone": _everyone,
     "spare-node": _spare_node,
     "data": _data,

@@ -82,6 +82,8 @@ class Member(Process):
             self._begin()
         elif self.abort_generation > generation or self.stage_asked != generation:
             group.leave(self)
+        elif self.builder_stuck:
+            self.builder_stuck = False
         else:
             self.staged = group
             self.say(m.Staged(generation=generation))

@@ -241,6 +241,11 @@ class SimNode:
             address = m.Address(self.name, 10_000 + generation)
             self.handle(core.StoreSaid(m.StoreOpened(generation=generation, store=address)))
 
+    def store_died(self, generation: int) -> None:
+        self.stores.pop(generation).close()
+        failed = m.StoreFailed(generation=generation, error="the store ended with signal 9")
+        self.run(self.handle, core.StoreSaid(failed))
+
     def _drop_store(self, effect: core.DropStore) -> None:
         store = self.stores.pop(effect.generation, None)
         if store is not None:

@@ -30,6 +30,7 @@ ANSWERS: dict[type[m.Message], type[m.Message]] = {
     m.Copy: m.Copied,
     m.Swap: m.Swapped,
 }
+ECHOED = (m.Staged, m.StageFailed, m.Copied, m.Report, m.Held)
 WHERE = {
     "init": "starting",
     "publish": "fence",
@@ -81,6 +82,7 @@ class Process:
         self.group: Group | None = None
         self.staged: Group | None = None
         self.stage_asked = -1
+        self.builder_stuck = False  # its next groups are never finished
         self.in_fence = False
         self.owed = -1
         self.alone = False
@@ -131,6 +133,14 @@ class Process:
     def say(self, message: m.WorkerMessage) -> None:
         self.answers[type(message)] = message
         self.node.said(self, message)
+        if self.world.echoes and isinstance(message, ECHOED):
+            for _ in range(2):
+                self.world.after(self.world.random.randrange(4 * SECOND), self._repeat, message)
+
+    def _repeat(self, message: m.WorkerMessage) -> None:
+        """The same answer once more, late: as when it was queued while a stream was away."""
+        if self.alive and not self.stopped:
+            self.node.said(self, message)
 
     def stop(self) -> None:
         if self.alive and not self.stopped:

@@ -269,8 +269,36 @@ def _echo(seed: int, draw: random.Random) -> Plan:
         )
         for _ in range(draw.choice((1, 2, 2, 3)))
     )
+    if draw.random() < 0.5:
+        faults = (Fault("echo", "late"), *faults)
     migration = draw.choice(MIGRATIONS)
     return Plan(seed=seed, migration=migration, jitter_ns=jitter, spares=3, faults=faults)
+
+
+def _late_answers(seed: int, draw: random.Random) -> Plan:
+    """Two newcomers of one attempt go on in the next, and what was answered in the first one
+    comes once more when the same is asked for in the second."""
+    again = Fault("bystander", "crash", phase="COPY", delay_ns=draw.randrange(4 * SECOND))
+    second = {
+        "Copied": (Fault("bystander", "crash", phase="HOLD"), again),
+        "Staged": (Fault("bystander", "stuck-builder", phase="COPY"), again),
+        "StageFailed": (Fault("data", "cut", phase="HOLD", length_ns=draw.randrange(8 * SECOND)),),
+    }
+    answer = draw.choice(sorted(second))
+    return Plan(
+        seed=seed,
+        copy_ns=3 * SECOND,
+        spares=3,
+        spare_nodes=3,
+        understudies=8 if answer == "Copied" else 0,  # the next newcomer is ready at once
+        faults=(Fault("echo", "late"), *second[answer]),
+    )
+
+
+def _stuck_builder(seed: int, draw: random.Random) -> Plan:
+    """One rank never finishes its new groups, although all have met."""
+    fault = Fault("bystander", "stuck-builder", at_ns=draw.randrange(100 * MS))
+    return Plan(seed=seed, migration=draw.choice(("planned", "unplanned")), faults=(fault,))
 
 
 def _buddy_dies(seed: int, draw: random.Random) -> Plan:
@@ -345,6 +373,8 @@ STORIES: dict[str, Callable[[int, random.Random], Plan]] = {
     "dark-data": _dark_data,
     "torn-fence": _torn_fence,
     "echo": _echo,
+    "late-answers": _late_answers,
+    "stuck-builder": _stuck_builder,
     "buddy-dies": _buddy_dies,
     "unseen-hang": _unseen_hang,
     "lost-words": _lost_words,
