@@ -336,6 +336,7 @@ def _store(world: World, fault: Fault) -> str:
 
 
 def _echoes(world: World, fault: Fault) -> str:
+    """What ranks answer in an attempt is heard once more in the next one."""
     world.echoes = True
     return "of every answer"
 

@@ -133,14 +133,17 @@ class Process:
     def say(self, message: m.WorkerMessage) -> None:
         self.answers[type(message)] = message
         self.node.said(self, message)
-        if self.world.echoes and isinstance(message, ECHOED):
-            for _ in range(2):
-                self.world.after(self.world.random.randrange(4 * SECOND), self._repeat, message)
 
-    def _repeat(self, message: m.WorkerMessage) -> None:
-        """The same answer once more, late: as when it was queued while a stream was away."""
+    def _echo(self) -> None:
+        """What it answered in older attempts once more, late: as if that had been on its way."""
+        for kind in ECHOED:
+            if kind in self.answers:
+                wait = self.world.random.randrange(3 * SECOND)
+                self.world.after(wait, self._repeat, self.answers[kind])
+
+    def _repeat(self, answer: Any) -> None:
         if self.alive and not self.stopped:
-            self.node.said(self, message)
+            self.node.said(self, answer)
 
     def stop(self) -> None:
         if self.alive and not self.stopped:
@@ -209,6 +212,8 @@ class Process:
         if self._answered(kind, generation):
             return
         if kind is m.Abort:
+            if self.world.echoes and generation > self.abort_generation:
+                self._echo()
             self.abort_generation = generation
             self.hold_generation = -1
             self.inbox = [c for c in self.inbox if not self._stale(c)]

@@ -276,23 +276,14 @@ def _echo(seed: int, draw: random.Random) -> Plan:
 
 
 def _late_answers(seed: int, draw: random.Random) -> Plan:
-    """Two newcomers of one attempt go on in the next, and what was answered in the first one
-    comes once more when the same is asked for in the second."""
-    again = Fault("bystander", "crash", phase="COPY", delay_ns=draw.randrange(4 * SECOND))
-    second = {
-        "Copied": (Fault("bystander", "crash", phase="HOLD"), again),
-        "Staged": (Fault("bystander", "stuck-builder", phase="COPY"), again),
-        "StageFailed": (Fault("data", "cut", phase="HOLD", length_ns=draw.randrange(8 * SECOND)),),
-    }
-    answer = draw.choice(sorted(second))
-    return Plan(
-        seed=seed,
-        copy_ns=3 * SECOND,
-        spares=3,
-        spare_nodes=3,
-        understudies=8 if answer == "Copied" else 0,  # the next newcomer is ready at once
-        faults=(Fault("echo", "late"), *second[answer]),
-    )
+    """What was answered in one attempt comes once more when the next one asks the same."""
+    again = Fault("bystander", "crash", phase="COPY", delay_ns=draw.randrange(2 * SECOND))
+    stuck = Fault("bystander", "stuck-builder", at_ns=draw.randrange(100 * MS))
+    cut = Fault("data", "cut", phase="HOLD", length_ns=draw.randrange(8 * SECOND))
+    stuck_again = Fault("bystander", "stuck-builder", phase="COPY")
+    faults = draw.choice(((stuck,), (stuck, again), (stuck_again, again), (cut,)))
+    faults = (Fault("echo", "late"), *faults)
+    return Plan(seed=seed, copy_ns=3 * SECOND, spares=3, faults=faults)
 
 
 def _stuck_builder(seed: int, draw: random.Random) -> Plan:

@@ -56,7 +56,7 @@ class World:
         self.on_commit: Callable[[], None] = lambda: None
         self.said: set[str] = set()  # reasons of decisions
         self.spawn_failures = 0
-        self.echoes = False  # answers arrive a second time, late
+        self.echoes = False  # old answers arrive once more in the next attempt
         self.store_failure = ""  # of the next store to be opened: "refuse" or "mute"
 
     # ------------------------------------------------------------------ clock
