@@ -20,6 +20,7 @@ from keepstep.core.state import Attempt, Job
 from keepstep.model import messages as m
 from keepstep.model import records as r
 from keepstep.sim.beliefs import Beliefs
+from keepstep.sim.prompt import Prompt
 
 if TYPE_CHECKING:
     from keepstep.sim.node import SimNode
@@ -35,6 +36,7 @@ class Checker:
     def __init__(self, world: World) -> None:
         self.world = world
         self.beliefs = Beliefs(self)
+        self.prompt = Prompt(self)
         # what is on the disk
         self.placed: set[str] = set()
         self.ended_on_record: set[str] = set()
@@ -48,6 +50,7 @@ class Checker:
         self.stage_failures: set[tuple[int, str]] = set()  # (generation, worker)
         self.job_ended: r.JobEnded | None = None
         self.open_incidents: dict[str, r.IncidentOpened] = {}
+        self.victims: dict[str, set[int]] = {}  # of every incident, with those it was widened by
         # what was sent
         self.killed: set[str] = set()
         self.seats: dict[int, str] = {}  # rank -> newcomer that was assigned it last
@@ -73,6 +76,7 @@ class Checker:
             check = getattr(self, f"_on_{type(record).__name__}", None)
             if check is not None:
                 check(record)
+            self.prompt.durable(record)
 
     def _new_generation(self, generation: int) -> None:
         self.ensure(
@@ -160,12 +164,16 @@ class Checker:
                 not (both and planned), f"{record.incident} and {other.incident} move {both}"
             )
         self.open_incidents[record.incident] = record
+        self.victims[record.incident] = set(record.victims)
         if record.trigger == "pre-emptive":
             self.preempted.append((record.at_ns, len(record.victims)))
             minute = [n for at, n in self.preempted if at > record.at_ns - 60_000_000_000]
             most = max(self.world.plan.ranks // 5, self.world.plan.per_node)
             storm = len(minute) > 1 and sum(minute) > most
             self.ensure(not storm, f"{sum(minute)} ranks told to move in one minute: a storm")
+
+    def _on_IncidentWidened(self, record: r.IncidentWidened) -> None:
+        self.victims[record.incident] |= set(record.victims)
 
     def _on_IncidentClosed(self, record: r.IncidentClosed) -> None:
         self.ensure(record.view.id not in self.closed, f"{record.view.id} is closed twice")
@@ -197,6 +205,8 @@ class Checker:
                 self._check_replaced(rank, old, kind)
             self._check_new(rank, worker, tick, generation)
         moved = {rank for rank, w in record.placement.items() if self.owners.get(rank) != w}
+        blamed = self.victims[record.incident]
+        self.ensure(moved <= blamed, f"{record.incident} is about {blamed}, and moves {moved}")
         for name, incident in self.open_incidents.items():
             left = [rank for rank in incident.victims if rank not in moved]
             self.open_incidents[name] = msgspec.structs.replace(incident, victims=left)
@@ -275,6 +285,7 @@ class Checker:
         if isinstance(command, m.KillWorker):
             self.killed.add(command.worker)
             self._check_alarm(command.worker)
+            self.prompt.killed(command.worker)
         elif isinstance(command, m.Forget):
             needed = [w for w in command.workers if w in self.owners.values()]
             self.ensure(not needed, f"the side state of {needed} is dropped and still needed")
@@ -408,6 +419,7 @@ class Checker:
         )
         self._check_content(process)
         self.best[rank] = max(self.best.get(rank, 0), tick)
+        self.prompt.committed(process)
         self.world.on_commit()
 
     def _check_content(self, process: Process) -> None:

@@ -22,6 +22,7 @@ class Fault:
     nth: int = 1  # COMMIT only: the how manieth of this world
 
 
+PROCESSES = ("victim", "source", "spare", "bystander", "understudy")
 CRASHES = ("crash", "record", "effect", "full")
 
 
@@ -57,6 +58,17 @@ class Plan:
             or (fault.actor in ("link", "orchestrator") and fault.kind in CRASHES)
             for fault in self.faults
         )
+
+    @property
+    def streams_well(self) -> bool:
+        """Whatever is said is heard at once: neither the orchestrator nor a node is hurt."""
+        actors = {fault.actor for fault in self.faults}
+        return self.jitter_ns <= 30 * MS and actors <= {*PROCESSES, "operator", "provider"}
+
+    @property
+    def pause_ns_max(self) -> int:
+        """How long training may stand still."""
+        return 1 << 60
 
     @property
     def rank_nodes(self) -> int:

@@ -276,7 +276,7 @@ class Process:
             if not isinstance(command, kinds):
                 continue
             named = getattr(command, "generation", None)
-            later = isinstance(command, m.Release) and named is not None
+            later = isinstance(command, m.Release | m.Leave) and named is not None
             if generation is None or named is None or named == generation:
                 del self.inbox[index]
                 return command

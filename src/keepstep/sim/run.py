@@ -32,6 +32,7 @@ START_NS = 500 * SECOND  # a standby that never parks is given up after 300
 FIRE_NS = 25 * SECOND  # a fault that waits for its phase longer than this strikes anyway
 QUIET_NS = 400 * SECOND
 END_NS = 120 * SECOND
+GONE_NS = 40 * SECOND
 CALM_NS = 3 * SECOND
 LOOK_NS = SECOND // 4
 KEPT = ("rank", "standby", "understudy")
@@ -95,8 +96,10 @@ class Run:
         world.run(lambda: world.over or self._calm(), world.now + 4 * QUIET_NS)
         if world.over:
             self._check_end()
+            self._check_gone()
             return
         if not plan.from_start:
+            world.checker.prompt.deferred()
             self._heal()
         self._must(self._settled, QUIET_NS, "the healed job does not train again")
         if not world.over:
@@ -104,6 +107,7 @@ class Run:
             world.target = max(process.tick for process in world.ranks.values()) + 3
             self._must(lambda: world.over, END_NS, "the job does not come to its end")
         self._check_end()
+        self._check_gone()
 
     def _must(self, reached: Callable[[], bool], ns: int, what: str) -> None:
         world = self.world
@@ -183,6 +187,8 @@ class Run:
 
     def _strike(self, fault: Fault) -> None:
         self.pending -= 1
+        if self.world.over:
+            return
         if not faults.strike(self.world, fault):
             self.missed += 1
         self.calm_at = max(self.calm_at, self.world.now + fault.length_ns + SECOND)
@@ -199,8 +205,13 @@ class Run:
     # ------------------------------------------------------------------ healing
 
     def _heal(self) -> None:
+        self.world.trace("healed")
+        self._mend()
+        self._give_slots()
+        self._untaint()
+
+    def _mend(self) -> None:
         world = self.world
-        world.trace("healed")
         world.net.heal_all()
         world.spawn_failures = 0
         orchestrator = world.orchestrator
@@ -213,8 +224,6 @@ class Run:
         for process in list(world.ranks.values()):
             process.resume()
             process.slow = 1
-        self._give_slots()
-        self._untaint()
 
     def _give_slots(self) -> None:
         """A provider that delivers at last: room for all ranks and spares."""
@@ -291,6 +300,7 @@ class Run:
         if standbys > max(self.plan.spares, 0):
             raise Violation(f"{standbys} standbys, {self.plan.spares} are wanted")
         self._check_understudies(job)
+        world.checker.prompt.forgotten()
 
     def _check_understudies(self, job: Job) -> None:
         """As many as are wanted in every place that has a standby, each for another rank."""
@@ -321,6 +331,15 @@ class Run:
             raise Violation(f"given up without a checkpoint: {view.reason}")
         elif not self._deserved(view.reason):
             raise Violation(f"the job ended {view.state}: {view.reason}")
+
+    def _check_gone(self) -> None:
+        """A job that has ended leaves no agent and no process behind."""
+        world = self.world
+        self._mend()
+        world.run(lambda: not any(n.alive for n in world.nodes.values()), world.now + GONE_NS)
+        for node in world.nodes.values():
+            if node.alive:
+                raise Violation(f"{node.name} is still there {GONE_NS // SECOND} s after the end")
 
     def _deserved(self, reason: str) -> bool:
         if self.world.checker.owners and not faults.owners(self.world):

@@ -167,7 +167,10 @@ class World:
             self.said.add(incident.reason)
 
     def acted(self) -> None:
-        self.checker.beliefs.look(self.orchestrator.core.state(self.plan.job))
+        job = self.orchestrator.core.state(self.plan.job)
+        self.checker.beliefs.look(job)
+        if not self.orchestrator.cut_short:
+            self.checker.prompt.acted(job)
         for watcher in list(self.watchers):
             watcher()
 
