@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from keepstep.core.orchestrator import Core
+from keepstep.core.placement import CRASHES_MAX
 from keepstep.core.phases import has_held, has_reported
 from keepstep.core.rewire import has_resumed
 from keepstep.core.state import Attempt, Job
@@ -370,6 +371,11 @@ class Checker:
     def spawned(self, node: SimNode, process: Process) -> None:
         """One process in a slot; only understudies share that of their standby."""
         workers = self.world.orchestrator.core.state(self.world.plan.job).workers
+        place, mine = f"{node.name}/{process.slot}", workers.get(process.id)
+        if place in self.world.bad_slots and mine is not None and mine.presumed < 0:
+            self.world.bad_slots[place] += 1
+            often = self.world.bad_slots[place] > CRASHES_MAX
+            self.ensure(not often, f"{process.id} is started in {place}, where all have failed")
         for other in node.processes.values():
             if other is process or not other.alive or other.slot != process.slot:
                 continue

@@ -42,6 +42,7 @@ class SimNode:
             world.now,
         )
         self.slots = slots
+        self.disk = ""  # "full" or "stuck"
         self.blobs = m.Address(name, 1)
         self.processes: dict[str, Rank] = {}
         self.pages: dict[str, dict[int, Blob]] = {}  # worker -> slot -> side state

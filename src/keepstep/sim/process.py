@@ -33,6 +33,7 @@ ANSWERS: dict[type[m.Message], type[m.Message]] = {
 ECHOED = (m.Staged, m.StageFailed, m.Copied, m.Report, m.Held)
 WHERE = {
     "init": "starting",
+    "construct": "starting",
     "publish": "fence",
     "grace": "fence",
     "failing": "fence",
@@ -82,6 +83,7 @@ class Process:
         self.group: Group | None = None
         self.staged: Group | None = None
         self.stage_asked = -1
+        self.odd_groups = False
         self.builder_stuck = False  # its next groups are never finished
         self.in_fence = False
         self.owed = -1

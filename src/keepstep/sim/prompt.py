@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from keepstep.core.breaker import WINDOW_NS
+from keepstep.core.phases import all_held
 from keepstep.core.state import Job
 from keepstep.model import records as r
 from keepstep.sim.net import SECOND
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 # Modes in which a process looks for the end of the job.
 LISTENS = ("parked", "arrived", "joining", "swapping", "deciding", "held", "done")
+BUILD_NS = 60 * SECOND
 SLACK_NS = 5 * SECOND
 
 
@@ -33,12 +35,24 @@ class Prompt:
         self.ended_ns: dict[str, int] = {}
         self.deferred_ns: dict[str, int] = {}
         self.commit_ns = -1
+        self.begun_ns = 0
+        self.slow_start = False  # operators were told of it
+        self.unsaved_ns: int | None = None  # since when ranks hold without a checkpoint
 
     # ------------------------------------------------------------------ the ledger
 
     def durable(self, record: r.Record) -> None:
         if isinstance(record, r.JobStarted):
             self.started = True
+            late = self.world.now - self.begun_ns > BUILD_NS + SLACK_NS
+            self.checker.ensure(
+                self.slow_start or not late or self.world.plan.from_start,
+                "nobody was told that the start takes long",
+            )
+        elif isinstance(record, r.StartBegun):
+            self.begun_ns = self.world.now
+        elif isinstance(record, r.Warned):
+            self.slow_start |= "did not call keepstep.attach yet" in record.message
         elif isinstance(record, r.WorkerEnded):
             self.ended_ns[record.worker] = self.world.now
         elif isinstance(record, r.Deferred):
@@ -66,6 +80,21 @@ class Prompt:
             if fenced and job.nodes[worker.node].state == "connected":
                 told = worker.id in self.checker.killed
                 self.checker.ensure(told, f"{worker.id} is fenced and was never told to die")
+        self._saved(job)
+
+    def _saved(self, job: Job) -> None:
+        """Ranks that hold because there is no spare put their state on disk, as soon as they can."""
+        attempt = job.attempt
+        waits = attempt is not None and attempt.no_spare and all_held(job, attempt)
+        ill = any(node.disk for node in self.world.nodes.values())
+        saved = attempt is not None and job.checkpoint_tick == attempt.tick
+        since = self.unsaved_ns if self.unsaved_ns is not None else self.world.now
+        late = self.world.now - since > BUILD_NS + SLACK_NS
+        self.checker.ensure(not late, "ranks hold, and their state is in memory only")
+        if not waits or ill or saved:
+            self.unsaved_ns = None
+        elif self.unsaved_ns is None:
+            self.unsaved_ns = self.world.now
 
     def killed(self, worker: str) -> None:
         """A leaver leaves by itself: it was told to when the ranks had resumed."""

@@ -28,7 +28,6 @@ from keepstep.sim.plan import Fault, Plan
 from keepstep.sim.reasons import heard
 from keepstep.sim.world import World
 
-START_NS = 500 * SECOND  # a standby that never parks is given up after 300
 FIRE_NS = 25 * SECOND  # a fault that waits for its phase longer than this strikes anyway
 QUIET_NS = 400 * SECOND
 END_NS = 120 * SECOND
@@ -79,6 +78,8 @@ class Run:
         for index in range(plan.rank_nodes + plan.spare_nodes):
             late = index - plan.rank_nodes
             wait = plan.late_nodes[late] if 0 <= late < len(plan.late_nodes) else 0
+            if index == plan.missing:
+                continue
             if wait:
                 world.after(wait, world.join_node, f"n{index}", plan.per_node)
             else:
@@ -88,10 +89,10 @@ class Run:
             self._disturb()
             world.run(lambda: world.over or self._calm(), world.now + QUIET_NS)
             self._heal()
-        self._must(lambda: self._tick() >= plan.resume_tick + 3, START_NS, "no start")
+        self._must(lambda: self._tick() >= plan.resume_tick + 3, plan.start_ns_max, "no start")
         if not plan.from_start:
             if plan.understudies:
-                self._must(self._understudied, START_NS, "no understudy")
+                self._must(self._understudied, QUIET_NS, "no understudy")
             self._disturb()
         world.run(lambda: world.over or self._calm(), world.now + 4 * QUIET_NS)
         if world.over:
@@ -221,6 +222,8 @@ class Run:
         orchestrator.restart()
         for node in list(world.nodes.values()):
             node.resume()
+            node.disk = ""
+        world.bad_slots.clear()
         for process in list(world.ranks.values()):
             process.resume()
             process.slow = 1
@@ -319,6 +322,8 @@ class Run:
         assert ended is not None
         view = ended.view
         if view.state == "done":
+            if any("groups of" in fault for fault in self.world.fired_faults):
+                raise Violation("ranks with different groups have trained")
             for rank, worker in sorted(self.world.checker.owners.items()):
                 process = self.world.ranks[worker]
                 if process.tick != self.world.target:
@@ -328,9 +333,15 @@ class Run:
             if needless:
                 raise Violation(f"needless fall-back ({view.reason}): {needless}")
         elif "newcomers failed" in view.reason and not view.checkpoint:
-            raise Violation(f"given up without a checkpoint: {view.reason}")
+            self._check_given_up(view.reason)
         elif not self._deserved(view.reason):
             raise Violation(f"the job ended {view.state}: {view.reason}")
+
+    def _check_given_up(self, reason: str) -> None:
+        """Without a checkpoint only if a disk did not let it; one that is full says so."""
+        disks = [fault.kind for fault in self.plan.faults if fault.actor == "disk"]
+        if not disks or ("full" in disks and "could not write its part" not in reason):
+            raise Violation(f"given up without a checkpoint: {reason}")
 
     def _check_gone(self) -> None:
         """A job that has ended leaves no agent and no process behind."""
@@ -351,6 +362,10 @@ class Run:
             return kinds.count("crash") + kinds.count("user") + kinds.count("device") >= 5
         if "lost their connections" in reason:
             return kinds.count("reset") >= 6
+        if "process group" in reason:
+            return "groups" in kinds
+        if "did not come to keepstep.attach" in reason:
+            return kinds.count("hang") >= 2
         if "never all attached" in reason or "no node is left" in reason:
             return self.plan.from_start and len(self.world.fired_faults) >= 3
         if "exited with code" in reason or "before the first step" in reason:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from keepstep.sim.net import MS, SECOND
 from keepstep.sim.plan import Fault, Plan
+from keepstep.sim.stories_rare import RARE
 from keepstep.sim.table import ACTORS, KINDS, MIGRATIONS, PHASES, length_ns
 
 
@@ -380,4 +381,5 @@ STORIES: dict[str, Callable[[int, random.Random], Plan]] = {
     "cursed-rank": _cursed_rank,
     "frozen": _frozen,
     "operators": _operators,
+    **RARE,
 }

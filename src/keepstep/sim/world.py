@@ -57,6 +57,7 @@ class World:
         self.said: set[str] = set()  # reasons of decisions
         self.spawn_failures = 0
         self.echoes = False  # old answers arrive once more in the next attempt
+        self.bad_slots: dict[str, int] = {}  # place -> how many have been started there
         self.store_failure = ""  # of the next store to be opened: "refuse" or "mute"
 
     # ------------------------------------------------------------------ clock
