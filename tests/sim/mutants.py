@@ -392,7 +392,27 @@ def _presumed_is_real(
         self._processes[worker].rank = command.rank
 
 
+def _keep_stalls(old: Any, job_: Job, out: Out, name: str, hello: m.Hello) -> None:
+    stalls = {w.id: w.stalled for w in job_.there.get(name, ())}
+    old(job_, out, name, hello)
+    for worker, stalled in stalls.items():
+        job_.workers[worker].stalled = stalled
+
+
+def _never_unstalled(old: Any, job_: Job, out: Out, name: str, message: Any) -> None:
+    if not isinstance(message, m.Unstalled):
+        old(job_, out, name, message)
+
+
+def _deaf_to_stores(old: Any, job_: Job, out: Out, name: str, message: Any) -> None:
+    if not isinstance(message, m.StoreFailed):
+        old(job_, out, name, message)
+
+
 NAMED: dict[str, Patch] = {
+    "stall: it outlives its stream": lambda: wrap(job.agent_joined, _keep_stalls),
+    "stall: it is never taken back": lambda: wrap(job.agent_said, _never_unstalled),
+    "store: that it died is not heard": lambda: wrap(job._store_answered, _deaf_to_stores),
     "understudies: any of them will do": lambda: wrap(migration.prepared_places, _any_understudy),
     "understudies: what is left over stays": lambda: replace(processes.end_left_over, nothing),
     "understudies: one slot gives two seats": lambda: setattr(Job, "seated_at", never),
@@ -572,11 +592,15 @@ TIMERS = [
     "settle",
     "join",
     "start-store",
+    "attach",
+    "slow-start",
     "breaker",
     "rejoin",
     "store",
+    "retry",
     "stage",
     "hold",
+    "checkpoint",
     "newcomer",
     "member",
     "members",
@@ -644,6 +668,7 @@ SAID = [
     "Swapped",
     "Resumed",
     "Checkpointed",
+    "CheckpointFailed",
     "BuddyLost",
     "Done",
 ]

@@ -119,8 +119,14 @@ class Member(Process):
         self.go("compute")
         self.computing = self.stepping = True
         self.marks += 1
-        spread = self.world.random.randrange(self.world.plan.step_ns // 4)
-        self.after(self.world.plan.step_ns + spread, self._computed)
+        plan = self.world.plan
+        step_ns = plan.step_ns + self.world.random.randrange(plan.step_ns // 4)
+        for pulse_ns in range(plan.stall_ns // 2, step_ns, plan.stall_ns // 2):
+            self.after(pulse_ns, self._get_on)  # a long step shows that it gets on
+        self.after(step_ns, self._computed)
+
+    def _get_on(self) -> None:
+        self.marks += 1
 
     def _computed(self) -> None:
         self.marks += 1

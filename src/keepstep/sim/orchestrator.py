@@ -35,6 +35,7 @@ class SimOrchestrator:
         self.append_ns = MS // 2
         self.disk_full = False
         self.clock_ns = 1_000_000 * SECOND  # wall clock minus virtual time; a restart may change it
+        self.restarted_ns = 0
         self.inputs = 0
         self.crash_at: str = ""  # fault: "record" or "effect", at the next batch
         self.cut_short = False  # it is crashing, and some of its commands never left
@@ -66,6 +67,7 @@ class SimOrchestrator:
         if self.alive:
             return
         self.alive = True
+        self.restarted_ns = self.world.now
         self.disk_full = False
         self.core = Core()
         self.core.replay(self.disk)

@@ -81,6 +81,21 @@ class Prompt:
                 told = worker.id in self.checker.killed
                 self.checker.ensure(told, f"{worker.id} is fenced and was never told to die")
         self._saved(job)
+        self._waits(job)
+
+    def _waits(self, job: Job) -> None:
+        """Neither a restart nor a planned move waits for ever for what does not come."""
+        now, attempt = self.world.now, job.attempt
+        restarted_ns = self.world.orchestrator.restarted_ns
+        long = job.replayed and now - restarted_ns > self.world.plan.stall_ns + SLACK_NS
+        self.checker.ensure(not long, "a restart still waits for agents")
+        if attempt is None or not attempt.holding or attempt.tick is not None:
+            return
+        since = self.world.orchestrator.virtual(attempt.hold_at)
+        self.checker.ensure(
+            attempt.committed or now - since <= BUILD_NS + SLACK_NS,
+            f"{attempt.generation} still waits for ranks to hold",
+        )
 
     def _saved(self, job: Job) -> None:
         """Ranks that hold because there is no spare put their state on disk, as soon as they can."""

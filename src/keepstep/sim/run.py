@@ -106,7 +106,7 @@ class Run:
         if not world.over:
             self._check_leaks()
             world.target = max(process.tick for process in world.ranks.values()) + 3
-            self._must(lambda: world.over, END_NS, "the job does not come to its end")
+            self._must(lambda: world.over, END_NS + 5 * plan.step_ns, "the job does not come to its end")
         self._check_end()
         self._check_gone()
 
@@ -322,7 +322,7 @@ class Run:
         assert ended is not None
         view = ended.view
         if view.state == "done":
-            if any("groups of" in fault for fault in self.world.fired_faults):
+            if any(fault.startswith("groups of ") for fault in self.world.fired_faults):
                 raise Violation("ranks with different groups have trained")
             for rank, worker in sorted(self.world.checker.owners.items()):
                 process = self.world.ranks[worker]

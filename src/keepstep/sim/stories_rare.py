@@ -57,9 +57,15 @@ def _slow_model(seed: int, draw: random.Random) -> Plan:
 
 
 def _odd_groups(seed: int, draw: random.Random) -> Plan:
-    """A rank creates a process group that the others do not have."""
-    fault = Fault("bystander", "groups", at_ns=300 * MS)
-    return Plan(seed=seed, migration="", from_start=True, faults=(fault,))
+    """A rank creates a process group that the others do not have; that is known when it attaches,
+    also to an orchestrator that is away at the time."""
+    length = draw.randrange(SECOND, 4 * SECOND)
+    faults = (
+        Fault("bystander", "groups", at_ns=300 * MS),
+        Fault("orchestrator", "crash", at_ns=SECOND, length_ns=length),
+    )
+    count = draw.choice((1, 2))
+    return Plan(seed=seed, migration="", from_start=True, faults=faults[:count])
 
 
 def _bad_slot(seed: int, draw: random.Random) -> Plan:
@@ -133,8 +139,23 @@ def _stale_stall(seed: int, draw: random.Random) -> Plan:
 
 def _refused(seed: int, draw: random.Random) -> Plan:
     """Nothing is wrong but a process that cannot be started."""
-    fault = Fault("provider", "refuse", at_ns=draw.randrange(SECOND // 2))
+    fault = Fault("provider", "refuse", at_ns=draw.randrange(SECOND // 2), length_ns=10 * SECOND)
     return Plan(seed=seed, faults=(fault,))
+
+
+def _long_steps(seed: int, draw: random.Random) -> Plan:
+    """A rank is to be moved, and the next boundary is further away than a move may wait for it."""
+    fault = Fault("operator", "migrate", at_ns=draw.randrange(10 * SECOND))
+    return Plan(seed=seed, migration="", step_ns=100 * SECOND, faults=(fault,))
+
+
+def _cut_off(seed: int, draw: random.Random) -> Plan:
+    """The orchestrator is restarted while it cannot reach one node, whose ranks train on."""
+    faults = (
+        Fault("link", "hang", at_ns=draw.randrange(SECOND), length_ns=40 * SECOND),
+        Fault("orchestrator", "crash", at_ns=2 * SECOND, length_ns=SECOND),
+    )
+    return Plan(seed=seed, migration="", faults=faults)
 
 
 RARE: dict[str, Callable[[int, random.Random], Plan]] = {
@@ -151,4 +172,6 @@ RARE: dict[str, Callable[[int, random.Random], Plan]] = {
     "dead-store": _dead_store,
     "stale-stall": _stale_stall,
     "refused": _refused,
+    "long-steps": _long_steps,
+    "cut-off": _cut_off,
 }
