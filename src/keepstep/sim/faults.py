@@ -97,6 +97,17 @@ def _understudy(world: World) -> list[Rank]:
     return [world.random.choice([world.ranks[n] for n in names])] if names else []
 
 
+def _waiting(world: World, fault: Fault) -> str:
+    """A rank that has waited in its fence for so long that it is said to stand still."""
+    since = world.now - world.plan.stall_ns - 2 * SECOND
+    found = [p for p in owners(world) if p.mode == "fence" and p.fence_ns < since]
+    if not found:
+        world.after(SECOND, strike, world, fault)
+        return ""
+    _hit_process(world, found[0], fault)
+    return f"{found[0].id} (rank {found[0].rank})"
+
+
 def _bystander(world: World) -> list[Rank]:
     special = {p.id for p in _victim(world) + _source(world) + _spare(world)}
     others = [p for p in owners(world) if p.id not in special]
@@ -441,6 +452,7 @@ STRIKES: dict[str, Callable[[World, Fault], str]] = {
     "spare": _process(_spare),
     "understudy": _process(_understudy),
     "bystander": _process(_bystander),
+    "waiting": _waiting,
     "agent": _agent,
     "orchestrator": _orchestrator,
     "link": _link,

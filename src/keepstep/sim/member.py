@@ -184,6 +184,7 @@ class Member(Process):
 
     def _enter_fence(self) -> None:
         self.go("fence")
+        self.fence_ns = self.world.now
         self.marks += 1
         self.in_fence = True
         held = self.hold_generation

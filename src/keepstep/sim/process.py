@@ -86,6 +86,7 @@ class Process:
         self.odd_groups = False
         self.builder_stuck = False  # its next groups are never finished
         self.in_fence = False
+        self.fence_ns = 0  # since when it waits in it
         self.owed = -1
         self.alone = False
         self.done = False

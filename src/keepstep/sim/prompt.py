@@ -36,6 +36,7 @@ class Prompt:
         self.deferred_ns: dict[str, int] = {}
         self.commit_ns = -1
         self.begun_ns = 0
+        self.held_ns: int | None = None  # since when some hold for a move and others do not
         self.slow_start = False  # operators were told of it
         self.unsaved_ns: int | None = None  # since when ranks hold without a checkpoint
 
@@ -89,6 +90,14 @@ class Prompt:
         restarted_ns = self.world.orchestrator.restarted_ns
         long = job.replayed and now - restarted_ns > self.world.plan.stall_ns + SLACK_NS
         self.checker.ensure(not long, "a restart still waits for agents")
+        some = attempt is not None and attempt.kind == "planned" and bool(attempt.held_ticks)
+        since = self.held_ns if self.held_ns is not None else now
+        late = self.world.plan.streams_well and now - since > self.world.plan.stall_ns + SLACK_NS
+        self.checker.ensure(not late, "ranks were kept waiting for one that does not hold")
+        if attempt is None or not attempt.holding or attempt.tick is not None or not some:
+            self.held_ns = None
+        elif self.held_ns is None:
+            self.held_ns = now
         if attempt is None or not attempt.holding or attempt.tick is not None:
             return
         since = self.world.orchestrator.virtual(attempt.hold_at)

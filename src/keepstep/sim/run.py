@@ -102,7 +102,7 @@ class Run:
         if not plan.from_start:
             world.checker.prompt.deferred()
             self._heal()
-        self._must(self._settled, QUIET_NS, "the healed job does not train again")
+        self._must(self._settled, QUIET_NS + 5 * plan.step_ns, "the healed job does not train again")
         if not world.over:
             self._check_leaks()
             world.target = max(process.tick for process in world.ranks.values()) + 3

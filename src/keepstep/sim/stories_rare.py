@@ -145,8 +145,12 @@ def _refused(seed: int, draw: random.Random) -> Plan:
 
 def _long_steps(seed: int, draw: random.Random) -> Plan:
     """A rank is to be moved, and the next boundary is further away than a move may wait for it."""
-    fault = Fault("operator", "migrate", at_ns=draw.randrange(10 * SECOND))
-    return Plan(seed=seed, migration="", step_ns=100 * SECOND, faults=(fault,))
+    faults = (
+        Fault("operator", "migrate", at_ns=draw.randrange(10 * SECOND)),
+        Fault("waiting", "freeze", at_ns=20 * SECOND, length_ns=60 * SECOND),
+    )
+    count = draw.choice((1, 1, 2))  # with one that is stopped while it waits for the others
+    return Plan(seed=seed, migration="", step_ns=100 * SECOND, faults=faults[:count])
 
 
 def _cut_off(seed: int, draw: random.Random) -> Plan:
