@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from keepstep.core.orchestrator import Core
-from keepstep.core.placement import CRASHES_MAX
 from keepstep.core.phases import has_held, has_reported
+from keepstep.core.placement import CRASHES_MAX
 from keepstep.core.rewire import has_resumed
 from keepstep.core.state import Attempt, Job
 from keepstep.model import messages as m

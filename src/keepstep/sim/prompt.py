@@ -58,9 +58,7 @@ class Prompt:
             self.ended_ns[record.worker] = self.world.now
         elif isinstance(record, r.Deferred):
             self.deferred_ns[record.target] = self.world.now
-        elif isinstance(record, r.Untainted):
-            self.deferred_ns.pop(record.target, None)
-        elif isinstance(record, r.IncidentOpened):
+        elif isinstance(record, r.Untainted | r.IncidentOpened):
             self.deferred_ns.pop(record.target, None)
 
     def deferred(self) -> None:
@@ -107,7 +105,7 @@ class Prompt:
         )
 
     def _saved(self, job: Job) -> None:
-        """Ranks that hold because there is no spare put their state on disk, as soon as they can."""
+        """Ranks that hold because there is no spare put their state on disk as soon as they can."""
         attempt = job.attempt
         waits = attempt is not None and attempt.no_spare and all_held(job, attempt)
         ill = any(node.disk for node in self.world.nodes.values())
