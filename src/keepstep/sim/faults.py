@@ -97,12 +97,16 @@ def _understudy(world: World) -> list[Rank]:
     return [world.random.choice([world.ranks[n] for n in names])] if names else []
 
 
+def _strike_later(world: World, fault: Fault) -> None:
+    strike(world, fault)
+
+
 def _waiting(world: World, fault: Fault) -> str:
     """A rank that has waited in its fence for so long that it is said to stand still."""
     since = world.now - world.plan.stall_ns - 2 * SECOND
     found = [p for p in owners(world) if p.mode == "fence" and p.fence_ns < since]
     if not found:
-        world.after(SECOND, strike, world, fault)
+        world.after(SECOND, _strike_later, world, fault)
         return ""
     _hit_process(world, found[0], fault)
     return f"{found[0].id} (rank {found[0].rank})"

@@ -84,24 +84,21 @@ class Prompt:
 
     def _waits(self, job: Job) -> None:
         """Neither a restart nor a planned move waits for ever for what does not come."""
-        now, attempt = self.world.now, job.attempt
-        restarted_ns = self.world.orchestrator.restarted_ns
-        long = job.replayed and now - restarted_ns > self.world.plan.stall_ns + SLACK_NS
+        now, plan, attempt = self.world.now, self.world.plan, job.attempt
+        orchestrator = self.world.orchestrator
+        long = job.replayed and now - orchestrator.restarted_ns > plan.stall_ns + SLACK_NS
         self.checker.ensure(not long, "a restart still waits for agents")
-        some = attempt is not None and attempt.kind == "planned" and bool(attempt.held_ticks)
         since = self.held_ns if self.held_ns is not None else now
-        late = self.world.plan.streams_well and now - since > self.world.plan.stall_ns + SLACK_NS
+        late = plan.streams_well and now - since > plan.stall_ns + SLACK_NS
         self.checker.ensure(not late, "ranks were kept waiting for one that does not hold")
-        if attempt is None or not attempt.holding or attempt.tick is not None or not some:
-            self.held_ns = None
-        elif self.held_ns is None:
-            self.held_ns = now
         if attempt is None or not attempt.holding or attempt.tick is not None:
+            self.held_ns = None
             return
-        since = self.world.orchestrator.virtual(attempt.hold_at)
+        if attempt.held_ticks and self.held_ns is None:
+            self.held_ns = now
+        waited_ns = now - orchestrator.virtual(attempt.hold_at)
         self.checker.ensure(
-            attempt.committed or now - since <= BUILD_NS + SLACK_NS,
-            f"{attempt.generation} still waits for ranks to hold",
+            waited_ns <= BUILD_NS + SLACK_NS, f"{attempt.generation} still waits for ranks to hold"
         )
 
     def _saved(self, job: Job) -> None:

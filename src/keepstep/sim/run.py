@@ -102,15 +102,12 @@ class Run:
         if not plan.from_start:
             world.checker.prompt.deferred()
             self._heal()
-        self._must(
-            self._settled, QUIET_NS + 5 * plan.step_ns, "the healed job does not train again"
-        )
+        steps_ns = 5 * plan.step_ns
+        self._must(self._settled, QUIET_NS + steps_ns, "the healed job does not train again")
         if not world.over:
             self._check_leaks()
             world.target = max(process.tick for process in world.ranks.values()) + 3
-            self._must(
-                lambda: world.over, END_NS + 5 * plan.step_ns, "the job does not come to its end"
-            )
+            self._must(lambda: world.over, END_NS + steps_ns, "the job does not come to its end")
         self._check_end()
         self._check_gone()
 

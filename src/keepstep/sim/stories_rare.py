@@ -106,7 +106,7 @@ def _taken_back(seed: int, draw: random.Random) -> Plan:
 
 
 def _dark_resume(seed: int, draw: random.Random) -> Plan:
-    """No node reaches another while a job is resumed: checkpoints can be read, and no groups built."""
+    """No node reaches another while a job is resumed: there are checkpoints, but no groups."""
     fault = Fault(
         "data",
         "cut",
