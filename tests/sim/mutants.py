@@ -282,8 +282,9 @@ def _stage_early(old: Any, job_: Job, out: Out, attempt: Attempt) -> None:
         return
     stage = m.Stage(generation=attempt.generation, store=attempt.store)
     for worker in phases.members(job_, attempt):
-        if phases.has_reported(worker, attempt):
-            out.ask(worker, "stage", attempt.generation, stage)
+        reported = phases.has_reported(worker, attempt)
+        if reported and out.ask(worker, "stage", attempt.generation, stage):
+            attempt.staged_at = out.now
 
 
 def _stores_unknown(old: Any, job_: Job, out: Out, name: str, hello: m.Hello) -> None:
@@ -346,12 +347,23 @@ def _drops_the_news(old: Any, job_: Job, out: Out, name: str, hello: m.Hello) ->
         out.send(name, m.Forget(workers=[worker for worker, _ in hello.retained]))
 
 
+def _any_release(
+    old: Any, self: machine.AgentMachine, worker: str, command: m.WorkerCommand
+) -> None:
+    old(self, worker, command)
+    if isinstance(command, m.Swap | m.Release) and worker in self._processes:
+        self._processes[worker].sent_on = True
+
+
 def _believe_old_stalls(old: Any, job_: Job, out: Out) -> None:
     job_.passed_at = 0
     old(job_, out)
 
 
 FIXED: dict[str, Patch] = {
+    "once: the release of an old move made holding ranks look hung": lambda: method(
+        machine.AgentMachine, "_tell", _any_release
+    ),
     "once: whoever had waited long was blamed when others were through": lambda: wrap(
         faults.check_hang, _believe_old_stalls
     ),
@@ -803,6 +815,7 @@ HINTS: dict[str, tuple[str, ...]] = {
     "timer forgotten: hold": ("long-steps",),
     "timer forgotten: stalls": ("long-steps",),
     "once: whoever had waited long was blamed when others were through": ("long-steps",),
+    "once: the release of an old move made holding ranks look hung": ("no-spare",),
     "timer forgotten: rejoin": ("cut-off",),
     "agent: nothing is queued while away": ("odd-groups",),
     "gate open: resume RESERVE all_filled": ("resume",),
@@ -836,7 +849,7 @@ HINTS: dict[str, tuple[str, ...]] = {
     "agent: a hold excuses everything": ("hung-hold",),
     "once: a quiet stream was a lost node": ("blackout", "COPY/planned/link/hang"),
     "once: all silent ranks were fenced": ("blackout",),
-    "once: ranks were staged before the newcomers came": ("RESERVE/unplanned/spare/hang",),
+    "once: ranks were staged before the newcomers came": ("no-spare",),
     "once: stores outlived the orchestrator": ("RESERVE/planned/orchestrator/crash",),
     "once: a slot was given away with its process": (
         "HOLD/pre-emptive/link/hang",

@@ -403,6 +403,11 @@ class Checker:
                 not process.alive or process.rank < 0 or process.commit_ns < since,
                 f"{node.name} fences itself while {process.id} trains",
             )
+            waits = process.mode in ("deciding", "held") and not (process.hung or process.stopped)
+            self.ensure(
+                not (process.alive and waits),
+                f"{node.name} fences itself, and {process.id} held its state for the job",
+            )
 
     def swapped(self, process: Process) -> None:
         """Content at resume: whoever takes part in a new generation is right from the start."""

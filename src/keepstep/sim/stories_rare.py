@@ -24,7 +24,8 @@ def _no_spare(seed: int, draw: random.Random) -> Plan:
         Fault("disk", "full", length_ns=20 * SECOND),
         Fault("agent", "crash", at_ns=draw.randrange(2 * SECOND)),
         Fault("orchestrator", "crash", at_ns=draw.randrange(84, 90) * SECOND, length_ns=SECOND),
-        Fault("provider", "node", at_ns=95 * SECOND),
+        Fault("provider", "node", at_ns=draw.choice((95, 300)) * SECOND),
+        Fault("orchestrator", "crash", at_ns=110 * SECOND, length_ns=draw.randrange(40) * SECOND),
     )
     start = 0 if draw.random() < 0.8 else 1  # without the full disk
     return Plan(seed=seed, migration="", spare_nodes=0, spares=0, faults=faults[start:])
