@@ -43,7 +43,7 @@ def _late_attach(seed: int, draw: random.Random) -> Plan:
     first = 2500 * MS + draw.randrange(SECOND)
     faults = (
         Fault("bystander", "hang", at_ns=first),
-        Fault("bystander", "hang", at_ns=first + 68 * SECOND),
+        Fault("bystander", "hang", at_ns=first + 75 * SECOND),
     )
     count = draw.choice((1, 1, 2))
     return Plan(
@@ -82,14 +82,7 @@ def _long_taint(seed: int, draw: random.Random) -> Plan:
         Fault("orchestrator", "crash", at_ns=draw.randrange(10, 40) * SECOND, length_ns=SECOND),
     )
     count = draw.choice((1, 2))
-    return Plan(
-        seed=seed,
-        ranks=20,
-        spare_nodes=2,
-        step_ns=3 * SECOND,
-        migration="",
-        faults=faults[:count],
-    )
+    return Plan(seed=seed, step_ns=3 * SECOND, migration="", faults=faults[:count])
 
 
 def _taken_back(seed: int, draw: random.Random) -> Plan:
