@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from keepstep.core.agent import machine as core
 from keepstep.core.agent.machine import AgentMachine, Setting
 from keepstep.model import messages as m
+from keepstep.model.page import Sample
 
 S = 1_000_000_000
 ABORT = m.Abort(generation=3, reason="rank 9 died")
@@ -119,3 +122,36 @@ def test_what_waits_when_the_stream_breaks_follows_the_next_hello_in_order() -> 
     node.do(core.Lost())
     assert node.says("b", m.Staged(generation=3)) == []
     assert words(node.do(core.Accepted())) == ["a", "b"]
+
+
+def holding(now_ns: int) -> Sample:
+    return Sample(
+        heartbeat_ns=now_ns,
+        progress_ns=0,
+        marks=9,
+        version=5,
+        tick=5,
+        generation=1,
+        where="held",
+        stepping=True,
+        commit_ns=0,
+        step_ns=0,
+        hold=True,
+    )
+
+
+@pytest.mark.parametrize(("generation", "ended"), [(2, False), (3, True)])
+def test_a_holding_rank_is_ended_out_of_reach_only_if_it_was_sent_on(
+    generation: int, ended: bool
+) -> None:
+    node = Node()
+    node.tell()  # stop for generation 3
+    for worker in ("a", "b"):
+        tell = m.Tell(worker=worker, command=m.Release(generation=generation))
+        node.do(core.Heard(tell))
+    node.do(core.Lost())
+    effects: list[core.AnyEffect] = []
+    for second in range(2, 40):
+        seen = [core.Seen(w, holding(second * S), cpu_ns=0, stopped=False) for w in ("a", "b")]
+        effects += node.machine.handle(second * S, core.Looked(seen))
+    assert any(isinstance(one, core.End) for one in effects) == ended

@@ -6,8 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from keepstep.model import messages as m
-from keepstep.worker.recovery import Recovery
+from keepstep.worker.recovery import Finished, Recovery
 
 
 def test_a_checkpoint_that_can_not_be_written_is_reported(tmp_path: Path) -> None:
@@ -20,3 +22,14 @@ def test_a_checkpoint_that_can_not_be_written_is_reported(tmp_path: Path) -> Non
     (failed,) = sent
     assert isinstance(failed, m.CheckpointFailed)
     assert (failed.generation, failed.path) == (3, path) and "Not a directory" in failed.error
+
+
+def test_a_leaver_is_told_to_leave_in_the_generation_in_which_its_move_is_over() -> None:
+    commands = [m.Swap(generation=4, buddy=None), m.Leave(generation=4)]
+
+    def wait(wanted: Any, newer_than: int) -> Any:
+        return next(command for command in commands if wanted(command))
+
+    seat: Any = SimpleNamespace(channel=SimpleNamespace(wait=wait), done=True)
+    with pytest.raises(Finished):  # a process whose script has ended is not ended by hand
+        Recovery(seat)._obey(3)

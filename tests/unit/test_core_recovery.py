@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 from test_core_support import SECOND, STALL, World, attached, job_spec, says
 
 from keepstep.model import messages as m
 from keepstep.model import records as r
-from keepstep.model.job import AgentSaid, Taint, Untaint
+from keepstep.model.job import AgentSaid, Migrate, Taint, Untaint
 
 ANSWERS = [
     m.Report,
@@ -643,6 +645,41 @@ def test_a_rank_that_moves_again_is_no_hang() -> None:
     stall(world, 3)
     world.run()
     assert not world.incidents
+
+
+def test_who_waited_long_in_a_fence_is_not_blamed_when_the_others_hold() -> None:
+    world = trained()
+    world.handle(Migrate(job="j", ranks=[1]))
+    for rank in (2, 3):  # while rank 0 takes its time
+        stall(world, rank, marks=49 + rank)
+    assert world.before(m.Held, 2)
+    assert not world.recorded(r.SignalSeen), "they have passed the fence too"
+    world.run()
+    world.assert_training()
+    assert not world.recorded(r.SignalSeen) and world.last.outcome == "RESOLVED"
+
+
+def test_who_still_stands_a_stall_timeout_after_the_others_hold_is_blamed() -> None:
+    world = trained()
+    hung = world.rank(3)
+    world.handle(Migrate(job="j", ranks=[1]))
+    stall(world, 3, stopped=True)
+    assert world.before(m.Held)
+    hung.mute = True
+    world.queue = deque(event for event in world.queue if not says(event, m.Held, 3))
+    world.run()
+    world.assert_training()
+    assert not hung.alive and any(i.cause == "hang" for i in world.incidents)
+
+
+def test_who_waited_long_in_the_last_fence_is_not_blamed_when_the_others_end() -> None:
+    world = trained()
+    for rank in (2, 3):
+        stall(world, rank, marks=49 + rank)
+    for rank in range(4):
+        done(world, rank)
+    world.run()
+    assert not world.recorded(r.SignalSeen) and world.view.state == "done"
 
 
 # ------------------------------------------------------------------ the end

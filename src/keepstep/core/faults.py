@@ -268,6 +268,11 @@ def check_hang(job: Job, out: Out) -> None:
         stalled[worker.rank] = worker.stalled
     if not stalled:
         return
+    if job.passed_at and out.now < job.passed_at + job.stall_ns:
+        # The fence behind which the first one holds or has ended was passed by all. Who waited
+        # long in it may count as stalled for a moment yet: believe what stands a timeout later.
+        job.judge_at = job.passed_at + job.stall_ns
+        return
     ranks, reason = hang_culprits(stalled, job.stall_ns)
     if ranks and set(ranks) == set(job.live()):
         ranks, reason = (), "all ranks are stopped, and none is left to rebuild them from"

@@ -236,6 +236,9 @@ def _sweep(job: Job, out: Out, name: str, hello: Hello) -> None:
     for generation in sorted(node.stores - keep):
         out.send(name, CloseStore(generation=generation))
         node.stores.discard(generation)
+    for dead, _ in hello.retained:
+        if dead in job.workers:
+            job.workers[dead].asked.pop("forget", None)  # if it was told, that was lost
     if attempt is None and not job.incidents:
         # This very Hello may be the news of a rank's death: its side state is needed now.
         needed = set(job.owners.values())

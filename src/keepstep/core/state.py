@@ -334,6 +334,8 @@ class Job:
     late_starts: int = 0  # starts given up because they waited too long
     start_warned: bool = False
     progress_at: int = 0  # when a rank was last seen to get on
+    passed_at: int = 0  # a rank was last heard to hold for a move, or to have ended
+    judge_at: int | None = None  # stalls from before that are looked at again
     # after a restart of the orchestrator
     replayed: bool = False
     rejoin_until: int | None = None

@@ -67,6 +67,8 @@ def timers(job: Job) -> list[Timer]:
     deferred = breaker.deadline(job)
     if deferred is not None and job.mode == "running" and not job.replayed:
         rows.append((deferred, "breaker", ""))
+    if job.judge_at is not None:
+        rows.append((job.judge_at, "stalls", ""))
     if job.rejoin_until is not None:
         rows.append((job.rejoin_until, "rejoin", ""))
     if job.attempt is not None:
@@ -223,6 +225,8 @@ def _fire_one(job: Job, out: Out, what: str, subject: str) -> None:
         retry_deferred(job, out)
     elif what == "rejoin":
         job.rejoin_until = None
+    elif what == "stalls":
+        job.judge_at = None
     elif what == "start-store":
         store_failed(job, out, f"{job.store_node} did not open the store in time")
     elif what == "attach":

@@ -106,6 +106,8 @@ def _rank_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> None:
     elif isinstance(said, Failure):
         _failure(job, out, worker, said)
     elif isinstance(said, Done):
+        if not worker.done:
+            job.passed_at = out.now
         worker.done = True
         worker.version = max(worker.version, said.version)
         worker.tick = max(worker.tick, said.tick)
@@ -142,6 +144,8 @@ def _member_said(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Wor
             if said.done:
                 worker.done = True
             if has_held(worker, attempt):
+                if attempt.kind == "planned" and attempt.holds.lacks(worker.rank):
+                    job.passed_at = out.now
                 attempt.held_ticks.add(said.tick)
                 attempt.held_version = max(attempt.held_version, said.version)
             attempt.holds.note(worker.rank, has_held(worker, attempt))

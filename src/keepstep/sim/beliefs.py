@@ -74,6 +74,7 @@ class Beliefs:
             ensure(held, f"{phase} of {generation}, but {process.id} does not hold")
 
     def _retired(self, job: Job, attempt: Attempt) -> None:
+        self.checker.prompt.retired_ns = self.checker.world.now
         commit = self.checker.commits.get(attempt.generation)
         for process in self._living(list(job.seated())) if commit is not None else ():
             tick = max(commit.tick, 0) if commit is not None else 0

@@ -8,17 +8,21 @@ the job is done (or ended for a reason that the world justifies), and nothing ha
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from keepstep.core.orchestrator import Core
 from keepstep.core.phases import has_held, has_reported
+from keepstep.core.placement import CRASHES_MAX
 from keepstep.core.rewire import has_resumed
 from keepstep.core.state import Attempt, Job
 from keepstep.model import messages as m
 from keepstep.model import records as r
 from keepstep.sim.beliefs import Beliefs
+from keepstep.sim.net import SECOND
+from keepstep.sim.prompt import Prompt
 
 if TYPE_CHECKING:
     from keepstep.sim.node import SimNode
@@ -34,6 +38,7 @@ class Checker:
     def __init__(self, world: World) -> None:
         self.world = world
         self.beliefs = Beliefs(self)
+        self.prompt = Prompt(self)
         # what is on the disk
         self.placed: set[str] = set()
         self.ended_on_record: set[str] = set()
@@ -44,8 +49,10 @@ class Checker:
         self.generation = -1
         self.generation_max = -1
         self.begun: set[int] = set()
+        self.stage_failures: set[tuple[int, str]] = set()  # (generation, worker)
         self.job_ended: r.JobEnded | None = None
         self.open_incidents: dict[str, r.IncidentOpened] = {}
+        self.victims: dict[str, set[int]] = {}  # of every incident, with those it was widened by
         # what was sent
         self.killed: set[str] = set()
         self.seats: dict[int, str] = {}  # rank -> newcomer that was assigned it last
@@ -71,6 +78,7 @@ class Checker:
             check = getattr(self, f"_on_{type(record).__name__}", None)
             if check is not None:
                 check(record)
+            self.prompt.durable(record)
 
     def _new_generation(self, generation: int) -> None:
         self.ensure(
@@ -102,8 +110,16 @@ class Checker:
             if worker.startswith(f"{record.node}."):
                 self.ended_on_record.add(worker)
 
+    def _check_repeated(self, record: r.AttemptStarted) -> None:
+        """An attempt fails only by what was said in it."""
+        last = max(self.attempts, default=-1)
+        blamed = re.match(r"process groups could not be built: (\S+\.w\d+): ", record.reason)
+        said = blamed is None or (last, blamed[1]) in self.stage_failures
+        self.ensure(said, f"{last} is repeated, but nobody failed in it: {record.reason}")
+
     def _on_AttemptStarted(self, record: r.AttemptStarted) -> None:
         self._new_generation(record.generation)
+        self._check_repeated(record)
         self.attempts[record.generation] = record
         self.ensure(record.incident not in self.closed, f"an attempt for closed {record.incident}")
 
@@ -150,12 +166,16 @@ class Checker:
                 not (both and planned), f"{record.incident} and {other.incident} move {both}"
             )
         self.open_incidents[record.incident] = record
+        self.victims[record.incident] = set(record.victims)
         if record.trigger == "pre-emptive":
             self.preempted.append((record.at_ns, len(record.victims)))
             minute = [n for at, n in self.preempted if at > record.at_ns - 60_000_000_000]
             most = max(self.world.plan.ranks // 5, self.world.plan.per_node)
             storm = len(minute) > 1 and sum(minute) > most
             self.ensure(not storm, f"{sum(minute)} ranks told to move in one minute: a storm")
+
+    def _on_IncidentWidened(self, record: r.IncidentWidened) -> None:
+        self.victims[record.incident] |= set(record.victims)
 
     def _on_IncidentClosed(self, record: r.IncidentClosed) -> None:
         self.ensure(record.view.id not in self.closed, f"{record.view.id} is closed twice")
@@ -164,7 +184,8 @@ class Checker:
         self.ensure(bool(record.view.reason), f"{record.view.id} closed without a reason")
         gave_up = record.view.outcome == "ABORTED" and "gave up after" in record.view.reason
         hit = len(self.world.fired_faults)
-        self.ensure(not gave_up or hit >= 3, f"a move was given up after {hit} faults")
+        deserved = hit >= 3 or self.world.plan.step_ns > 60 * SECOND
+        self.ensure(not gave_up or deserved, f"a move was given up after {hit} faults")
 
     def _on_Committed(self, record: r.Committed) -> None:
         generation = record.generation
@@ -187,6 +208,8 @@ class Checker:
                 self._check_replaced(rank, old, kind)
             self._check_new(rank, worker, tick, generation)
         moved = {rank for rank, w in record.placement.items() if self.owners.get(rank) != w}
+        blamed = self.victims[record.incident]
+        self.ensure(moved <= blamed, f"{record.incident} is about {blamed}, and moves {moved}")
         for name, incident in self.open_incidents.items():
             left = [rank for rank in incident.victims if rank not in moved]
             self.open_incidents[name] = msgspec.structs.replace(incident, victims=left)
@@ -265,6 +288,7 @@ class Checker:
         if isinstance(command, m.KillWorker):
             self.killed.add(command.worker)
             self._check_alarm(command.worker)
+            self.prompt.killed(command.worker)
         elif isinstance(command, m.Forget):
             needed = [w for w in command.workers if w in self.owners.values()]
             self.ensure(not needed, f"the side state of {needed} is dropped and still needed")
@@ -349,6 +373,11 @@ class Checker:
     def spawned(self, node: SimNode, process: Process) -> None:
         """One process in a slot; only understudies share that of their standby."""
         workers = self.world.orchestrator.core.state(self.world.plan.job).workers
+        place, mine = f"{node.name}/{process.slot}", workers.get(process.id)
+        if place in self.world.bad_slots and mine is not None and mine.presumed < 0:
+            self.world.bad_slots[place] += 1
+            often = self.world.bad_slots[place] > CRASHES_MAX
+            self.ensure(not often, f"{process.id} is started in {place}, where all have failed")
         for other in node.processes.values():
             if other is process or not other.alive or other.slot != process.slot:
                 continue
@@ -360,6 +389,8 @@ class Checker:
 
     def said(self, process: Process, message: m.WorkerMessage) -> None:
         self.ensure(process.alive, f"{process.id} speaks after its end")
+        if isinstance(message, m.StageFailed):
+            self.stage_failures.add((message.generation, process.id))
 
     def ended(self, process: Process) -> None:
         pass
@@ -371,6 +402,11 @@ class Checker:
             self.ensure(
                 not process.alive or process.rank < 0 or process.commit_ns < since,
                 f"{node.name} fences itself while {process.id} trains",
+            )
+            waits = process.mode in ("deciding", "held") and not (process.hung or process.stopped)
+            self.ensure(
+                not (process.alive and waits),
+                f"{node.name} fences itself, and {process.id} held its state for the job",
             )
 
     def swapped(self, process: Process) -> None:
@@ -396,6 +432,7 @@ class Checker:
         )
         self._check_content(process)
         self.best[rank] = max(self.best.get(rank, 0), tick)
+        self.prompt.committed(process)
         self.world.on_commit()
 
     def _check_content(self, process: Process) -> None:

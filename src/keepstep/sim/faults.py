@@ -15,10 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from keepstep.core.migration import sources_for
 from keepstep.core.state import Attempt, Job
 from keepstep.model import messages as m
-from keepstep.model.job import AgentSaid, Drain, Migrate, Taint
+from keepstep.model.job import AgentSaid, Drain, Migrate, Taint, Untaint
 from keepstep.sim.net import MS, ORCHESTRATOR, SECOND
 from keepstep.sim.plan import Fault
 
@@ -95,6 +97,21 @@ def _understudy(world: World) -> list[Rank]:
     return [world.random.choice([world.ranks[n] for n in names])] if names else []
 
 
+def _strike_later(world: World, fault: Fault) -> None:
+    strike(world, fault)
+
+
+def _waiting(world: World, fault: Fault) -> str:
+    """A rank that has waited in its fence for so long that it is said to stand still."""
+    since = world.now - world.plan.stall_ns - 2 * SECOND
+    found = [p for p in owners(world) if p.mode == "fence" and p.fence_ns < since]
+    if not found:
+        world.after(SECOND, _strike_later, world, fault)
+        return ""
+    _hit_process(world, found[0], fault)
+    return f"{found[0].id} (rank {found[0].rank})"
+
+
 def _bystander(world: World) -> list[Rank]:
     special = {p.id for p in _victim(world) + _source(world) + _spare(world)}
     others = [p for p in owners(world) if p.id not in special]
@@ -126,6 +143,10 @@ def _hit_process(world: World, process: Rank, fault: Fault) -> None:
     elif fault.kind == "freeze":  # stopped beyond the limit
         process.stop()
         world.after(fault.length_ns, process.resume)
+    elif fault.kind == "stuck-builder":  # one rank never finishes its next groups
+        process.builder_stuck = True
+    elif fault.kind == "groups":  # it creates one that the others do not have
+        process.odd_groups = True
     elif fault.kind == "quit":  # its script raises outside of any step
         process.fail("user")
     elif process.mode in ("init", "building", "arrived", "warming", "joining"):
@@ -252,11 +273,12 @@ def _detector(world: World, fault: Fault) -> str:
         return liar.node.name
     count = len(ranks) if fault.kind == "all-stalled" else world.random.randrange(1, len(ranks))
     for process in world.random.sample(ranks, count):
-        _lie(world, process, fault.length_ns)
+        _lie(world, process, fault.length_ns, fault.kind == "stalled-lost")
     return f"on {count} ranks"
 
 
-def _lie(world: World, process: Rank, length_ns: int) -> None:
+def _lie(world: World, process: Rank, length_ns: int, lost: bool) -> None:
+    """`lost`: that it is over is said on a stream that breaks."""
     stalled = m.Stalled(
         worker=process.id,
         rank=process.rank,
@@ -268,9 +290,13 @@ def _lie(world: World, process: Rank, length_ns: int) -> None:
         stopped=False,
         cpu_busy=False,
     )
-    for wait, message in ((0, stalled), (length_ns, m.Unstalled(worker=process.id))):
-        said = AgentSaid(job=world.plan.job, node=process.node.name, message=message)
-        world.after(wait, _hear, world, process.node.name, said)
+    said = AgentSaid(job=world.plan.job, node=process.node.name, message=stalled)
+    _hear(world, process.node.name, said)
+    if lost and process.node.stream is not None:
+        world.after(length_ns, process.node.stream.close, "orchestrator")
+    else:
+        over = msgspec.structs.replace(said, message=m.Unstalled(worker=process.id))
+        world.after(length_ns, _hear, world, process.node.name, over)
 
 
 def _hear(world: World, node: str, said: AgentSaid) -> None:
@@ -289,6 +315,10 @@ def _operator(world: World, fault: Fault) -> str:
             return ""
         operate(world, Drain(job=world.plan.job, node=spares[0].node.name))
         return spares[0].node.name
+    if fault.kind == "untaint":
+        for target in sorted(world.checker.tainted):
+            operate(world, Untaint(job=world.plan.job, target=target))
+        return ", ".join(sorted(world.checker.tainted))
     if fault.kind == "drain":
         operate(world, Drain(job=world.plan.job, node=process.node.name))
     elif fault.kind == "mass-taint":
@@ -303,7 +333,7 @@ def _operator(world: World, fault: Fault) -> str:
     return f"rank {process.rank}"
 
 
-def operate(world: World, request: Drain | Migrate | Taint) -> None:
+def operate(world: World, request: Drain | Migrate | Taint | Untaint) -> None:
     if world.orchestrator.alive:
         world.orchestrator.submit(request)
     else:
@@ -311,8 +341,28 @@ def operate(world: World, request: Drain | Migrate | Taint) -> None:
 
 
 def _provider(world: World, fault: Fault) -> str:
+    if fault.kind == "node":
+        world.add_node(f"x{len(world.nodes)}", world.plan.per_node)
+        return "delivers"
     world.spawn_failures += 1 + world.random.randrange(2)
     return "refuses"
+
+
+def _disk(world: World, fault: Fault) -> str:
+    """Of a node with ranks: what they write now fails, or never ends."""
+    node = world.random.choice(owners(world)).node
+    node.disk = fault.kind
+    world.after(fault.length_ns, setattr, node, "disk", "")
+    return f"of {node.name}"
+
+
+def _slot(world: World, fault: Fault) -> str:
+    for process in _spare(world):
+        place = f"{process.node.name}/{process.slot}"
+        world.bad_slots[place] = 0
+        process.exit(1)
+        return place
+    return ""
 
 
 def _store(world: World, fault: Fault) -> str:
@@ -325,11 +375,18 @@ def _store(world: World, fault: Fault) -> str:
     if fault.kind == "host" and node is not None and node.alive:
         node.die(silently=False)
         return f"with {node.name}"
-    store = node.stores.get(attempt.generation) if node is not None and attempt else None
-    if store is None:
-        return ""
-    store.close()
-    return f"of generation {store.generation}"
+    generation = attempt.generation if attempt is not None else world.checker.generation
+    for host in [node] if node is not None else list(world.nodes.values()):
+        if generation in host.stores and host.alive:
+            host.store_died(generation)
+            return f"of generation {generation}"
+    return ""
+
+
+def _echoes(world: World, fault: Fault) -> str:
+    """What ranks answer in an attempt is heard once more in the next one."""
+    world.echoes = True
+    return "of every answer"
 
 
 def _everyone(world: World, fault: Fault) -> str:
@@ -399,6 +456,7 @@ STRIKES: dict[str, Callable[[World, Fault], str]] = {
     "spare": _process(_spare),
     "understudy": _process(_understudy),
     "bystander": _process(_bystander),
+    "waiting": _waiting,
     "agent": _agent,
     "orchestrator": _orchestrator,
     "link": _link,
@@ -407,6 +465,9 @@ STRIKES: dict[str, Callable[[World, Fault], str]] = {
     "operator": _operator,
     "provider": _provider,
     "store": _store,
+    "disk": _disk,
+    "slot": _slot,
+    "echo": _echoes,
     "everyone": _everyone,
     "spare-node": _spare_node,
     "data": _data,

@@ -106,7 +106,8 @@ class Store:
             rank.stage_failed(self.generation, "connection refused")
             return
         self.waiting[rank.rank] = rank
-        self.world.after(60 * SECOND, self._late, rank)
+        if rank.mode == "init":  # a script's own rendezvous has a limit, one for a move has none
+            self.world.after(60 * SECOND, self._late, rank)
         if len(self.waiting) < self.world.plan.ranks:
             return
         members = dict(sorted(self.waiting.items()))

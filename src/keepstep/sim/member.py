@@ -78,13 +78,29 @@ class Member(Process):
             self._stage_failed(generation, "a peer is gone")
         elif self.mode == "init":
             self.group = group
-            self.say(attached(generation))
-            self._begin()
+            if self.world.plan.model_ns:
+                self.go("construct")
+                self.after(self.world.plan.model_ns, self._attach, group)
+            else:
+                self._attached(generation)
         elif self.abort_generation > generation or self.stage_asked != generation:
             group.leave(self)
+        elif self.builder_stuck:
+            self.builder_stuck = False
         else:
             self.staged = group
             self.say(m.Staged(generation=generation))
+
+    def _attach(self, group: Group) -> None:
+        """Whoever comes waits for all others."""
+        self.go("attaching")
+        inside = [member for member in group.members.values() if member.mode == "attaching"]
+        for member in inside if len(inside) == len(group.members) else ():
+            member.thread(member._attached, group.generation)
+
+    def _attached(self, generation: int) -> None:
+        self.say(attached(self, generation))
+        self._begin()
 
     # ------------------------------------------------------------------ transaction
 
@@ -103,8 +119,14 @@ class Member(Process):
         self.go("compute")
         self.computing = self.stepping = True
         self.marks += 1
-        spread = self.world.random.randrange(self.world.plan.step_ns // 4)
-        self.after(self.world.plan.step_ns + spread, self._computed)
+        plan = self.world.plan
+        step_ns = plan.step_ns + self.world.random.randrange(plan.step_ns // 4)
+        for pulse_ns in range(plan.stall_ns // 2, step_ns, plan.stall_ns // 2):
+            self.after(pulse_ns, self._get_on)  # a long step shows that it gets on
+        self.after(step_ns, self._computed)
+
+    def _get_on(self) -> None:
+        self.marks += 1
 
     def _computed(self) -> None:
         self.marks += 1
@@ -162,6 +184,7 @@ class Member(Process):
 
     def _enter_fence(self) -> None:
         self.go("fence")
+        self.fence_ns = self.world.now
         self.marks += 1
         self.in_fence = True
         held = self.hold_generation
@@ -379,7 +402,12 @@ class Member(Process):
 
     def _checkpointed(self, command: m.Checkpoint) -> None:
         if self.mode == "held" and self.held_generation == command.generation:
-            generation = command.generation
+            generation, path = command.generation, command.path
+            if self.node.disk == "full":
+                error = "No space left on device"
+                self.say(m.CheckpointFailed(generation=generation, path=path, error=error))
+            if self.node.disk:
+                return
             self.say(m.Checkpointed(generation=generation, path=command.path, bytes_written=1))
 
     def _pump_done(self) -> None:
@@ -390,9 +418,17 @@ class Member(Process):
             self._interrupted("", False)
 
 
-def attached(generation: int) -> m.Attached:
+def attached(rank: Member, generation: int) -> m.Attached:
+    members = {"0": list(range(rank.world.plan.ranks))}
+    if rank.odd_groups:
+        members["1"] = [rank.rank, (rank.rank + 1) % rank.world.plan.ranks]
     return m.Attached(
-        generation=generation, groups=["0"], parameters=1, bytes_state=8, redundant=True
+        generation=generation,
+        groups=sorted(members),
+        parameters=1,
+        bytes_state=8,
+        redundant=True,
+        members=members,
     )
 
 

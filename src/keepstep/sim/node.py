@@ -42,6 +42,7 @@ class SimNode:
             world.now,
         )
         self.slots = slots
+        self.disk = ""  # "full" or "stuck"
         self.blobs = m.Address(name, 1)
         self.processes: dict[str, Rank] = {}
         self.pages: dict[str, dict[int, Blob]] = {}  # worker -> slot -> side state
@@ -190,6 +191,7 @@ class SimNode:
     def _spawn(self, effect: core.Spawn) -> None:
         start = effect.start
         if self.world.spawn_fails(self, start):
+            self.world.checker.prompt.refused(self, start.worker)
             self.handle(core.NotSpawned(start, "out of memory"))
             return
         process = Rank(self.world, self, start, self.world.next_pid())
@@ -241,6 +243,11 @@ class SimNode:
             address = m.Address(self.name, 10_000 + generation)
             self.handle(core.StoreSaid(m.StoreOpened(generation=generation, store=address)))
 
+    def store_died(self, generation: int) -> None:
+        self.stores.pop(generation).close()
+        failed = m.StoreFailed(generation=generation, error="the store ended with signal 9")
+        self.run(self.handle, core.StoreSaid(failed))
+
     def _drop_store(self, effect: core.DropStore) -> None:
         store = self.stores.pop(effect.generation, None)
         if store is not None:
@@ -251,9 +258,19 @@ class SimNode:
         self.pages.pop(effect.worker, None)
 
     def _end_workers(self, effect: core.EndWorkers) -> None:
-        for process in list(self.processes.values()):
-            process.exit(0 if effect.finished else -15)
-        self.later(10 * MS, self.handle, core.Emptied(True))
+        for process in [] if effect.finished else list(self.processes.values()):
+            process.exit(-15)
+        self.later(10 * MS, self._emptied, self.world.now + effect.grace_ns)
+
+    def _emptied(self, deadline_ns: int) -> None:
+        left = [process for process in self.processes.values() if process.alive]
+        if not left:
+            self.handle(core.Emptied(True))
+            return
+        for process in left if self.world.now >= deadline_ns else ():
+            self.world.checker.prompt.forced(process)
+            process.exit(-9)
+        self.later(100 * MS, self._emptied, deadline_ns)
 
     def _end(self, effect: core.End) -> None:
         self.world.trace(f"{self.name} ends: {effect.why}" if effect.why else f"{self.name} ends")

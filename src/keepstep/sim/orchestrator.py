@@ -35,8 +35,10 @@ class SimOrchestrator:
         self.append_ns = MS // 2
         self.disk_full = False
         self.clock_ns = 1_000_000 * SECOND  # wall clock minus virtual time; a restart may change it
+        self.restarted_ns = 0
         self.inputs = 0
         self.crash_at: str = ""  # fault: "record" or "effect", at the next batch
+        self.cut_short = False  # it is crashing, and some of its commands never left
         self.peers: dict[str, Connection] = {}
         self._queue: deque[Given] = deque()
         self._writing: list[Record] | None = None
@@ -65,6 +67,7 @@ class SimOrchestrator:
         if self.alive:
             return
         self.alive = True
+        self.restarted_ns = self.world.now
         self.disk_full = False
         self.core = Core()
         self.core.replay(self.disk)
@@ -165,7 +168,9 @@ class SimOrchestrator:
             self.world.fired("orchestrator crashed between a record and its effect")
             sends = self._addressed(outcome)
             del sends[self.world.random.randrange(len(sends) + 1) :]
+            self.cut_short = True
             self._act(sends, outcome, given, connection)
+            self.cut_short = False
             self.crash()
             self.world.after(SECOND, self.restart)
             return
@@ -208,6 +213,10 @@ class SimOrchestrator:
 
     def _now(self) -> int:
         return self.clock_ns + self.world.now
+
+    def virtual(self, at_ns: int) -> int:
+        """A time of the core as a time of the world."""
+        return at_ns - self.clock_ns
 
     def _arm(self) -> None:
         deadline = self.core.deadline()

@@ -22,6 +22,8 @@ class Fault:
     nth: int = 1  # COMMIT only: the how manieth of this world
 
 
+FOREVER_NS = 1 << 60
+PROCESSES = ("victim", "source", "spare", "bystander", "understudy", "waiting")
 CRASHES = ("crash", "record", "effect", "full")
 
 
@@ -40,6 +42,8 @@ class Plan:
     copy_ns: int = 500 * MS
     notice_ns: int = SECOND
     late_nodes: tuple[int, ...] = ()  # spare nodes that join later, after so many ns
+    missing: int = -1  # this node never joins
+    model_ns: int = 0  # from a rank's first rendezvous to attach
     from_start: bool = False  # faults come while the ranks are being started
     resume_tick: int = 0  # the job starts from a checkpoint of this tick
     migration: str = "unplanned"  # planned, pre-emptive, unplanned: what is going on
@@ -57,6 +61,33 @@ class Plan:
             or (fault.actor in ("link", "orchestrator") and fault.kind in CRASHES)
             for fault in self.faults
         )
+
+    @property
+    def streams_well(self) -> bool:
+        """Whatever is said is heard at once: neither the orchestrator nor a node is hurt."""
+        actors = {fault.actor for fault in self.faults}
+        return self.jitter_ns <= 30 * MS and actors <= {*PROCESSES, "operator", "provider"}
+
+    @property
+    def pause_ns_max(self) -> int:
+        """How long training may stand still when only one thing goes wrong."""
+        roomy = self.spare_nodes >= 2 and not self.late_nodes and self.missing < 0
+        if len(self.faults) != 1 or self.from_start or not roomy or self.jitter_ns > MS:
+            return FOREVER_NS
+        (fault,) = self.faults
+        if fault.actor == "data":
+            return fault.length_ns + 25 * SECOND
+        crashes = fault.kind == "crash" and fault.actor in (*PROCESSES, "store")
+        refused = (fault.actor, fault.kind) == ("store", "refuse")
+        return 12 * SECOND + 4 * self.copy_ns if crashes or refused else FOREVER_NS
+
+    @property
+    def start_ns_max(self) -> int:
+        """A node without ranks is waited for two seconds, one with ranks for a minute. A standby
+        that never parks is given up after 300 s."""
+        if self.missing < 0 or self.from_start:
+            return 500 * SECOND
+        return 80 * SECOND if self.missing < self.rank_nodes else 10 * SECOND
 
     @property
     def rank_nodes(self) -> int:

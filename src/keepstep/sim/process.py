@@ -30,8 +30,10 @@ ANSWERS: dict[type[m.Message], type[m.Message]] = {
     m.Copy: m.Copied,
     m.Swap: m.Swapped,
 }
+ECHOED = (m.Staged, m.StageFailed, m.Copied, m.Report, m.Held)
 WHERE = {
     "init": "starting",
+    "construct": "starting",
     "publish": "fence",
     "grace": "fence",
     "failing": "fence",
@@ -81,7 +83,10 @@ class Process:
         self.group: Group | None = None
         self.staged: Group | None = None
         self.stage_asked = -1
+        self.odd_groups = False
+        self.builder_stuck = False  # its next groups are never finished
         self.in_fence = False
+        self.fence_ns = 0  # since when it waits in it
         self.owed = -1
         self.alone = False
         self.done = False
@@ -131,6 +136,17 @@ class Process:
     def say(self, message: m.WorkerMessage) -> None:
         self.answers[type(message)] = message
         self.node.said(self, message)
+
+    def _echo(self) -> None:
+        """What it answered in older attempts once more, late: as if that had been on its way."""
+        for kind in ECHOED:
+            if kind in self.answers:
+                wait = self.world.random.randrange(3 * SECOND)
+                self.world.after(wait, self._repeat, self.answers[kind])
+
+    def _repeat(self, answer: Any) -> None:
+        if self.alive and not self.stopped:
+            self.node.said(self, answer)
 
     def stop(self) -> None:
         if self.alive and not self.stopped:
@@ -199,6 +215,8 @@ class Process:
         if self._answered(kind, generation):
             return
         if kind is m.Abort:
+            if self.world.echoes and generation > self.abort_generation:
+                self._echo()
             self.abort_generation = generation
             self.hold_generation = -1
             self.inbox = [c for c in self.inbox if not self._stale(c)]
@@ -261,7 +279,7 @@ class Process:
             if not isinstance(command, kinds):
                 continue
             named = getattr(command, "generation", None)
-            later = isinstance(command, m.Release) and named is not None
+            later = isinstance(command, m.Release | m.Leave) and named is not None
             if generation is None or named is None or named == generation:
                 del self.inbox[index]
                 return command

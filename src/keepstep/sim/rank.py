@@ -22,6 +22,9 @@ TICK_CHECKPOINT = -3
 
 class Rank(Member):
     def _started(self) -> None:
+        if f"{self.node.name}/{self.slot}" in self.world.bad_slots:
+            self.exit(1, "RuntimeError: no such device")
+            return
         if self.rank < 0:
             self.go("parked")
             self.say(m.Parked(where="train.py:7", warm_ns=1))
@@ -45,7 +48,7 @@ class Rank(Member):
 
     def _arrive(self) -> None:
         self.go("arrived")
-        self.say(attached(self.assigned.generation))
+        self.say(attached(self, self.assigned.generation))
         self.say(m.Arrived(generation=self.assigned.generation))
         self.pump()
 
@@ -144,7 +147,12 @@ class Rank(Member):
             and self.world.net.both_ways(self.node.name, source.node.name)
         )
         if not serves or source is None:
-            wait = 0 if source is not None and not source.alive else 3 * SECOND
+            # Whoever does not hold any more has closed its server; only silence takes time.
+            silent = source is not None and (source.stopped or source.node.vanished)
+            reached = source is not None and self.world.net.both_ways(
+                self.node.name, source.node.name
+            )
+            wait = 3 * SECOND if silent or not reached else 0
             self.after(wait, self._pull, blob, sources[1:], sources[0].rank)
             return
         self._copied(blob, source)

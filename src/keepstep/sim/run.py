@@ -28,10 +28,10 @@ from keepstep.sim.plan import Fault, Plan
 from keepstep.sim.reasons import heard
 from keepstep.sim.world import World
 
-START_NS = 500 * SECOND  # a standby that never parks is given up after 300
 FIRE_NS = 25 * SECOND  # a fault that waits for its phase longer than this strikes anyway
 QUIET_NS = 400 * SECOND
 END_NS = 120 * SECOND
+GONE_NS = 40 * SECOND
 CALM_NS = 3 * SECOND
 LOOK_NS = SECOND // 4
 KEPT = ("rank", "standby", "understudy")
@@ -78,6 +78,8 @@ class Run:
         for index in range(plan.rank_nodes + plan.spare_nodes):
             late = index - plan.rank_nodes
             wait = plan.late_nodes[late] if 0 <= late < len(plan.late_nodes) else 0
+            if index == plan.missing:
+                continue
             if wait:
                 world.after(wait, world.join_node, f"n{index}", plan.per_node)
             else:
@@ -87,23 +89,27 @@ class Run:
             self._disturb()
             world.run(lambda: world.over or self._calm(), world.now + QUIET_NS)
             self._heal()
-        self._must(lambda: self._tick() >= plan.resume_tick + 3, START_NS, "no start")
+        self._must(lambda: self._tick() >= plan.resume_tick + 3, plan.start_ns_max, "no start")
         if not plan.from_start:
             if plan.understudies:
-                self._must(self._understudied, START_NS, "no understudy")
+                self._must(self._understudied, QUIET_NS, "no understudy")
             self._disturb()
         world.run(lambda: world.over or self._calm(), world.now + 4 * QUIET_NS)
         if world.over:
             self._check_end()
+            self._check_gone()
             return
         if not plan.from_start:
+            world.checker.prompt.deferred()
             self._heal()
-        self._must(self._settled, QUIET_NS, "the healed job does not train again")
+        steps_ns = 5 * plan.step_ns
+        self._must(self._settled, QUIET_NS + steps_ns, "the healed job does not train again")
         if not world.over:
             self._check_leaks()
             world.target = max(process.tick for process in world.ranks.values()) + 3
-            self._must(lambda: world.over, END_NS, "the job does not come to its end")
+            self._must(lambda: world.over, END_NS + steps_ns, "the job does not come to its end")
         self._check_end()
+        self._check_gone()
 
     def _must(self, reached: Callable[[], bool], ns: int, what: str) -> None:
         world = self.world
@@ -183,6 +189,8 @@ class Run:
 
     def _strike(self, fault: Fault) -> None:
         self.pending -= 1
+        if self.world.over:
+            return
         if not faults.strike(self.world, fault):
             self.missed += 1
         self.calm_at = max(self.calm_at, self.world.now + fault.length_ns + SECOND)
@@ -199,8 +207,13 @@ class Run:
     # ------------------------------------------------------------------ healing
 
     def _heal(self) -> None:
+        self.world.trace("healed")
+        self._mend()
+        self._give_slots()
+        self._untaint()
+
+    def _mend(self) -> None:
         world = self.world
-        world.trace("healed")
         world.net.heal_all()
         world.spawn_failures = 0
         orchestrator = world.orchestrator
@@ -210,11 +223,11 @@ class Run:
         orchestrator.restart()
         for node in list(world.nodes.values()):
             node.resume()
+            node.disk = ""
+        world.bad_slots.clear()
         for process in list(world.ranks.values()):
             process.resume()
             process.slow = 1
-        self._give_slots()
-        self._untaint()
 
     def _give_slots(self) -> None:
         """A provider that delivers at last: room for all ranks and spares."""
@@ -292,6 +305,7 @@ class Run:
             raise Violation(f"{standbys} standbys, {self.plan.spares} are wanted")
         self._check_understudies(job)
         self._check_buddies(job)
+        world.checker.prompt.forgotten()
 
     def _check_buddies(self, job: Job) -> None:
         """Everybody publishes where the core believes it does."""
@@ -321,6 +335,8 @@ class Run:
         assert ended is not None
         view = ended.view
         if view.state == "done":
+            if any(fault.startswith("groups of ") for fault in self.world.fired_faults):
+                raise Violation("ranks with different groups have trained")
             for rank, worker in sorted(self.world.checker.owners.items()):
                 process = self.world.ranks[worker]
                 if process.tick != self.world.target:
@@ -330,9 +346,24 @@ class Run:
             if needless:
                 raise Violation(f"needless fall-back ({view.reason}): {needless}")
         elif "newcomers failed" in view.reason and not view.checkpoint:
-            raise Violation(f"given up without a checkpoint: {view.reason}")
+            self._check_given_up(view.reason)
         elif not self._deserved(view.reason):
             raise Violation(f"the job ended {view.state}: {view.reason}")
+
+    def _check_given_up(self, reason: str) -> None:
+        """Without a checkpoint only if a disk did not let it; one that is full says so."""
+        disks = [fault.kind for fault in self.plan.faults if fault.actor == "disk"]
+        if not disks or ("full" in disks and "could not write its part" not in reason):
+            raise Violation(f"given up without a checkpoint: {reason}")
+
+    def _check_gone(self) -> None:
+        """A job that has ended leaves no agent and no process behind."""
+        world = self.world
+        self._mend()
+        world.run(lambda: not any(n.alive for n in world.nodes.values()), world.now + GONE_NS)
+        for node in world.nodes.values():
+            if node.alive:
+                raise Violation(f"{node.name} is still there {GONE_NS // SECOND} s after the end")
 
     def _deserved(self, reason: str) -> bool:
         if self.world.checker.owners and not faults.owners(self.world):
@@ -344,6 +375,10 @@ class Run:
             return kinds.count("crash") + kinds.count("user") + kinds.count("device") >= 5
         if "lost their connections" in reason:
             return kinds.count("reset") >= 6
+        if "process group" in reason:
+            return "groups" in kinds
+        if "did not come to keepstep.attach" in reason:
+            return kinds.count("hang") >= 2
         if "never all attached" in reason or "no node is left" in reason:
             return self.plan.from_start and len(self.world.fired_faults) >= 3
         if "exited with code" in reason or "before the first step" in reason:

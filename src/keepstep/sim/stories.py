@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from keepstep.sim.net import MS, SECOND
 from keepstep.sim.plan import Fault, Plan
+from keepstep.sim.stories_rare import RARE
 from keepstep.sim.table import ACTORS, KINDS, MIGRATIONS, PHASES, length_ns
 
 
@@ -269,8 +270,27 @@ def _echo(seed: int, draw: random.Random) -> Plan:
         )
         for _ in range(draw.choice((1, 2, 2, 3)))
     )
+    if draw.random() < 0.5:
+        faults = (Fault("echo", "late"), *faults)
     migration = draw.choice(MIGRATIONS)
     return Plan(seed=seed, migration=migration, jitter_ns=jitter, spares=3, faults=faults)
+
+
+def _late_answers(seed: int, draw: random.Random) -> Plan:
+    """What was answered in one attempt comes once more when the next one asks the same."""
+    again = Fault("bystander", "crash", phase="COPY", delay_ns=draw.randrange(2 * SECOND))
+    stuck = Fault("bystander", "stuck-builder", at_ns=draw.randrange(100 * MS))
+    cut = Fault("data", "cut", phase="HOLD", length_ns=draw.randrange(8 * SECOND))
+    stuck_again = Fault("bystander", "stuck-builder", phase="COPY")
+    faults = draw.choice(((stuck,), (stuck, again), (stuck_again, again), (cut,)))
+    faults = (Fault("echo", "late"), *faults)
+    return Plan(seed=seed, copy_ns=3 * SECOND, spares=3, faults=faults)
+
+
+def _stuck_builder(seed: int, draw: random.Random) -> Plan:
+    """One rank never finishes its new groups, although all have met."""
+    fault = Fault("bystander", "stuck-builder", at_ns=draw.randrange(100 * MS))
+    return Plan(seed=seed, migration=draw.choice(("planned", "unplanned")), faults=(fault,))
 
 
 def _buddy_dies(seed: int, draw: random.Random) -> Plan:
@@ -345,6 +365,8 @@ STORIES: dict[str, Callable[[int, random.Random], Plan]] = {
     "dark-data": _dark_data,
     "torn-fence": _torn_fence,
     "echo": _echo,
+    "late-answers": _late_answers,
+    "stuck-builder": _stuck_builder,
     "buddy-dies": _buddy_dies,
     "unseen-hang": _unseen_hang,
     "lost-words": _lost_words,
@@ -359,4 +381,5 @@ STORIES: dict[str, Callable[[int, random.Random], Plan]] = {
     "cursed-rank": _cursed_rank,
     "frozen": _frozen,
     "operators": _operators,
+    **RARE,
 }

@@ -56,6 +56,8 @@ class World:
         self.on_commit: Callable[[], None] = lambda: None
         self.said: set[str] = set()  # reasons of decisions
         self.spawn_failures = 0
+        self.echoes = False  # old answers arrive once more in the next attempt
+        self.bad_slots: dict[str, int] = {}  # place -> how many have been started there
         self.store_failure = ""  # of the next store to be opened: "refuse" or "mute"
 
     # ------------------------------------------------------------------ clock
@@ -166,7 +168,10 @@ class World:
             self.said.add(incident.reason)
 
     def acted(self) -> None:
-        self.checker.beliefs.look(self.orchestrator.core.state(self.plan.job))
+        job = self.orchestrator.core.state(self.plan.job)
+        self.checker.beliefs.look(job)
+        if not self.orchestrator.cut_short:
+            self.checker.prompt.acted(job)
         for watcher in list(self.watchers):
             watcher()
 

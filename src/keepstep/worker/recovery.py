@@ -194,11 +194,10 @@ class Recovery:
             command = seat.channel.wait(
                 lambda c: (
                     isinstance(c, m.Finish)
-                    or (isinstance(c, m.Release) and c.generation >= generation)
-                    or (
-                        isinstance(c, m.Swap | m.Leave | m.Checkpoint)
-                        and c.generation == generation
-                    )
+                    # A move may be over only in a later generation, of which a leaver hears
+                    # nothing else.
+                    or (isinstance(c, m.Release | m.Leave) and c.generation >= generation)
+                    or (isinstance(c, m.Swap | m.Checkpoint) and c.generation == generation)
                 ),
                 newer_than=generation,
             )

@@ -290,6 +290,7 @@ class Process:
     pid: int
     rate: Rate
     sent_on: bool = False  # told to train: a rank that holds from then on hangs
+    stopped_for: int = -1  # generation it was told to stop for last
     doomed: bool = False  # to be killed: it is told nothing that is meant for ranks
     exited: WorkerExited | None = None
 
@@ -487,9 +488,10 @@ class AgentMachine:
         if isinstance(command, Assign):
             process.rank = -1 if command.presumed else command.rank
         elif isinstance(command, Swap | Release):
-            process.sent_on = True
+            # The release of an old move may follow the next Abort: that holds.
+            process.sent_on = command.generation >= process.stopped_for
         elif isinstance(command, Abort | Hold):
-            process.sent_on = False
+            process.sent_on, process.stopped_for = False, command.generation
         self._effects.append(Relay(worker, command))
 
     def _start(self, start: StartWorker) -> None:

@@ -1,0 +1,175 @@
+"""Named stories of what rarely breaks: starts, disks of ranks, slots, providers, long taints."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from keepstep.sim.net import MS, SECOND
+from keepstep.sim.plan import Fault, Plan
+
+
+def _full_disk(seed: int, draw: random.Random) -> Plan:
+    """Newcomers fail until the job is given up, and a rank cannot write its part of the state:
+    its disk is full, or does not answer at all."""
+    disk = Fault("disk", draw.choice(("full", "stuck")), length_ns=300 * SECOND)
+    crashes = tuple(Fault("spare", "crash", at_ns=(n + 1) * 2500 * MS) for n in range(9))
+    return Plan(seed=seed, copy_ns=3 * SECOND, spares=3, faults=(disk, *crashes))
+
+
+def _no_spare(seed: int, draw: random.Random) -> Plan:
+    """A node is lost and there is no other: the ranks hold, and their state goes to disk when
+    there is room again; then the orchestrator is restarted, and a node comes."""
+    faults = (
+        Fault("disk", "full", length_ns=20 * SECOND),
+        Fault("agent", "crash", at_ns=draw.randrange(2 * SECOND)),
+        Fault("orchestrator", "crash", at_ns=draw.randrange(84, 90) * SECOND, length_ns=SECOND),
+        Fault("provider", "node", at_ns=draw.choice((95, 300)) * SECOND),
+        Fault("orchestrator", "crash", at_ns=110 * SECOND, length_ns=draw.randrange(40) * SECOND),
+    )
+    start = 0 if draw.random() < 0.8 else 1  # without the full disk
+    return Plan(seed=seed, migration="", spare_nodes=0, spares=0, faults=faults[start:])
+
+
+def _absent_node(seed: int, draw: random.Random) -> Plan:
+    """A node of the job never joins: one of the first ones, or one that has only spares."""
+    fault = Fault("bystander", "crash", at_ns=draw.randrange(2 * SECOND))
+    return Plan(seed=seed, migration="", missing=draw.choice((0, 3, 5)), faults=(fault,))
+
+
+def _late_attach(seed: int, draw: random.Random) -> Plan:
+    """A rank hangs while it builds its model, and the others wait for it in attach; once, or each
+    time it is started."""
+    first = 2500 * MS + draw.randrange(SECOND)
+    faults = (
+        Fault("bystander", "hang", at_ns=first),
+        Fault("bystander", "hang", at_ns=first + 75 * SECOND),
+    )
+    count = draw.choice((1, 1, 2))
+    return Plan(
+        seed=seed, migration="", from_start=True, model_ns=10 * SECOND, faults=faults[:count]
+    )
+
+
+def _slow_model(seed: int, draw: random.Random) -> Plan:
+    """The script takes longer to come to attach than anybody expects."""
+    fault = Fault("bystander", "crash", at_ns=draw.randrange(2 * SECOND))
+    return Plan(seed=seed, migration="", model_ns=70 * SECOND, faults=(fault,))
+
+
+def _odd_groups(seed: int, draw: random.Random) -> Plan:
+    """A rank creates a process group that the others do not have; that is known when it attaches,
+    also to an orchestrator that is away at the time."""
+    length = draw.randrange(SECOND, 4 * SECOND)
+    faults = (
+        Fault("bystander", "groups", at_ns=300 * MS),
+        Fault("orchestrator", "crash", at_ns=SECOND, length_ns=length),
+    )
+    count = draw.choice((1, 2))
+    return Plan(seed=seed, migration="", from_start=True, faults=faults[:count])
+
+
+def _bad_slot(seed: int, draw: random.Random) -> Plan:
+    """Whatever is started in one slot ends at once."""
+    fault = Fault("slot", "crash", at_ns=draw.randrange(SECOND), length_ns=20 * SECOND)
+    return Plan(seed=seed, migration=draw.choice(("", "planned")), faults=(fault,))
+
+
+def _long_taint(seed: int, draw: random.Random) -> Plan:
+    """Taints that stay for longer than the breaker's minute, with or without a restart in it."""
+    faults = (
+        Fault("operator", "mass-taint", at_ns=SECOND, length_ns=130 * SECOND),
+        Fault("orchestrator", "crash", at_ns=draw.randrange(10, 40) * SECOND, length_ns=SECOND),
+    )
+    count = draw.choice((1, 2))
+    return Plan(seed=seed, step_ns=3 * SECOND, migration="", faults=faults[:count])
+
+
+def _taken_back(seed: int, draw: random.Random) -> Plan:
+    """A node is tainted and untainted, another one joins that nobody had named, a third one is
+    lost; then the orchestrator is restarted."""
+    faults = (
+        Fault("detector", "taint", at_ns=SECOND // 2),
+        Fault("provider", "node", at_ns=draw.randrange(SECOND)),
+        Fault("operator", "untaint", at_ns=3 * SECOND),
+        Fault("spare-node", "crash", at_ns=3 * SECOND),
+        Fault("orchestrator", "crash", at_ns=6 * SECOND, length_ns=draw.randrange(3 * SECOND)),
+        Fault("bystander", "crash", at_ns=draw.randrange(6 * SECOND, 20 * SECOND)),
+    )
+    return Plan(seed=seed, migration="", faults=faults)
+
+
+def _dark_resume(seed: int, draw: random.Random) -> Plan:
+    """No node reaches another while a job is resumed: there are checkpoints, but no groups."""
+    fault = Fault(
+        "data",
+        "cut",
+        phase="HOLD",
+        delay_ns=draw.randrange(3 * SECOND),
+        length_ns=draw.randrange(2 * SECOND, 8 * SECOND),
+    )
+    return Plan(seed=seed, migration="", from_start=True, resume_tick=7, faults=(fault,))
+
+
+def _dead_store(seed: int, draw: random.Random) -> Plan:
+    """The store of a generation dies after it was opened: at the start, in a move, or while the
+    ranks train and need it no more."""
+    phase = draw.choice(("", "RESERVE", "HOLD", "COPY"))
+    fault = Fault("store", "crash", phase=phase, delay_ns=draw.randrange(2 * SECOND))
+    from_start = not phase and draw.random() < 0.5
+    return Plan(seed=seed, migration="unplanned", from_start=from_start, faults=(fault,))
+
+
+def _stale_stall(seed: int, draw: random.Random) -> Plan:
+    """A rank was said to stand still and goes on, which is said too, or lost with its stream;
+    later another one hangs."""
+    kind = draw.choice(("stalled", "stalled-lost"))
+    faults = (
+        Fault("detector", kind, at_ns=SECOND, length_ns=SECOND),
+        Fault("bystander", "hang", at_ns=draw.randrange(6 * SECOND, 10 * SECOND)),
+    )
+    return Plan(seed=seed, migration="", faults=faults)
+
+
+def _refused(seed: int, draw: random.Random) -> Plan:
+    """Nothing is wrong but a process that cannot be started."""
+    fault = Fault("provider", "refuse", at_ns=draw.randrange(SECOND // 2), length_ns=10 * SECOND)
+    return Plan(seed=seed, faults=(fault,))
+
+
+def _long_steps(seed: int, draw: random.Random) -> Plan:
+    """A rank is to be moved, and the next boundary is further away than a move may wait for it."""
+    faults = (
+        Fault("operator", "migrate", at_ns=draw.randrange(10 * SECOND)),
+        Fault("waiting", "freeze", at_ns=20 * SECOND, length_ns=60 * SECOND),
+    )
+    count = draw.choice((1, 1, 2))  # with one that is stopped while it waits for the others
+    return Plan(seed=seed, migration="", step_ns=100 * SECOND, faults=faults[:count])
+
+
+def _cut_off(seed: int, draw: random.Random) -> Plan:
+    """The orchestrator is restarted while it cannot reach one node, whose ranks train on."""
+    faults = (
+        Fault("link", "hang", at_ns=draw.randrange(SECOND), length_ns=40 * SECOND),
+        Fault("orchestrator", "crash", at_ns=2 * SECOND, length_ns=SECOND),
+    )
+    return Plan(seed=seed, migration="", faults=faults)
+
+
+RARE: dict[str, Callable[[int, random.Random], Plan]] = {
+    "full-disk": _full_disk,
+    "no-spare": _no_spare,
+    "absent-node": _absent_node,
+    "late-attach": _late_attach,
+    "slow-model": _slow_model,
+    "odd-groups": _odd_groups,
+    "bad-slot": _bad_slot,
+    "long-taint": _long_taint,
+    "taken-back": _taken_back,
+    "dark-resume": _dark_resume,
+    "dead-store": _dead_store,
+    "stale-stall": _stale_stall,
+    "refused": _refused,
+    "long-steps": _long_steps,
+    "cut-off": _cut_off,
+}
