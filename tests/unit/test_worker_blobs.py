@@ -218,8 +218,9 @@ def test_a_guess_is_only_believed_when_nobody_has_a_later_copy() -> None:
         assert line._connection is not None
         line.send_ahead(latter, 2, 9, b"nine")
         wait_for_tick(server, 9)
-        found = fetch_surely([former, latter], "t", 2, 9)
+        found = fetch_surely([former, latter], "t", 2, 9, everybody=True)
         assert found is not None and found.ahead  # nobody has another
+        assert fetch_surely([former, latter], "t", 2, 9) is None  # somebody might have had one
         line.put(latter, 2, 9, b"nine", lambda: False)
         line.put(latter, 2, 10, b"ten", lambda: False)  # so the confirmation has been read
         found = fetch_surely([former, latter], "t", 2, 9)

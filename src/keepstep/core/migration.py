@@ -358,6 +358,12 @@ def side_state_holders(job: Job, rank: int) -> list[Address]:
     return placement.holders(job.nodes, owner.node, owner.buddy)
 
 
+def _no_other_lost(job: Job, rank: int) -> bool:
+    owner = job.owner(rank)
+    own = owner.node if owner is not None else ""
+    return all(node.state not in ("absent", "dead") or node.name == own for node in job.order)
+
+
 def copy_row(job: Job, out: Out, attempt: Attempt) -> None:
     if attempt.tick is None or attempt.holds.left > 0:
         return
@@ -372,6 +378,7 @@ def copy_row(job: Job, out: Out, attempt: Attempt) -> None:
             sources=sources,
             holders=side_state_holders(job, worker.rank),
             checkpoint=checkpoint,
+            everybody=_no_other_lost(job, worker.rank),
         )
         if sources or checkpoint:
             out.ask(worker, "copy", attempt.generation, copy)

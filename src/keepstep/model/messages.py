@@ -324,6 +324,7 @@ class Copy(Message, frozen=True):
     sources: list[Source]
     holders: list[Address]
     checkpoint: str = ""
+    everybody: bool = False  # no other node than the rank's own was ever lost
 
 
 class Swap(Message, frozen=True):

@@ -124,23 +124,37 @@ class HoldersUnreachable(TransientError):
 
 
 def fetch(
-    holders: list[m.Address], token: str, rank: int, tick: int, *, patience_s: float = PATIENCE_S
+    holders: list[m.Address],
+    token: str,
+    rank: int,
+    tick: int,
+    *,
+    patience_s: float = PATIENCE_S,
+    everybody: bool = True,
 ) -> m.BlobData | None:
-    """As fetch_surely, but None also when some did not answer at all."""
+    """As fetch_surely, but None also when some did not answer at all. What it is used for most, a
+    position, is the same in a guess."""
     try:
-        return fetch_surely(holders, token, rank, tick, patience_s=patience_s)
+        return fetch_surely(holders, token, rank, tick, patience_s, everybody=everybody)
     except HoldersUnreachable:
         return None
 
 
 def fetch_surely(
-    holders: list[m.Address], token: str, rank: int, tick: int, patience_s: float = PATIENCE_S
+    holders: list[m.Address],
+    token: str,
+    rank: int,
+    tick: int,
+    patience_s: float = PATIENCE_S,
+    *,
+    everybody: bool = False,
 ) -> m.BlobData | None:
     """None means that everybody was asked and no one has it. Those that cannot be reached are
     asked again for a while: an agent that is started anew comes back with its workers' pages.
 
     A copy that was sent ahead of its fence may be a guess that the rank has put right since, with
-    another buddy: then everybody must have answered, and the last one put counts."""
+    another buddy. It counts only if all answer, and if `holders` are all nodes that could have a
+    later one (`everybody`); of several the last one put counts."""
     deadline = time.monotonic() + patience_s
     silent = list(holders)
     best: m.BlobData | None = None
@@ -162,4 +176,4 @@ def fetch_surely(
             raise HoldersUnreachable(f"side state {tick} of rank {rank}: no answer from {names}")
         if silent:
             time.sleep(RETRY_S)  # a peer's recovery gives no sign that could be waited for
-    return best
+    return best if everybody else None

@@ -62,7 +62,7 @@ def _write_side(directory: Path, rank: int, init: bytes | None, side: bytes | No
 def _write_dead(directory: Path, seat: Seat, rank: int, command: m.Checkpoint) -> None:
     token, holders, tick = seat.welcome.token, command.dead[rank], command.tick
     init = blobs.fetch(holders, token, rank, -1)
-    side = blobs.fetch(holders, token, rank, tick) if tick else None
+    side = blobs.fetch(holders, token, rank, tick, everybody=False) if tick else None
     if tick and side is None:
         raise PermanentError(f"side state {tick} of rank {rank} is held by nobody")
     _write_side(directory, rank, init.data if init else None, side.data if side else None)

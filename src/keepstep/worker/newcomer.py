@@ -233,7 +233,7 @@ class Newcomer:
         if copy.checkpoint:
             return "checkpoint", self._fetch(-3, [])
         token, rank = self.seat.welcome.token, self.seat.rank
-        blob = blobs.fetch_surely(copy.holders, token, rank, copy.tick)
+        blob = blobs.fetch_surely(copy.holders, token, rank, copy.tick, everybody=copy.everybody)
         if blob is None:
             return "missing", None
         return "own-agent" if blob.own else "buddy", codec.loads_inline(blob.data)
