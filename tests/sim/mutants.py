@@ -375,7 +375,7 @@ FIXED: dict[str, Patch] = {
         migration.assign_row, _keeps_no_buddy
     ),
     "once: buddies were chosen anew by a restart, and not told": lambda: wrap(
-        recovery._tell_buddy, _buddies_untold
+        recovery.tell_buddy, _buddies_untold
     ),
     "once: the release of an old move made holding ranks look hung": lambda: method(
         machine.AgentMachine, "_tell", _any_release

@@ -7,7 +7,7 @@ callbacks, start.py for the beginning, migration.py for what an attempt is.
 
 from __future__ import annotations
 
-from keepstep.core import faults, planned, processes, rewire, start, understudies
+from keepstep.core import faults, planned, processes, recovery, rewire, start, understudies
 from keepstep.core.incidents import end_job, warn
 from keepstep.core.migration import EXIT_GAVE_UP, recover
 from keepstep.core.phases import all_filled
@@ -174,8 +174,12 @@ def agent_joined(job: Job, out: Out, name: str, hello: Hello) -> None:
         elif stray is None:
             out.send(name, KillWorker(worker=known))
     _sweep(job, out, name, hello)
-    if moved and job.mode == "running" and not job.replayed:
-        _offer_buddy(job, out, name)
+    if job.mode == "running" and not job.replayed:
+        if moved:
+            _offer_buddy(job, out, name)
+        for owner in job.owners_on(name):
+            if owner.usable and owner.buddy_due:
+                recovery.tell_buddy(job, out, owner)
 
 
 def _offer_buddy(job: Job, out: Out, name: str) -> None:

@@ -236,8 +236,9 @@ def agents_are_back(job: Job, out: Out) -> bool:
             buddy = give_buddy(job, out, worker)
             worker.swap = Swap(generation=job.generation, buddy=buddy, solo=solo)
             worker.resync = True
+            worker.buddy_due = job.nodes[worker.node].state != "connected"  # it may have swapped
         elif worker.usable:
-            _tell_buddy(job, out, worker)
+            tell_buddy(job, out, worker)
     for incident in [i for i in job.incidents if i.interrupted]:
         _reopen(job, out, incident)
     # Whether a planned attempt was being undone is not on record: whoever still holds goes on.
@@ -249,10 +250,11 @@ def agents_are_back(job: Job, out: Out) -> bool:
     return True
 
 
-def _tell_buddy(job: Job, out: Out, worker: Worker) -> None:
+def tell_buddy(job: Job, out: Out, worker: Worker) -> None:
     """Who it was is not on record."""
     address = give_buddy(job, out, worker)
     worker.buddy_heard = out.tell(worker, Buddy(address=address))
+    worker.buddy_due = not worker.buddy_heard
 
 
 def _reopen(job: Job, out: Out, incident: Incident) -> None:
@@ -273,7 +275,7 @@ def _start_over(job: Job, out: Out) -> None:
     owners = [worker for _, worker in job.owning()]
     if len(owners) == job.spec.world and all(worker.usable for worker in owners):
         for worker in owners:
-            _tell_buddy(job, out, worker)
+            tell_buddy(job, out, worker)
         return
     for incident in list(job.incidents):
         close_incident(job, out, incident, "ABORTED", "the orchestrator was restarted")

@@ -12,7 +12,6 @@ from itertools import chain
 
 from keepstep.core import breaker, understudies
 from keepstep.core.faults import (
-    SILENT_NS,
     give_up_node,
     lose_node,
     newcomer_failed,
@@ -32,6 +31,7 @@ from keepstep.core.state import SECOND, Attempt, Job, Node, Out, Worker
 from keepstep.core.together import aside
 from keepstep.model.messages import KillWorker
 
+ALL_SILENT_NS = 120 * SECOND
 LEAVE_NS = 10 * SECOND
 KILL_AGAIN_NS = 5 * SECOND
 STORE_NS = 15 * SECOND
@@ -173,9 +173,10 @@ def _late_together(job: Job, attempt: Attempt, tally: Tally) -> Iterator[Worker]
 
 
 def _reply_ns(job: Job, somebody_answered: bool) -> int:
-    """If nobody answers, all streams may be dead and not known to be: only when that would have
-    been noticed is silence the ranks' own. Fencing all of them would lose what they hold."""
-    return job.reply_ns if somebody_answered else job.reply_ns + SILENT_NS
+    """If nobody answers, all streams may be dead and not known to be, or the one agent behind which
+    all of them are is stopped. Fencing all of them would lose what they hold, and training stands
+    anyway: so they are given much more time."""
+    return job.reply_ns if somebody_answered else job.reply_ns + ALL_SILENT_NS
 
 
 def _all_asked_staged(job: Job, attempt: Attempt) -> bool:

@@ -26,7 +26,7 @@ from keepstep.sim.orchestrator import SimOrchestrator
 from keepstep.sim.plan import Plan
 from keepstep.sim.rank import Rank
 
-EVENTS_MAX = 60_000
+EVENTS_MAX = 150_000  # a standby that hangs is given up after 300 virtual seconds
 SAYING = ("reason", "why", "message", "detail")  # fields of records that carry words
 
 

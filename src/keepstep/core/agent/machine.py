@@ -514,6 +514,9 @@ class AgentMachine:
     def _not_spawned(self, start: StartWorker, error: str) -> None:
         tail = f"keepstep agent: cannot start this worker: {error}"
         exited = WorkerExited(worker=start.worker, rank=start.rank, code=START_FAILED, tail=tail)
+        # Remembered, so that the same command, sent again, does not start what is said to be gone.
+        failed = Process(start.worker, start.slot, start.rank, 0, Rate(), exited=exited)
+        self._processes[start.worker] = failed
         self._send(exited)
 
     def _kill(self, name: str) -> None:
