@@ -124,6 +124,9 @@ def _refill(job: Job, out: Out) -> None:
     attempt = job.attempt
     if job.mode in ("waiting", "opening"):
         return
+    if job.forget_due and attempt is None and not job.incidents:
+        job.forget_due = False
+        rewire.forget_dead(job, out)
     if attempt is None and job.spec.understudies:
         processes.end_left_over(job, out)
         understudies.keep(job, out)
@@ -243,6 +246,7 @@ def _sweep(job: Job, out: Out, name: str, hello: Hello) -> None:
     for dead, _ in hello.retained:
         if dead in job.workers:
             job.workers[dead].asked.pop("forget", None)  # if it was told, that was lost
+            job.forget_due = True
     if attempt is None and not job.incidents:
         # This very Hello may be the news of a rank's death: its side state is needed now.
         needed = set(job.owners.values())

@@ -318,6 +318,7 @@ class Job:
     injects: dict[str, InjectSpec] = field(default_factory=dict)
     fired: list[str] = field(default_factory=list)
     understudies_failed: int = 0  # since one was ready
+    forget_due: bool = False  # a Forget may have been lost
     preempted: list[tuple[int, int]] = field(default_factory=list)  # when, ranks told to leave
     deferred: dict[str, str] = field(default_factory=dict)  # tainted target -> reason
     release_due: int | None = None  # to be told to all ordinary ranks

@@ -312,9 +312,10 @@ class Run:
         for rank, worker in job.owning():
             node = job.nodes.get(worker.buddy)
             believed = node.blobs if node is not None else None
-            if not worker.done and self.world.ranks[worker.id].buddy != believed:
+            process = self.world.ranks[worker.id]
+            if not worker.done and process.buddy != believed and not process.hold:
                 raise Violation(
-                    f"rank {rank} ({worker.id}) has buddy {self.world.ranks[worker.id].buddy}, "
+                    f"rank {rank} ({worker.id}) has buddy {process.buddy}, "
                     f"the core believes {worker.buddy!r} at {believed}"
                 )
 
