@@ -347,7 +347,9 @@ class Checker:
         elif isinstance(command, m.Assign) and not command.presumed:
             old = self.seats.get(command.rank)
             over = old is None or old == worker or old in self.killed | self.ended_on_record
-            over = over or not self.world.orchestrator.core.state("j").workers[str(old)].usable
+            before = self.world.orchestrator.core.state("j").workers.get(str(old))
+            # An understudy whose Assign was lost with the orchestrator is an understudy still.
+            over = over or before is None or not before.usable or before.role == "understudy"
             owner = old is not None and old in self.owners.values()
             self.ensure(
                 over or owner, f"rank {command.rank} is given to {worker} and still to {old}"
