@@ -416,7 +416,7 @@ FIXED: dict[str, Patch] = {
 }
 
 
-def _any_understudy(old: Any, job_: Job, rank: int) -> dict[str, Worker]:
+def _any_understudy(old: Any, job_: Job, _incident: Any, _rank: int) -> dict[str, Worker]:
     return {w.place: w for w in job_.understudies() if w.ready is not None}
 
 
