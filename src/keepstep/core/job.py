@@ -17,7 +17,6 @@ from keepstep.core.together import tell_ranks
 from keepstep.core.workers import worker_said
 from keepstep.model.messages import (
     AgentMessage,
-    Buddy,
     CloseStore,
     Forget,
     Hello,
@@ -190,7 +189,7 @@ def _offer_buddy(job: Job, out: Out, name: str) -> None:
     none, or had it here, is told where to put its side state from now on."""
     for _, owner in job.owning():
         if owner.usable and owner.node != name and owner.buddy in ("", name):
-            out.tell(owner, Buddy(address=processes.give_buddy(job, out, owner)))
+            recovery.tell_buddy(job, out, owner)
 
 
 def _adopt(job: Job, out: Out, worker: Worker, state: WorkerState) -> None:

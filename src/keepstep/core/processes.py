@@ -230,6 +230,7 @@ def replace_buddy(job: Job, out: Out, worker: Worker, error: str) -> None:
         address = give_buddy(job, out, worker)
     warn(job, out, f"rank {worker.rank} lost its buddy {lost or '(none)'}: {error}")
     out.tell(worker, Buddy(address=address))
+    worker.buddy_due = True
 
 
 def close_stores(job: Job, out: Out, keep: set[int]) -> None:

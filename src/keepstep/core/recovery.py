@@ -254,7 +254,7 @@ def tell_buddy(job: Job, out: Out, worker: Worker) -> None:
     """Who it was is not on record."""
     address = give_buddy(job, out, worker)
     worker.buddy_heard = out.tell(worker, Buddy(address=address))
-    worker.buddy_due = not worker.buddy_heard
+    worker.buddy_due = True
 
 
 def _reopen(job: Job, out: Out, incident: Incident) -> None:

@@ -127,7 +127,7 @@ class WorkerFacts:
     groups: dict[str, list[int]] | None = None  # process group -> ranks in it, as it said
     done: bool = False
     buddy: str = ""  # node
-    buddy_due: bool = False  # its agent was away when it was to be told
+    buddy_due: bool = False  # was told by a command of its own, which its agent may have missed
     buddy_heard: bool = True  # False: its agent was away, it may have missed who it is
     leave_at: int = 0
     release_due: int | None = None  # generation of a planned attempt it may still hold for

@@ -49,9 +49,9 @@ class Group:
         return [here[rank][0] for rank in sorted(here)]
 
     def hold_word(self, tick: int) -> int:
-        words = {hold for _, hold in self.entered[tick].values() if hold >= 0}
-        assert len(words) <= 1, f"ranks hold for different generations: {sorted(words)}"
-        return words.pop() if words else -1
+        """The newest counts: a rank whose agent was away may not have heard that an older move was
+        given up."""
+        return max(hold for _, hold in self.entered[tick].values())
 
     def _pass(self, member: Member, tick: int) -> None:
         if member.group is not self or not member.alive:
