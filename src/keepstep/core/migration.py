@@ -127,9 +127,10 @@ def abort_row(job: Job, out: Out, attempt: Attempt) -> None:
 def store_row(job: Job, out: Out, attempt: Attempt) -> None:
     if attempt.store is not None or attempt.solo:
         return
-    if attempt.store_node:
+    if attempt.store_node and job.nodes[attempt.store_node].state != "dead":
         node = job.nodes[attempt.store_node]
         if node.state == "connected" and attempt.store_asked_at == 0:
+            node.stores.add(attempt.generation)
             out.send(node.name, OpenStore(generation=attempt.generation))
             attempt.store_asked_at = out.now
         return
