@@ -72,6 +72,7 @@ class Ready(Message, frozen=True):
     generation: int
     arrived_ns: int  # assigned -> arrived (script's construction)
     warm_ns: int  # arrived -> warmed up
+    classes: list[str] = []  # of the tensors it must get (worker/shards.py)
 
 
 class Staged(Message, frozen=True):
@@ -122,6 +123,7 @@ class Held(Message, frozen=True):
     serve: Address
     pid: int
     done: bool = False
+    classes: list[str] = []  # of the tensors it has: equal on two ranks, equal bytes
 
 
 class Copied(Message, frozen=True):
@@ -133,6 +135,7 @@ class Copied(Message, frozen=True):
     copy_ns: int
     sources: list[int]  # ranks that served tensors
     side_state: Literal["own-agent", "buddy", "checkpoint", "natural", "self"]
+    restored: str = ""  # what came from a vault instead of a rank, and how
 
 
 class CopyFailed(Message, frozen=True):
@@ -144,6 +147,7 @@ class CopyFailed(Message, frozen=True):
         "digest",
         "side-state-missing",  # everybody who might have it was asked
         "side-state-unreachable",  # somebody who might have it did not answer
+        "shards-missing",  # no rank and no vault has them
         "position",
         "error",
     ]
@@ -313,6 +317,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     pid: int
     node: str
     serve: Address
+    classes: list[str] = []
 
 
 class Copy(Message, frozen=True):

@@ -21,15 +21,19 @@ from typing import Any
 
 import msgspec
 
-from keepstep.errors import KeepstepError
+from keepstep.errors import KeepstepError, PermanentError
 from keepstep.model import messages as m
-from keepstep.worker import blobs, checkpoint, codec, groups, rng, transfer
+from keepstep.worker import blobs, checkpoint, codec, fsdp, groups, rng, transfer
 from keepstep.worker.objects import Registered
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.seat import Seat
 from keepstep.worker.transaction import Transactions
 
 NATURAL: dict[str, Any] = {}
+
+
+class ShardsMissing(PermanentError):
+    """State of which there was one copy, and that was lost."""
 
 
 class Newcomer:
@@ -121,6 +125,7 @@ class Newcomer:
         finally:
             self.transactions.warming = False
             self.transactions.running = ""
+        fsdp.reset(seat.models.values())
         for parameter in seat.parameters:
             parameter.grad = None
         return result
@@ -155,6 +160,7 @@ class Newcomer:
                 generation=self.assign.generation,
                 arrived_ns=max(arrived - seat.line.assigned_ns, 0),
                 warm_ns=now - arrived,
+                classes=sorted(seat.state.classes()),
             )
         )
         seat.page.where("held")
@@ -201,13 +207,17 @@ class Newcomer:
                 sources: list[int] = []
             else:
                 result = transfer.pull(copy.sources, copy.tick, seat.welcome.token, seat.state)
-                copied, sources = result.bytes_copied, result.sources_used
+                copied, sources = result.bytes_copied, sorted(result.used)
+                self._restore(result.missing, copy)
             self._adopt(side, copy)
         except transfer.SourceLost as error:
             self._failed(copy, "source-lost", str(error), error.rank)
             return False
         except blobs.HoldersUnreachable as error:
             self._failed(copy, "side-state-unreachable", str(error))
+            return False
+        except ShardsMissing as error:
+            self._failed(copy, "shards-missing", str(error))
             return False
         except transfer.DigestMismatch as error:
             self._failed(copy, "digest", str(error), error.rank)
@@ -226,6 +236,10 @@ class Newcomer:
             )
         )
         return True
+
+    def _restore(self, missing: frozenset[str], copy: m.Copy) -> None:
+        if missing:
+            raise ShardsMissing(f"no rank has {', '.join(sorted(missing)[:3])} of tick {copy.tick}")
 
     def _side_state(self, copy: m.Copy) -> tuple[str, dict[str, Any] | None]:
         if copy.tick == 0:

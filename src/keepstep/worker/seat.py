@@ -17,7 +17,7 @@ import torch
 
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
-from keepstep.worker import blobs, buckets, codec, groups, rng
+from keepstep.worker import blobs, buckets, codec, groups, rng, shards
 from keepstep.worker.ahead import Ahead
 from keepstep.worker.batches import Loop
 from keepstep.worker.channel import Channel
@@ -26,6 +26,7 @@ from keepstep.worker.faults import Injector
 from keepstep.worker.objects import Registered
 from keepstep.worker.page import Page
 from keepstep.worker.position import Tracker
+from keepstep.worker.shards import Replicas
 from keepstep.worker.state import StateSet
 
 STAGE_TIMEOUT_S = 60.0
@@ -42,6 +43,7 @@ class Line:
         self.assigned: m.Assign | None = None  # newcomers only
         self.assigned_ns = 0
         self.init_record = b""  # of the rank that a newcomer replaces
+        self.about: dict[str, Any] = {}  # what that rank found out at its attach
 
 
 class Stager:
@@ -144,6 +146,7 @@ class Seat:
         self._first: dict[str, torch.Tensor] | None = None
         self.mutable_buffers: set[str] = set()
         self.restore_after_walk: bytes | None = None
+        self.replicas = Replicas(rank, world)
         self.state = self._new_state()
         self.channel.on_abort = self._on_abort
         self.channel.on_stage = self.stager.begin
@@ -171,7 +174,7 @@ class Seat:
         shared["keepstep/results"] = Registered(
             "keepstep/results", self._save_results, self._load_results
         )
-        return StateSet(self.models, self.optimizers, shared)
+        return StateSet(self.models, self.optimizers, shared, self.replicas, groups.ddp_modules)
 
     def register(self, item: Registered) -> None:
         if item.name in self.objects or item.name.startswith("keepstep/"):
@@ -180,6 +183,11 @@ class Seat:
             )
         self.objects[item.name] = item
         self.state = self._new_state()
+
+    def after_update(self) -> None:
+        for item in self.objects.values():
+            if item.after_update is not None:
+                item.after_update()
 
     def _save_results(self) -> dict[str, Any]:
         """The newest result of every step and section, for a newcomer that walks past them."""
@@ -221,7 +229,11 @@ class Seat:
 
     def _carried(self) -> dict[int, torch.Tensor]:
         """Gradients that a step without an update leaves for the next one, by parameter."""
-        found = {i: p.grad.detach() for i, p in enumerate(self.parameters) if p.grad is not None}
+        found = {
+            i: shards.local(p.grad).detach()
+            for i, p in enumerate(self.parameters)
+            if p.grad is not None
+        }
         found = {i: g for i, g in found.items() if not g.is_sparse and bool(g.any())}
         self._carries_on = bool(found)
         if sum(g.nbytes for g in found.values()) <= CARRIED_BYTES_MAX:
@@ -321,9 +333,10 @@ class Seat:
         for index, gradient in carried.items():
             parameter = self.parameters[index]
             if parameter.grad is not None:  # maybe a view of a bucket, and to remain one
-                parameter.grad.copy_(gradient)
+                shards.local(parameter.grad).copy_(gradient)
             else:
-                parameter.grad = gradient.to(parameter.device)
+                part = gradient.to(parameter.device)
+                parameter.grad = shards.wrap(part, shards.spec(parameter))
         for name, value in side["per_rank"].items():
             if name in self.objects:
                 self.objects[name].load(value)

@@ -21,7 +21,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from keepstep.errors import KeepstepError, UsageError
-from keepstep.worker import groups, results, rng
+from keepstep.worker import fsdp, groups, results, rng
 from keepstep.worker.objects import Undo
 from keepstep.worker.recovery import Recovery, Retry
 from keepstep.worker.seat import Seat
@@ -128,6 +128,8 @@ class Transactions:
                 if not self._fenced:
                     self._fence(updating=False)
                 self._insist()
+                if step:
+                    seat.after_update()
             except Retry:
                 self._roll_back(undo)  # what the user's code did on its way out
                 self._end()
@@ -167,7 +169,7 @@ class Transactions:
             seat.carrying,
         )
         if seat.injector:
-            seat.injector.begin(seat.version, seat.parameters)
+            seat.injector.begin(seat.version, seat.models.values())
         return self._undo
 
     def _interrupt(self, error: BaseException, undo: Undo) -> None:
@@ -180,6 +182,7 @@ class Transactions:
         undo_arguments = getattr(self._function, "undo", None)
         if undo_arguments is not None:
             undo_arguments()
+        fsdp.reset(seat.models.values())
         undo.undo_gradients_and_objects()
         seat.undo_buffers(undo.buffers)
         for loop in seat.loops:
