@@ -16,8 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
+import xxhash
 
-from keepstep.adapters.transport.blocking import PIECE_BYTES, Frames, landing
+from keepstep.adapters.transport.blocking import PIECE_BYTES, Frames, landing, pieces
 from keepstep.core.agent.vault import Piece, Refusal, Shelf, VaultStore
 from keepstep.errors import RemoteProtocolError
 from keepstep.model.vault import (
@@ -122,25 +123,24 @@ class Vault:
             _skip(frames, put)
             raise
         try:
-            memory, start, pieces = landing(sum(put.sizes)), 0, []
+            memory, start, stored = landing(sum(put.sizes)), 0, []
             for size in put.sizes:
-                data = memory[start : start + size]
+                stored.append(_received(frames, memory[start : start + size]))
                 start += size
-                pieces.append(Piece(data, frames.receive_raw(data)))
-            if [piece.digest for piece in pieces] != put.digests:
+            if [piece.digest for piece in stored] != put.digests:
                 what = f"the {put.kind} {put.version} of unit {put.unit} of rank {shelf.rank}"
                 raise Refusal("digest", f"{what} arrived with another digest")
             with self._lock:
-                self._store.keep(shelf, put, tuple(pieces))
+                self._store.keep(shelf, put, tuple(stored))
         finally:
             with self._lock:
                 self._store.done(shelf, put)
 
     def _send(self, connection: socket.socket, ask: VaultFetch) -> None:
         with self._lock:
-            fetched, pieces = self._store.fetch(ask.rank, ask.version)
+            fetched, stored = self._store.fetch(ask.rank, ask.version)
         packed = bytearray(frame(fetched))
-        for piece in pieces:
+        for piece in stored:
             if len(piece.data) < SMALL_BYTES:
                 packed += piece.data
             if len(piece.data) >= SMALL_BYTES or len(packed) >= SMALL_BYTES:
@@ -149,6 +149,14 @@ class Vault:
             if len(piece.data) >= SMALL_BYTES:
                 connection.sendall(piece.data)
         connection.sendall(packed)
+
+
+def _received(frames: Frames[Any], view: memoryview) -> Piece:
+    digest = xxhash.xxh3_128()
+    for part in pieces(view):
+        frames.receive_into(part)
+        digest.update(part)
+    return Piece(view, digest.digest())
 
 
 def _check(put: VaultPut) -> None:
@@ -168,5 +176,5 @@ def _skip(frames: Frames[Any], request: VaultRequest) -> None:
         left = sum(request.sizes)
         scratch = memoryview(bytearray(min(left, PIECE_BYTES)))
         while left > 0:
-            frames.receive_raw(scratch[:left])
+            frames.receive_into(scratch[:left])
             left -= min(left, len(scratch))

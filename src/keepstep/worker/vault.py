@@ -19,13 +19,14 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
 import msgspec
 import xxhash
 
-from keepstep.adapters.transport.blocking import Frames, landing, shut
+from keepstep.adapters.transport.blocking import PIECE_BYTES, Frames, landing, pieces, shut
 from keepstep.adapters.transport.stream import configure
 from keepstep.errors import KeepstepError, PermanentError, RemoteProtocolError, UsageError
 from keepstep.model import vault as v
@@ -219,11 +220,7 @@ class VaultLine:
     ) -> int:
         with self._turn:
             self._turn.wait_for(
-                lambda: (
-                    self._error is not None
-                    or self._queued == 0
-                    or self._queued + size <= self._queue_bytes
-                )
+                lambda: not self._queued or self._queued + size <= self._queue_bytes
             )
             self._last += 1
             if self._sender is None or self._error is not None:
@@ -308,31 +305,32 @@ def fetch(address: Address, token: str, rank: int, version: int) -> Fetched:
         if not isinstance(reply, v.VaultFetched):
             _raise(reply, rank)
         landed = _Landing(frames, reply, rank)
-        units = {
-            one.unit: (
-                one.version,
-                [
-                    landed.take(size, digest, f"base {one.version} of unit {one.unit}")
-                    for size, digest in zip(one.sizes, one.digests, strict=True)
-                ],
-                {
-                    step: landed.take(size, digest, f"gradient {step} of unit {one.unit}")
-                    if digest
-                    else None
-                    for step, size, digest in one.log
-                },
-            )
-            for one in reply.units
-        }
-        notes = {
-            step: bytes(landed.take(size, digest, f"note {step}"))
-            for step, size, digest in reply.notes
-        }
+        with landed.checking():
+            units = {one.unit: _unit(landed, one) for one in reply.units}
+            notes = {
+                step: bytes(landed.take(size, digest, f"note {step}"))
+                for step, size, digest in reply.notes
+            }
         return Fetched(reply.layout, units, notes, landed.total)
 
 
+def _unit(
+    landed: _Landing, one: v.VaultUnit
+) -> tuple[int, list[memoryview], dict[int, memoryview | None]]:
+    tensors = [
+        landed.take(size, digest, f"base {one.version} of unit {one.unit}")
+        for size, digest in zip(one.sizes, one.digests, strict=True)
+    ]
+    log = {
+        step: landed.take(size, digest, f"gradient {step} of unit {one.unit}") if digest else None
+        for step, size, digest in one.log
+    }
+    return one.version, tensors, log
+
+
 class _Landing:
-    """One block of memory for all that was announced, filled in the order it comes."""
+    """One block of memory for all that was announced, filled in the order it comes. It is hashed
+    by another thread: receiving is what one core can just do."""
 
     def __init__(self, frames: Frames[v.VaultReply], announced: v.VaultFetched, rank: int) -> None:
         sizes = [size for unit in announced.units for size in unit.sizes]
@@ -343,14 +341,30 @@ class _Landing:
         self.total = sum(sizes)
         self._frames, self._rank, self._done = frames, rank, 0
         self._memory = landing(self.total)
+        self._hasher = ThreadPoolExecutor(1, "keepstep-hash")
+        self._checks: list[tuple[xxhash.xxh3_128, bytes, str]] = []
 
-    def take(self, size: int, digest: bytes, what: str) -> memoryview:
+    @contextlib.contextmanager
+    def checking(self) -> Iterator[None]:
+        with self._hasher:
+            yield
+        for digest, expected, what in self._checks:
+            if digest.digest() != expected:
+                raise DigestMismatch(
+                    self._rank, f"{what} of rank {self._rank} left the vault with another digest"
+                )
+
+    def take(self, size: int, expected: bytes, what: str) -> memoryview:
         view = self._memory[self._done : self._done + size]
         self._done += size
-        if self._frames.receive_raw(view) != digest:
-            raise DigestMismatch(
-                self._rank, f"{what} of rank {self._rank} left the vault with another digest"
-            )
+        digest = xxhash.xxh3_128()
+        for part in pieces(view):
+            self._frames.receive_into(part)
+            if size >= PIECE_BYTES:
+                self._hasher.submit(digest.update, part)  # in this order: it is one thread
+            else:
+                digest.update(part)
+        self._checks.append((digest, expected, what))
         return view
 
 

@@ -10,10 +10,10 @@ import contextlib
 import mmap
 import socket
 import time
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 import msgspec
-import xxhash
 
 from keepstep.model.wire import FRAME_BYTES_MAX, HEADER, body_length, decode
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 READ_BYTES = 64 << 10
 READ_BYTES_MAX = 1 << 20  # memory is taken as it fills, never on a peer's word
-PIECE_BYTES = 1 << 20  # received and hashed while it is in the cache
+PIECE_BYTES = 1 << 20  # of raw bytes that are looked at while they are in the cache
 MAPPED_BYTES_MIN = 1 << 20
 
 
@@ -43,21 +43,16 @@ class Frames(Generic[T]):
         del self._buffer[:end]
         return decode(self._decoder, body)
 
-    def receive_raw(self, into: memoryview) -> bytes:
-        """Fill `into` with bytes that are no frame. Returns their xxh3_128."""
-        digest = xxhash.xxh3_128()
-        for start in range(0, len(into), PIECE_BYTES):
-            piece = into[start : start + PIECE_BYTES]
-            done = min(len(piece), len(self._buffer))
-            piece[:done] = self._buffer[:done]
-            del self._buffer[:done]
-            while done < len(piece):
-                count = self._sock.recv_into(piece[done:])
-                if count == 0:
-                    raise ConnectionError("the peer closed the connection inside raw bytes")
-                done += count
-            digest.update(piece)
-        return digest.digest()
+    def receive_into(self, view: memoryview) -> None:
+        """Fill `view` with bytes that are no frame."""
+        done = min(len(view), len(self._buffer))
+        view[:done] = self._buffer[:done]
+        del self._buffer[:done]
+        while done < len(view):
+            count = self._sock.recv_into(view[done:])
+            if count == 0:
+                raise ConnectionError("the peer closed the connection inside raw bytes")
+            done += count
 
     def _fill(self, count: int, deadline: float | None) -> None:
         while (missing := count - len(self._buffer)) > 0:
@@ -68,6 +63,10 @@ class Frames(Generic[T]):
                 cut = " inside a frame" if self._buffer else ""
                 raise ConnectionError(f"the peer closed the connection{cut}")
             self._buffer += part
+
+
+def pieces(view: memoryview) -> Iterator[memoryview]:
+    return (view[start : start + PIECE_BYTES] for start in range(0, len(view), PIECE_BYTES))
 
 
 def landing(size: int) -> memoryview:
