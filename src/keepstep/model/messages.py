@@ -3,6 +3,7 @@
     orchestrator <-> agent    one authenticated stream per node        AgentMessage / AgentCommand
     agent <-> worker          one inherited socketpair per process     WorkerMessage / WorkerCommand
     worker <-> agent (blobs)  TCP, side state of other nodes' ranks    BlobRequest / BlobReply
+    worker <-> agent (vault)  the same port, state without replicas    keepstep.model.vault
 
 The agent relays worker messages and commands without looking at most of them. Everything that
 belongs to a migration carries the *generation* of the attempt it belongs to; a receiver ignores
