@@ -248,6 +248,7 @@ class Recovery:
         if not seat.done:
             with contextlib.suppress(ConnectionAbortedError):  # again after the next swap
                 seat.republish()
+            seat.redundancy.reconnect()
 
     def _enter_groups(self, generation: int) -> None:
         """An Abort right behind the Swap takes the staged groups away. The generation is committed

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from keepstep.worker.faults import Injector
 from keepstep.worker.objects import Registered
 from keepstep.worker.page import Page
 from keepstep.worker.position import Tracker
+from keepstep.worker.redundancy import Redundancy
 from keepstep.worker.shards import Replicas
 from keepstep.worker.state import StateSet
 
@@ -147,6 +149,8 @@ class Seat:
         self.mutable_buffers: set[str] = set()
         self.restore_after_walk: bytes | None = None
         self.replicas = Replicas(rank, world)
+        self.redundancy = Redundancy(self)
+        self.natural = b""  # digest of what only this rank has, as the script built it
         self.state = self._new_state()
         self.channel.on_abort = self._on_abort
         self.channel.on_stage = self.stager.begin
@@ -174,6 +178,9 @@ class Seat:
         shared["keepstep/results"] = Registered(
             "keepstep/results", self._save_results, self._load_results
         )
+        shared["keepstep/updates"] = Registered(
+            "keepstep/updates", lambda: self.redundancy.updated, self._load_updates
+        )
         return StateSet(self.models, self.optimizers, shared, self.replicas, groups.ddp_modules)
 
     def register(self, item: Registered) -> None:
@@ -195,6 +202,9 @@ class Seat:
 
     def _load_results(self, results: dict[str, Any]) -> None:
         self.tracker.results = results
+
+    def _load_updates(self, updated: list[str]) -> None:
+        self.redundancy.updated = updated
 
     # ------------------------------------------------------------------ buffers
 
@@ -279,12 +289,30 @@ class Seat:
         self.ahead.wait()
         self.buddy_line.generation = self.generation
         self.page.publish(tick, data)
-        while (address := self.channel.buddy) is not None:
+
+        def put(address: m.Address | None) -> None:
+            if address is not None:
+                init = self.page.held(-1)
+                self.buddy_line.put(address, self.rank, tick, data, self.aborted, init)
+
+        self._at_buddy(put)
+
+    def secure(self, updating: bool) -> None:
+        """State that no other rank has goes where it outlives this one; as `publish`."""
+        if not self.redundancy.needed:
+            return
+        try:
+            self._at_buddy(lambda address: self.redundancy.publish(address, updating))
+        except UsageError as error:  # there is not enough memory at the only place that is left
+            self.redundancy.suspend(str(error))
+
+    def _at_buddy(self, action: Callable[[m.Address | None], None]) -> None:
+        while True:
+            address = self.channel.buddy
             if self.aborted():
                 raise ConnectionAbortedError("publishing was aborted")
             try:
-                init = self.page.held(-1)
-                self.buddy_line.put(address, self.rank, tick, data, self.aborted, init)
+                action(address)
                 return
             except OSError as error:
                 if self.aborted():
@@ -315,7 +343,7 @@ class Seat:
 
         self.ahead.begin(send)
 
-    def _wait_for_other_buddy(self, old: m.Address) -> None:
+    def _wait_for_other_buddy(self, old: m.Address | None) -> None:
         self.channel.wait_until(lambda: self.channel.buddy != old or self.aborted(), 5.0)
 
     def republish(self) -> None:
@@ -349,6 +377,7 @@ class Seat:
     def _on_abort(self, _: m.Abort) -> None:
         groups.abort()
         self.buddy_line.interrupt()
+        self.redundancy.interrupt()
         self.stager.discard(below=self.channel.abort_generation)
 
     def median_step_ns(self) -> int:

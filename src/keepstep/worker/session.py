@@ -292,12 +292,17 @@ def announce(session: Session, line: Line) -> None:
                 seat.welcome.interface,
                 FIRST_FENCE_TIMEOUT_S,
             )
-        about = {"plain_equal": _plain_equal(seat)}
+        about: dict[str, Any] = {"plain_equal": _plain_equal(seat)}
+        seat.redundancy.survey()
+        seat.natural = about["natural"] = seat.redundancy.digest()
         record = line.recorder.encoded(known, about)
         seat.channel.wait_until(lambda: seat.channel.buddy_known, 10.0)
+        seat.redundancy.connect()
         seat.publish(-1, record)
     elif line.recorder.replay is not None:
         seat.replicas.plain_equal = line.about["plain_equal"]
+        seat.redundancy.survey()
+        seat.natural = seat.redundancy.digest()
         seat.page.publish(-1, line.init_record)
     line.recorder.gate = session._gate
     exported = seat.state.export()

@@ -174,6 +174,10 @@ class StateSet:
             found |= {self.replicas.of(t) for t in codec.dumps(self.objects[name].save())[1]}
         return frozenset(found)
 
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers, shared ones once; sharded ones as DTensors."""
+        return self._model_tensors()
+
     def _model_tensors(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         seen: set[Any] = set()

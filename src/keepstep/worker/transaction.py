@@ -38,6 +38,7 @@ class Transactions:
         self._passed = False
         self._in_fence = False
         self._hold = -1
+        self._updated: list[str] = []  # optimizers, in the order of their updates
         self._backwards = 0
         self._usual: dict[str, int] = {}  # site -> backward passes of its last step
         self._function: Any = None
@@ -100,9 +101,13 @@ class Transactions:
                 f"{type(optimizer).__name__}.step() inside section {self.running!r}",
                 hint="optimizer updates belong into a @ks.step function",
             )
+        name = self._attached[id(optimizer)]
         if not self._fenced:
             self._fence(updating=True)
+        else:
+            self.seat.redundancy.before_update(name)
         self._insist()
+        self._updated.append(name)
 
     def _insist(self) -> None:
         """What the fence raised was for us: an `except:` of the user's must not swallow it."""
@@ -157,6 +162,7 @@ class Transactions:
         self._refused: KeepstepError | None = None
         self._hold = -1
         self._backwards = 0
+        self._updated = []
         seat.tracker.in_txn = True
         seat.page.set("stepping", 1)
         seat.page.where("compute" if step else "section")
@@ -168,6 +174,8 @@ class Transactions:
             seat.snapshot_buffers(),
             seat.carrying,
         )
+        if step:
+            seat.redundancy.begin()
         if seat.injector:
             seat.injector.begin(seat.version, seat.models.values())
         return self._undo
@@ -199,6 +207,8 @@ class Transactions:
         try:
             if seat.aborted():
                 raise ConnectionAbortedError("aborted before the fence")
+            if self._step:
+                seat.secure(updating)
             side_state = seat.side_state(self.running, self._step, updating)
             seat.ahead.judge(side_state)
             seat.publish(seat.tick + 1, side_state)
@@ -259,6 +269,8 @@ class Transactions:
         self._end()
         seat.tracker.commit(site, step, results.keep(result))
         version = seat.version
+        if step:
+            seat.redundancy.updated = self._updated
         seat.committed(step)
         seat.page.where("outside")
         if step and seat.injector:

@@ -131,6 +131,12 @@ class VaultLine:
         self._sender.start()
         return reply.reaches
 
+    @property
+    def broken(self) -> bool:
+        """It takes nothing any more: to be opened again."""
+        with self._turn:
+            return self._sender is None or self._error is not None or self._interrupted
+
     def interrupt(self) -> None:
         """Whoever waits here stops waiting; the line is to be opened again."""
         with self._turn:
