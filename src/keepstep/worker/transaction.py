@@ -21,7 +21,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from keepstep.errors import KeepstepError, UsageError
-from keepstep.worker import groups, results, rng
+from keepstep.worker import cuda, groups, results, rng
 from keepstep.worker.objects import Undo
 from keepstep.worker.recovery import Recovery, Retry
 from keepstep.worker.seat import Seat
@@ -46,6 +46,7 @@ class Transactions:
         for model in seat.models.values():
             model.register_forward_pre_hook(lambda *_: seat.page.mark())
         self._watch_ddp()
+        cuda.refuse_graphs(lambda: self.running if self._step or self.warming else "")
 
     # ------------------------------------------------------------------ rules inside a step
 
@@ -196,6 +197,7 @@ class Transactions:
         try:
             if seat.aborted():
                 raise ConnectionAbortedError("aborted before the fence")
+            cuda.wait_for_queue(seat.aborted)
             side_state = seat.side_state(self.running, self._step, updating)
             seat.ahead.judge(side_state)
             seat.publish(seat.tick + 1, side_state)
