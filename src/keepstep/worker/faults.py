@@ -17,7 +17,7 @@ Kind = Literal["comm", "device", "user"]
 
 _DEVICE = re.compile(
     r"CUDA error|CUDA driver error|HIP error|hipError|cudaError|uncorrectable ECC|"
-    r"unspecified launch failure|NCCL.*unhandled cuda error|XID|GPU has fallen off",
+    r"unspecified launch failure|NCCL.*unhandled cuda error|\bXid\b|GPU has fallen off",
     re.IGNORECASE,
 )
 # The context is lost with these too, but another device would answer the same.

@@ -197,8 +197,9 @@ def _replace(pg: Any, kind: Any, fresh: Any) -> Any:
 def _release(old: list[tuple[str, Any]], meshes: list[gloo.Mesh]) -> None:
     """Drop backends. The destructors of gloo's then wait for their last operation; NCCL's are
     aborted, or idle at a boundary, and nobody waits for them."""
-    nccl.drop(backend for _, backend in old if nccl.is_real(backend))
+    theirs = [backend for _, backend in old if nccl.is_real(backend)]
     old[:] = [(name, backend) for name, backend in old if not nccl.is_real(backend)]
+    nccl.drop(theirs)
     deadline = time.monotonic() + RELEASE_TIMEOUT_S
     collected = False
     kept: set[str] = set()
@@ -247,10 +248,11 @@ class StagedGroups:
         fence, self._fence = self._fence, None
         self._stores = {}
         gloo.forget(meshes)
-        nccl.drop(backend for backend in backends.values() if nccl.is_real(backend))
+        theirs = [backend for backend in backends.values() if nccl.is_real(backend)]
+        backends.clear()
+        nccl.drop(theirs)
         if fence is not None:
             fence.close()
-        del backends
 
     def _check(self) -> None:
         if self.aborted:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -68,6 +68,7 @@ def connect(store: Any, rank: int, size: int, chosen: Any, stop: Callable[[], bo
         touch(backend, stop)
     except BaseException:
         drop([backend])
+        del backend
         raise
     return backend
 
@@ -116,14 +117,15 @@ def wait_until_aborted() -> None:
         thread.join()  # each has its deadline
 
 
-def drop(backends: Iterable[Any]) -> None:
+def drop(gone: list[Any]) -> None:
     """Let go of backends that nobody uses. They are aborted (without peers it is the only way to
-    end one), and their destructors join threads: nobody waits for that."""
-    gone = list(backends)
+    end one), and their destructors wait for torch's watchdog, which may take a minute after an
+    error: so nobody waits for that, and the list becomes the thread's, with the last references."""
+    keys = list(map(id, gone))
     with _lock:
-        pending = [_aborts.pop(id(backend), None) for backend in gone]
-        for backend in gone:
-            _backends.pop(id(backend), None)
+        pending = [_aborts.pop(key, None) for key in keys]
+        for key in keys:
+            _backends.pop(key, None)
     if gone:
         _thread("drop", _drop, gone, pending).start()
 
