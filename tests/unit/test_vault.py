@@ -554,10 +554,21 @@ def test_a_view_may_be_written_to_once_it_was_read() -> None:
             rank.wait_read(rank.put_grad(0, step, buffer))
         rank.sync(3, going_on)
         assert rank.drained()
-        (_, _, log) = fetch(address, "t", 2, 4).units[0]
+        _, _, log = fetch(address, "t", 2, 4).units[0]
         assert [set(bytes(view)) for view in log.values() if view is not None] == [
             {step} for step in range(4)
         ]
+
+
+def test_a_fence_does_not_wait_for_what_is_put_behind_it() -> None:
+    with agent() as (address, _), line(address) as rank:
+        opened(rank)
+        with rank._turn:  # both are there when the sender looks
+            fence = rank._enqueue(v.VaultSync(version=0))
+            behind = rank.put_grad(0, 1, b"grad")
+        rank.wait_read(fence)
+        rank.wait_read(behind)
+        rank.sync(1, going_on)
 
 
 def test_a_line_that_is_not_open_says_so_at_the_fence() -> None:
