@@ -8,7 +8,8 @@ hyperparameters, on the same kind of device. That is exact, and nothing is compu
 
 Bases are renewed in turn, one share per step, so that a step costs the same every time: gradients
 of everything, and 1/RENEW of all bases. They are read where they lie while the step computes;
-before the update, which changes them, the fence waits until they have been read.
+before the update, which changes them, the fence waits until they have been read. Gradients are sent
+during the last backward pass (early.py); at the fence those that are not there as they are now.
 
 What the user keeps besides (averages of sharded weights) is not an optimizer's business: such an
 object must say how it follows from the parameters (`after_update`), and then all bases are of one
@@ -29,10 +30,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
+from torch.distributed.tensor import DTensor
 
 from keepstep.errors import KeepstepError, PermanentError, UsageError
 from keepstep.model.messages import Address
 from keepstep.worker import blobs, codec, shards, vault
+from keepstep.worker.early import Early, same_kind
 from keepstep.worker.state import flat, memory, on_cpu, set_hyper
 
 if TYPE_CHECKING:
@@ -71,6 +74,7 @@ class Redundancy:
         self._suspended = ""  # why nothing is kept at present
         self._begun = -1  # version whose share of bases was put
         self._published: dict[int, tuple[int, int]] = {}  # unit -> id and version of its gradient
+        self._early = Early(_view)
         self.updated: list[str] = []  # optimizers that made the last step's updates, in order
 
     @property
@@ -130,6 +134,12 @@ class Redundancy:
         unit.index = len(self.units)
         self.units.append(unit)
         unit.size = sum(len(view) for view in self._base(unit)) + self._state_to_come(unit)
+        parameter = unit.parameter
+        if parameter is None or not unit.optimizer or not parameter.requires_grad:
+            return
+        # DDP reduces gradients behind the back of hooks.
+        if isinstance(parameter, DTensor) or not self._seat.replicas.described(parameter):
+            self._early.watch(unit.index, parameter)
 
     def _state_to_come(self, unit: Unit) -> int:
         """Optimizers make their state at the first update: room for twice the parameter, which is
@@ -222,11 +232,19 @@ class Redundancy:
     def begin(self) -> None:
         """A step begins: put the bases that are due. Whatever is wrong with the line shows in the
         fence, where it can be waited for."""
+        self._early.forget()
         line = self._line
         version = self._seat.version
         if line is None or self._begun == version:
             return
         self._put_bases(line, version)
+
+    def backward(self, last: bool) -> None:
+        """A backward pass begins; `last`: of this step, as it seems."""
+        if last and self._line is not None and not self._suspended:
+            self._early.open(self._line, self._seat.version)
+        else:
+            self._early.close()
 
     def _put_bases(self, line: vault.VaultLine, version: int) -> None:
         self._begun = version
@@ -266,7 +284,9 @@ class Redundancy:
             return [data, *map(_view, found), *map(_described, found)]
         named = self._seat.state.named_tensors()
         found = [named[name] for name in unit.buffers]
-        return [b"", *map(_view, found), *map(_described, found)]
+        # A forward pass may write to them while the line reads.
+        copies = [shards.local(tensor).detach().clone() for tensor in found]
+        return [b"", *map(_view, copies), *map(_described, found)]
 
     def publish(self, address: Address | None, updating: bool) -> None:
         """At the fence: returns when the vault has all that leads to the next version. OSError
@@ -283,20 +303,29 @@ class Redundancy:
             assert line is not None
         if self._begun != version:
             self._put_bases(line, version)
-        self._published.clear()
-        for unit in self.units:
-            gradient = unit.parameter.grad if unit.parameter is not None else None
-            if not updating or gradient is None or not unit.optimizer:
-                line.put_absent(unit.index, version)
-                continue
-            _require_same_kind(unit.name, unit.parameter, gradient)
-            self._published[unit.index] = (id(gradient), gradient._version)
-            line.put_grad(unit.index, version, _view(gradient))
+        self._put_gradients(line, version, updating)
         line.note(version, self._note(updating))
         line.sync(version, seat.aborted)
         former, self._former = self._former, None
         if former is not None:
             _forget_later(former, seat.welcome.token)
+
+    def _put_gradients(self, line: vault.VaultLine, version: int, updating: bool) -> None:
+        self._early.close()
+        self._published.clear()
+        for unit in sorted(self.units, key=lambda one: self._early.order(one.index)):
+            gradient = unit.parameter.grad if unit.parameter is not None else None
+            if not updating or not unit.optimizer:
+                gradient = None
+            if gradient is not None:
+                _require_same_kind(unit.name, unit.parameter, gradient)
+                self._published[unit.index] = (id(gradient), gradient._version)
+            if self._early.holds(line, unit.index, gradient):
+                continue
+            if gradient is not None:
+                line.put_grad(unit.index, version, _view(gradient))
+            else:
+                line.put_absent(unit.index, version)
 
     def suspend(self, why: str) -> None:
         """No vault takes it. Training goes on; the guarantee does not."""
@@ -492,7 +521,7 @@ def _fill(part: torch.Tensor, data: memoryview) -> None:
 
 
 def _require_same_kind(name: str, parameter: Any, gradient: torch.Tensor) -> None:
-    if gradient.layout is not torch.strided or gradient.dtype != parameter.dtype:
+    if not same_kind(parameter, gradient):
         raise UsageError(
             f"the gradient of {name} is {gradient.layout} {gradient.dtype}, and the parameter is "
             f"{parameter.dtype}: it has no replica, and such a gradient cannot be kept",

@@ -79,7 +79,9 @@ class Transactions:
         """The last pass of a step, going by the step before: what will be published is known."""
         if self.running and self._step and not self._fenced and not self.warming:
             self._backwards += 1
-            if self._backwards == self._usual.get(self.running):
+            last = self._backwards == self._usual.get(self.running)
+            self.seat.redundancy.backward(last)
+            if last:
                 self.seat.publish_ahead(self.running)
 
     def refuse_collective(self, what: str) -> None:

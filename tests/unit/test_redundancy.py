@@ -1,0 +1,267 @@
+"""What a rank keeps in a vault while it trains brings its successor to the same bits."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from keepstep.agent.blobs import BlobServer
+from keepstep.errors import UsageError
+from keepstep.model.messages import Address
+from keepstep.worker import early
+from keepstep.worker.objects import Registered
+from keepstep.worker.redundancy import Redundancy
+from keepstep.worker.shards import Replicas
+from keepstep.worker.state import StateSet
+
+Optimizers = dict[str, torch.optim.Optimizer]
+Make = Callable[[nn.Module], Optimizers]
+
+
+@pytest.fixture
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[Address]:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    server = BlobServer("t", lambda rank: [])
+    try:
+        yield asyncio.run(server.start("127.0.0.1"))
+    finally:
+        server.close()
+
+
+class Rank:
+    """One of two ranks, whose tensors the other one does not have; and what a step does to it."""
+
+    def __init__(self, address: Address, make: Make, average: bool = False) -> None:
+        torch.manual_seed(3)
+        # As large as a put that is not packed together with others, and as small as one that is.
+        self.model = nn.Sequential(nn.Linear(16, 1500), nn.ReLU(), nn.Linear(1500, 3))
+        self.spare = nn.Linear(16, 2)  # has no gradient in most steps
+        models = {"0": self.model, "1": self.spare}
+        self.optimizers = make(nn.ModuleList(models.values()))
+        self.average = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+        replicas = Replicas(0, 2)
+        replicas.plain_equal = False
+        self.objects: dict[str, Registered] = {}
+        if average:
+            item = Registered("average", lambda: dict(self.average), self._load_average)
+            item.after_update = self._follow
+            self.objects["average"] = item
+        parameters = [p for model in models.values() for p in model.parameters()]
+        seat = SimpleNamespace(
+            rank=0, world=2, version=0, generation=1, replicas=replicas, objects=self.objects,
+            optimizers=self.optimizers, models=models, parameters=parameters,
+            state=StateSet(models, self.optimizers, self.objects, replicas),
+            channel=SimpleNamespace(buddy=address), welcome=SimpleNamespace(token="t", blobs=None),
+            aborted=lambda: False,
+        )  # fmt: skip
+        self.seat: Any = seat
+        self.address = address
+        self.redundancy = Redundancy(self.seat)
+        self.redundancy.survey()
+        self.versions = [self.bits()]
+
+    def _load_average(self, state: dict[str, torch.Tensor]) -> None:
+        self.average.update(state)
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            self.average[name].lerp_(parameter, 0.1)
+
+    def bits(self) -> Any:
+        states = [o.state_dict()["state"] for o in self.optimizers.values()]
+        models = [self.model.state_dict(), self.spare.state_dict()]
+        return copy.deepcopy([models, states, self.average if self.objects else None])
+
+    def compute(self, passes: int = 1, spare: bool = False) -> None:
+        """`passes`: of which the last but one is taken for the last if there are two."""
+        step = self.seat.version
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
+        for turn in range(passes):
+            rows = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + turn))
+            loss = self.model(rows).square().mean()
+            if spare:
+                loss = loss + self.spare(rows).square().mean()
+            self.redundancy.backward(last=turn == 0)
+            loss.backward()
+
+    def training(self) -> Rank:
+        self.redundancy.connect()
+        return self
+
+    def step(self, between: Callable[[], Any] = lambda: None, **how: Any) -> None:
+        self.redundancy.begin()
+        self.compute(**how)
+        between()
+        self.redundancy.publish(self.address, updating=True)
+        self.update()
+
+    def update(self) -> None:
+        for number, (name, optimizer) in enumerate(self.optimizers.items()):
+            if number:
+                self.redundancy.before_update(name)
+            optimizer.step()
+        self.redundancy.updated = list(self.optimizers)
+        if self.objects:
+            self._follow()
+        self.seat.version += 1
+        self.versions.append(self.bits())
+
+    def sent(self) -> None:
+        line = self.redundancy._line
+        assert line is not None
+        line.wait_read(line._last)
+
+    def early(self) -> int:
+        return len(self.redundancy._early._sent)
+
+    def become(self, version: int, updated: list[str]) -> Any:
+        self.seat.version = version
+        self.redundancy.restore(frozenset(), [self.address], version, updated)
+        return self.bits()
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+def adamw(model: nn.Module) -> Optimizers:
+    return {"0": torch.optim.AdamW(model.parameters(), lr=1e-2)}
+
+
+def sgd(model: nn.Module) -> Optimizers:
+    return {"0": torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)}
+
+
+def two(model: nn.Module) -> Optimizers:
+    parameters = list(model.parameters())
+    return {
+        "a": torch.optim.AdamW(parameters[::2], lr=1e-2),
+        "b": torch.optim.SGD(parameters[1::2], lr=1e-2, momentum=0.9),
+    }
+
+
+def check(rank: Rank, make: Make) -> None:
+    """All versions that may be asked for after the last fence."""
+    now = rank.seat.version
+    average = bool(rank.objects)
+    for version in (now - 1, now):
+        newcomer = Rank(rank.address, make, average)
+        restored = newcomer.become(version, list(rank.optimizers))
+        assert equal(restored, rank.versions[version]), version
+
+
+@pytest.mark.parametrize("make", [adamw, sgd, two])
+def test_replay_is_exact(address: Address, make: Make) -> None:
+    rank = Rank(address, make).training()
+    for step in range(7):
+        rank.step(spare=step in (2, 5))
+        assert rank.early() == (6 if step in (2, 5) else 4)
+        check(rank, make)
+
+
+def test_replay_of_objects_that_follow_the_parameters(address: Address) -> None:
+    rank = Rank(address, adamw, average=True).training()
+    for _ in range(6):
+        rank.step()
+        check(rank, adamw)
+
+
+def hidden(rank: Rank) -> None:
+    """Writes that no version of a tensor counts."""
+    for parameter in rank.model.parameters():
+        assert parameter.grad is not None
+        before = parameter.grad._version
+        parameter.grad.data.clamp_(-1e-4, 1e-4)
+        assert parameter.grad._version == before
+
+
+def seen(rank: Rank) -> None:
+    for parameter in rank.model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+
+def exchanged(rank: Rank) -> None:
+    for parameter in rank.model.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad * 2
+
+
+def dropped(rank: Rank) -> None:
+    rank.model[0].weight.grad = None
+
+
+@pytest.mark.parametrize("change", [hidden, seen, exchanged, dropped])
+def test_what_was_sent_early_and_changed_is_sent_again(
+    address: Address, change: Callable[[Rank], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early, "PAUSE", 2)
+    rank = Rank(address, adamw).training()
+    counts = []
+
+    def after_it_was_sent() -> None:
+        rank.sent()
+        change(rank)
+
+    for _ in range(4):
+        rank.step(after_it_was_sent)
+        counts.append(rank.early())
+        check(rank, adamw)
+    assert counts == [4, 0, 4, 0]  # who was wrong does not guess for a while
+
+
+def test_what_changes_while_it_is_sent_is_stored_as_it_is_at_the_fence(address: Address) -> None:
+    rank = Rank(address, adamw).training()
+    for _ in range(5):
+        rank.step(lambda: hidden(rank))
+        check(rank, adamw)
+
+
+def test_a_step_with_more_passes_than_the_one_before(address: Address) -> None:
+    rank = Rank(address, adamw).training()
+    rank.step()
+    rank.step(passes=3)
+    check(rank, adamw)
+
+
+def test_a_retried_step_replaces_what_it_had_sent(address: Address) -> None:
+    rank = Rank(address, adamw).training()
+    rank.step()
+    rank.redundancy.begin()
+    rank.compute(spare=True)
+    hidden(rank)
+    rank.redundancy.publish(address, updating=True)  # and the fence is not passed
+    rank.redundancy.reconnect()
+    rank.step()
+    check(rank, adamw)
+    rank.redundancy.begin()
+    rank.compute()
+    rank.redundancy.interrupt()  # in the middle of a pass
+    rank.redundancy.reconnect()
+    rank.step()
+    check(rank, adamw)
+
+
+def test_gradients_that_change_after_the_first_update_are_refused(address: Address) -> None:
+    rank = Rank(address, two).training()
+    rank.redundancy.begin()
+    rank.compute()
+    rank.redundancy.publish(address, updating=True)
+    seen(rank)
+    with pytest.raises(UsageError, match="changed after the step's first optimizer update"):
+        rank.update()
