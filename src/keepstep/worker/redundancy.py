@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from keepstep.errors import KeepstepError, PermanentError, UsageError
 from keepstep.model.messages import Address
 from keepstep.worker import blobs, codec, shards, vault
-from keepstep.worker.early import Early, same_kind
+from keepstep.worker.early import Early, multiply, same_kind, watch_clipping
 from keepstep.worker.state import flat, memory, on_cpu, set_hyper
 
 if TYPE_CHECKING:
@@ -129,6 +129,7 @@ class Redundancy:
             self._add(Unit(0, "buffers", buffers=buffers))
         for name in objects:
             self._add(Unit(0, f"object/{name}", object=name))
+        watch_clipping(self._early)
 
     def _add(self, unit: Unit) -> None:
         unit.index = len(self.units)
@@ -349,7 +350,13 @@ class Redundancy:
             for name, o in optimizers.items()
         }
         return codec.dumps_inline(
-            {"hyper": hyper, "scaling": scaling, "updating": updating, "before": self.updated}
+            {
+                "hyper": hyper,
+                "scaling": scaling,
+                "updating": updating,
+                "before": self.updated,
+                "clipped": self._early.scales,
+            }
         )
 
     def before_update(self, name: str) -> None:
@@ -418,7 +425,7 @@ class Redundancy:
                     self._install(unit, tensors)
             if step == version:
                 break
-            self._set_gradients(fetched, step)
+            self._set_gradients(fetched, step, notes[step]["clipped"])
             following = notes.get(step + 1)
             made = following["before"] if following is not None and step + 1 < version else updated
             self._update(notes[step], made)
@@ -430,9 +437,10 @@ class Redundancy:
         self.updated = updated
         return oldest
 
-    def _set_gradients(self, fetched: vault.Fetched, step: int) -> None:
+    def _set_gradients(self, fetched: vault.Fetched, step: int, clipped: Any) -> None:
         for parameter in self._seat.parameters:
             parameter.grad = None
+        found: dict[int, torch.Tensor] = {}
         for unit in self.units:
             base, _, log = fetched.units[unit.index]
             data = log.get(step) if base <= step else None
@@ -440,6 +448,8 @@ class Redundancy:
                 part = torch.empty_like(shards.local(unit.parameter).detach())
                 _fill(part, data)
                 unit.parameter.grad = shards.wrap(part, shards.spec(unit.parameter))
+                found[unit.index] = part
+        multiply(found, clipped)
 
     def _update(self, note: dict[str, Any], made: list[str]) -> None:
         optimizers = self._seat.optimizers
