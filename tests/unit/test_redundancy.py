@@ -6,7 +6,7 @@ import asyncio
 import copy
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 from keepstep.agent.blobs import BlobServer
 from keepstep.errors import UsageError
 from keepstep.model.messages import Address
-from keepstep.worker import early
+from keepstep.worker import cuda, early
 from keepstep.worker.objects import Registered
 from keepstep.worker.redundancy import Redundancy
 from keepstep.worker.shards import Replicas
@@ -25,16 +25,25 @@ Optimizers = dict[str, torch.optim.Optimizer]
 Make = Callable[[nn.Module], Optimizers]
 
 
-@pytest.fixture
-def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[Address]:
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+class Place(NamedTuple):
+    address: Address
+    device: str
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=GPU)])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     # What is hung into torch is taken out again.
     inner = nn.utils.clip_grad._clip_grads_with_norm_
     monkeypatch.setattr(nn.utils.clip_grad, "_clip_grads_with_norm_", inner)
     monkeypatch.setattr(nn.utils, "clip_grads_with_norm_", inner)
+    monkeypatch.setattr(cuda, "home", None)
     server = BlobServer("t", lambda rank: [])
     try:
-        yield asyncio.run(server.start("127.0.0.1"))
+        yield Place(asyncio.run(server.start("127.0.0.1")), request.param)
     finally:
         server.close()
 
@@ -42,11 +51,13 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[Address]:
 class Rank:
     """One of two ranks, whose tensors the other one does not have; and what a step does to it."""
 
-    def __init__(self, address: Address, make: Make, average: bool = False) -> None:
+    def __init__(self, place: Place, make: Make, average: bool = False) -> None:
+        self.place, self.address = place, place.address
         torch.manual_seed(3)
         # As large as a put that is not packed together with others, and as small as one that is.
         self.model = nn.Sequential(nn.Linear(16, 1500), nn.ReLU(), nn.Linear(1500, 3))
         self.spare = nn.Linear(16, 2)  # has no gradient in most steps
+        self.model.to(place.device), self.spare.to(place.device)
         models = {"0": self.model, "1": self.spare}
         self.optimizers = make(nn.ModuleList(models.values()))
         self.average = {n: p.detach().clone() for n, p in self.model.named_parameters()}
@@ -58,15 +69,15 @@ class Rank:
             item.after_update = self._follow
             self.objects["average"] = item
         parameters = [p for model in models.values() for p in model.parameters()]
+        cuda.settle_in(parameters)
         seat = SimpleNamespace(
             rank=0, world=2, version=0, generation=1, replicas=replicas, objects=self.objects,
             optimizers=self.optimizers, models=models, parameters=parameters,
             state=StateSet(models, self.optimizers, self.objects, replicas),
-            channel=SimpleNamespace(buddy=address), welcome=SimpleNamespace(token="t", blobs=None),
-            aborted=lambda: False,
+            channel=SimpleNamespace(buddy=self.address), aborted=lambda: False,
+            welcome=SimpleNamespace(token="t", blobs=None),
         )  # fmt: skip
         self.seat: Any = seat
-        self.address = address
         self.redundancy = Redundancy(self.seat)
         self.redundancy.survey()
         self.versions = [self.bits()]
@@ -91,11 +102,13 @@ class Rank:
             optimizer.zero_grad()
         for turn in range(passes):
             rows = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + turn))
+            rows = rows.to(self.place.device)
             loss = self.model(rows).square().mean()
             if spare:
                 loss = loss + self.spare(rows).square().mean()
             self.redundancy.backward(last=turn == 0)
             loss.backward()
+            self.redundancy.backward_done()
 
     def training(self) -> Rank:
         self.redundancy.connect()
@@ -105,8 +118,12 @@ class Rank:
         self.redundancy.begin()
         self.compute(**how)
         between()
-        self.redundancy.publish(self.address, updating=True)
+        self.publish()
         self.update()
+
+    def publish(self) -> None:
+        self.redundancy.publish(self.address, updating=True)
+        self.redundancy.confirm(lambda: None)
 
     def update(self) -> None:
         for number, (name, optimizer) in enumerate(self.optimizers.items()):
@@ -165,22 +182,22 @@ def check(rank: Rank, make: Make) -> None:
     now = rank.seat.version
     average = bool(rank.objects)
     for version in (now - 1, now):
-        newcomer = Rank(rank.address, make, average)
+        newcomer = Rank(rank.place, make, average)
         restored = newcomer.become(version, list(rank.optimizers))
         assert equal(restored, rank.versions[version]), version
 
 
 @pytest.mark.parametrize("make", [adamw, sgd, two])
-def test_replay_is_exact(address: Address, make: Make) -> None:
-    rank = Rank(address, make).training()
+def test_replay_is_exact(place: Place, make: Make) -> None:
+    rank = Rank(place, make).training()
     for step in range(7):
         rank.step(spare=step in (2, 5))
         assert rank.early() == (6 if step in (2, 5) else 4)
         check(rank, make)
 
 
-def test_replay_of_objects_that_follow_the_parameters(address: Address) -> None:
-    rank = Rank(address, adamw, average=True).training()
+def test_replay_of_objects_that_follow_the_parameters(place: Place) -> None:
+    rank = Rank(place, adamw, average=True).training()
     for _ in range(6):
         rank.step()
         check(rank, adamw)
@@ -213,10 +230,10 @@ def dropped(rank: Rank) -> None:
 
 @pytest.mark.parametrize("change", [hidden, seen, exchanged, dropped])
 def test_what_was_sent_early_and_changed_is_sent_again(
-    address: Address, change: Callable[[Rank], None], monkeypatch: pytest.MonkeyPatch
+    place: Place, change: Callable[[Rank], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(early, "PAUSE", 2)
-    rank = Rank(address, adamw).training()
+    rank = Rank(place, adamw).training()
     counts = []
 
     def after_it_was_sent() -> None:
@@ -263,10 +280,10 @@ CLIPPED = {clip: 4, clip_by_parts: 4, one_by_one: 0, and_then_some: 0, some_and_
 @pytest.mark.parametrize("make", [adamw, sgd, two])
 @pytest.mark.parametrize("how", CLIPPED)
 def test_clipping_is_replayed(
-    address: Address, how: Callable[[Rank], None], make: Make, monkeypatch: pytest.MonkeyPatch
+    place: Place, how: Callable[[Rank], None], make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(early, "PAUSE", 1)
-    rank = Rank(address, make).training()
+    rank = Rank(place, make).training()
     for step in range(4):
         rank.step(lambda: how(rank), spare=step == 1)
         held = rank.early()  # and not sent again
@@ -274,27 +291,27 @@ def test_clipping_is_replayed(
         check(rank, make)
 
 
-def test_what_changes_while_it_is_sent_is_stored_as_it_is_at_the_fence(address: Address) -> None:
-    rank = Rank(address, adamw).training()
+def test_what_changes_while_it_is_sent_is_stored_as_it_is_at_the_fence(place: Place) -> None:
+    rank = Rank(place, adamw).training()
     for _ in range(5):
         rank.step(lambda: hidden(rank))
         check(rank, adamw)
 
 
-def test_a_step_with_more_passes_than_the_one_before(address: Address) -> None:
-    rank = Rank(address, adamw).training()
+def test_a_step_with_more_passes_than_the_one_before(place: Place) -> None:
+    rank = Rank(place, adamw).training()
     rank.step()
     rank.step(passes=3)
     check(rank, adamw)
 
 
-def test_a_retried_step_replaces_what_it_had_sent(address: Address) -> None:
-    rank = Rank(address, adamw).training()
+def test_a_retried_step_replaces_what_it_had_sent(place: Place) -> None:
+    rank = Rank(place, adamw).training()
     rank.step()
     rank.redundancy.begin()
     rank.compute(spare=True)
     hidden(rank)
-    rank.redundancy.publish(address, updating=True)  # and the fence is not passed
+    rank.publish()  # and the fence is not passed
     rank.redundancy.reconnect()
     rank.step()
     check(rank, adamw)
@@ -306,11 +323,11 @@ def test_a_retried_step_replaces_what_it_had_sent(address: Address) -> None:
     check(rank, adamw)
 
 
-def test_gradients_that_change_after_the_first_update_are_refused(address: Address) -> None:
-    rank = Rank(address, two).training()
+def test_gradients_that_change_after_the_first_update_are_refused(place: Place) -> None:
+    rank = Rank(place, two).training()
     rank.redundancy.begin()
     rank.compute()
-    rank.redundancy.publish(address, updating=True)
+    rank.publish()
     seen(rank)
     with pytest.raises(UsageError, match="changed after the step's first optimizer update"):
         rank.update()

@@ -3,24 +3,25 @@
 Each is final, as a rule, when it was accumulated for the last time in a step. A hook puts it then
 (FSDP2 calls the same hook when it has reduced a shard); which backward pass is a step's last one is
 guessed from the step before. Nobody tells when a gradient is changed afterwards: versions of
-tensors do not count writes through `.data`, collectives or foreign kernels. So at the fence what is
-there now is compared with what was sent, by its digest. What differs is put again, under the same
-version, and takes the place of the early one: a wrong guess costs time and nothing else.
+tensors do not count writes through `.data`, by collectives, by foreign kernels, nor those of
+`_foreach` operations on sharded tensors. So at the fence what is there now is compared with what
+was sent. What differs is put again, under the same version, and takes the place of the early one: a
+wrong guess costs time and nothing else.
 
 Clipping by the norm multiplies nearly all gradients of a step by one number. It is recognised, the
 number goes into the step's note, and whoever replays the step multiplies by it in the same way.
 
-The line copies what is put early before it sends it, so that memory which is written to meanwhile
-does not break the digest. Hooks run in the main thread or, while that waits for a backward pass, in
-threads of autograd's.
+How bytes get from a kind of device to the line, and how they are compared, is a `Way`: here the one
+of host memory, in staging.py that of a GPU. Hooks run in the main thread or, while that waits for a
+backward pass, in threads of autograd's.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -28,25 +29,74 @@ from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 
 from keepstep.worker import shards
+from keepstep.worker.state import memory, on_cpu
 from keepstep.worker.vault import VaultLine
 
 PAUSE = 64  # steps without a guess after a wrong one
+SCALES_MAX = 64  # of one step
 
 Scales = list[tuple[torch.Tensor, list[int]]]
 """Numbers that gradients of the vault are to be multiplied by, one after the other, and the units
 that they belong to."""
 
 
+class Way(Protocol):
+    def suits(self, gradient: torch.Tensor) -> bool: ...
+    def put(self, line: VaultLine, unit: int, version: int, gradient: torch.Tensor) -> Any:
+        """Gives a ticket. The gradient may be written to at any time."""
+
+    def before_write(self, line: VaultLine, ticket: Any) -> None:
+        """The gradient is about to be written to, and what was sent shall be as it is now."""
+
+    def look(self, gradient: torch.Tensor) -> Any:
+        """What it is now, to be compared later."""
+
+    def seen(self, look: Any) -> Any:
+        """Behind the device: what a look has seen. Equal values, equal bytes."""
+
+    def sent(self, line: VaultLine, ticket: Any) -> Any:
+        """The same of what was sent. None: it was lost."""
+
+
+class HostWay:
+    """The line reads it where it lies, and copies it, because it may be written to meanwhile."""
+
+    def suits(self, gradient: torch.Tensor) -> bool:
+        return gradient.device.type == "cpu"
+
+    def put(self, line: VaultLine, unit: int, version: int, gradient: torch.Tensor) -> Any:
+        return line.put_grad(unit, version, _view(gradient), early=True)
+
+    def before_write(self, line: VaultLine, ticket: Any) -> None:
+        line.wait_read(ticket)
+
+    def look(self, gradient: torch.Tensor) -> Any:
+        return xxhash.xxh3_128_digest(_view(gradient))
+
+    def seen(self, look: Any) -> Any:
+        return look
+
+    def sent(self, line: VaultLine, ticket: Any) -> Any:
+        return line.digest_sent(ticket)
+
+
+def _view(tensor: torch.Tensor) -> memoryview:
+    return memory(on_cpu(shards.local(tensor)))
+
+
 @dataclass
 class _Sent:
     parameter: torch.Tensor
-    ticket: int
-    clipped: bytes = b""  # its digest since then
+    way: Way
+    ticket: Any
+    # Looks before and after each clipping, and at the fence. Nobody else has written to it if the
+    # first is what was sent, the third what the second was, and so on.
+    looks: list[Any] = field(default_factory=list)
 
 
 class Early:
-    def __init__(self, view: Callable[[torch.Tensor], memoryview]) -> None:
-        self._view = view
+    def __init__(self) -> None:
+        self.ways: list[Way] = [HostWay()]
         self._line: VaultLine | None = None  # open for puts
         self._version = -1
         self._sent_by: VaultLine | None = None
@@ -81,10 +131,12 @@ class Early:
 
     def _accumulated(self, unit: int, parameter: torch.Tensor) -> None:
         line, gradient = self._line, parameter.grad
-        if line is None or gradient is None or not same_kind(parameter, gradient):
+        if line is None or gradient is None or unit in self._sent:
             return
-        ticket = line.put_grad(unit, self._version, self._view(gradient), early=True)
-        self._sent[unit] = _Sent(parameter, ticket)
+        way = next((way for way in self.ways if way.suits(gradient)), None)
+        if way is not None and same_kind(parameter, gradient):
+            ticket = way.put(line, unit, self._version, gradient)
+            self._sent[unit] = _Sent(parameter, way, ticket)
 
     # ------------------------------------------------------------------ clipping
 
@@ -94,51 +146,67 @@ class Early:
         if line is None:
             return clip()
         self.close()
-        before = {unit for unit in self._sent if self._unchanged(line, unit)}
+        before = {}
+        for unit, sent in self._sent.items():
+            if sent.parameter.grad is not None:
+                sent.way.before_write(line, sent.ticket)
+                before[unit] = sent.way.look(sent.parameter.grad)
         with _Multiplications() as seen:
             result = clip()
         for gradients, scale in seen.found:
+            if len(self._scales) == SCALES_MAX:
+                break  # who is multiplied by more will be found changed
             ids = set(map(id, gradients))
-            units = [unit for unit in sorted(before) if id(self._sent[unit].parameter.grad) in ids]
+            units = [unit for unit in before if id(self._sent[unit].parameter.grad) in ids]
             for unit in units:
-                self._sent[unit].clipped = self._digest(self._sent[unit].parameter.grad)
+                sent = self._sent[unit]
+                assert sent.parameter.grad is not None
+                sent.looks += [before.pop(unit), sent.way.look(sent.parameter.grad)]
             if units:
                 self._scales.append((scale.detach().clone(), units))
-            before -= set(units)  # multiplied again, it would not be known by what in all
         return result
 
     # ------------------------------------------------------------------ at the fence
 
-    def order(self, unit: int) -> int:
-        """What was sent first can be compared first."""
+    def look(self, line: VaultLine, unit: int, gradient: torch.Tensor | None) -> bool:
+        """Before the device is waited for. False: nothing of it was sent."""
         sent = self._sent.get(unit)
-        return sent.ticket if sent is not None else -1
-
-    def holds(self, line: VaultLine, unit: int, gradient: torch.Tensor | None) -> bool:
-        """Whether the vault has this gradient, but for `scales`, or gets it with what was put."""
-        if unit not in self._sent or line is not self._sent_by:
+        if sent is None or line is not self._sent_by:
             return False
-        if gradient is not None and self._unchanged(line, unit):
-            return True
-        self._wrong = True
-        del self._sent[unit]
-        return False
+        if gradient is not None and sent.way.suits(gradient):
+            sent.looks.append(sent.way.look(gradient))
+        return True
+
+    def bring(self, bring: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:
+        """After all looks: numbers that lie on a device are replaced by what `bring` makes."""
+        away = [at for at, (scale, _) in enumerate(self._scales) if scale.device.type != "cpu"]
+        brought = bring([self._scales[at][0] for at in away])
+        for at, scale in zip(away, brought, strict=True):
+            self._scales[at] = (scale, self._scales[at][1])
+
+    def changed(self, line: VaultLine) -> list[int]:
+        """Behind the device: units of which the vault has not what was looked at last, but for
+        `scales`, and will not get it with what was put."""
+        if line is not self._sent_by:
+            return []
+        changed = [unit for unit, sent in self._sent.items() if not _same(line, sent)]
+        for unit in changed:
+            del self._sent[unit]
+        self._wrong = self._wrong or bool(changed)
+        return changed
 
     @property
     def scales(self) -> Scales:
-        """After `holds` was asked about all."""
+        """Of what is not `changed`."""
         found = [(scale, [u for u in units if u in self._sent]) for scale, units in self._scales]
         return [(scale, units) for scale, units in found if units]
 
-    def _unchanged(self, line: VaultLine, unit: int) -> bool:
-        sent = self._sent[unit]
-        gradient = sent.parameter.grad
-        expected = sent.clipped or line.digest_sent(sent.ticket)
-        return gradient is not None and self._digest(gradient) == expected
 
-    def _digest(self, gradient: torch.Tensor | None) -> bytes:
-        assert gradient is not None
-        return xxhash.xxh3_128_digest(self._view(gradient))
+def _same(line: VaultLine, sent: _Sent) -> bool:
+    chain = [sent.way.sent(line, sent.ticket), *map(sent.way.seen, sent.looks)]
+    if len(chain) % 2 or chain[0] is None:
+        return False
+    return all(one == other for one, other in zip(chain[::2], chain[1::2], strict=True))
 
 
 class _Multiplications(TorchFunctionMode):

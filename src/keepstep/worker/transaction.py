@@ -71,7 +71,9 @@ class Transactions:
             if self._passed and groups.ddp_modules():
                 self.refuse_collective("backward through a DistributedDataParallel model")
             self._backward_begins()
-            return backward(*args, **kwargs)
+            result = backward(*args, **kwargs)
+            self.seat.redundancy.backward_done()
+            return result
 
         ddp._pre_forward, autograd.backward = watched_forward, watched_backward
 
@@ -130,7 +132,7 @@ class Transactions:
             met = self._meet(self._guard.wait)
         finally:
             self._guard.decide(guard.SKIP)
-        if not met:  # decided to commit all the same, and the gradients are as they were
+        if not met or self._let_go:  # to be committed all the same, from the gradients as they were
             guard.apply_unguarded(optimizer)
 
     def _insist(self) -> None:
@@ -187,6 +189,7 @@ class Transactions:
         self._refused: KeepstepError | None = None
         self._hold = -1
         self._backwards = 0
+        self._let_go = False
         self._updated = []
         seat.tracker.in_txn = True
         seat.page.set("stepping", 1)
@@ -228,7 +231,7 @@ class Transactions:
 
     def _publish(self, updating: bool) -> None:
         seat = self.seat
-        self._fenced = True
+        self._fenced, self._updating = True, updating
         self._usual[self.running] = self._backwards
         seat.ahead.wait()
         if seat.injector:
@@ -257,6 +260,8 @@ class Transactions:
         passed = True
         try:
             wait_for_device(seat.aborted)
+            if self._step:
+                seat.secured(self._updating, self._let_device_go)
             seat.page.where("fence")
             self._in_fence = True
             self._all_ranks_here()
@@ -273,6 +278,11 @@ class Transactions:
         if seat.injector and self._step:
             seat.injector.point("in_optimizer", seat.version, seat.parameters[0])
         return passed
+
+    def _let_device_go(self) -> None:
+        """An update that it holds back is not made, but later and by the host."""
+        self._let_go = True
+        self._guard.decide(guard.SKIP)
 
     def _all_ranks_here(self) -> None:
         seat = self.seat
