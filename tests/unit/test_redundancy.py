@@ -10,7 +10,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from keepstep.agent.blobs import BlobServer
 from keepstep.errors import UsageError
@@ -31,6 +35,7 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 class Place(NamedTuple):
     address: Address
     device: str
+    sharded: bool = False
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=GPU)])
@@ -48,6 +53,17 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         server.close()
 
 
+@pytest.fixture
+def sharded(place: Place) -> Iterator[Place]:
+    """FSDP2 in a world of one: its hooks, its streams, and DTensors."""
+    backend = "gloo" if place.device == "cpu" else "nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield place._replace(sharded=True)
+    finally:
+        dist.destroy_process_group()
+
+
 class Rank:
     """One of two ranks, whose tensors the other one does not have; and what a step does to it."""
 
@@ -58,6 +74,11 @@ class Rank:
         self.model = nn.Sequential(nn.Linear(16, 1500), nn.ReLU(), nn.Linear(1500, 3))
         self.spare = nn.Linear(16, 2)  # has no gradient in most steps
         self.model.to(place.device), self.spare.to(place.device)
+        if place.sharded:
+            mesh = init_device_mesh(place.device, (1,))
+            fully_shard(self.model[0], mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+            fully_shard(self.spare, mesh=mesh)
         models = {"0": self.model, "1": self.spare}
         self.optimizers = make(nn.ModuleList(models.values()))
         self.average = {n: p.detach().clone() for n, p in self.model.named_parameters()}
@@ -152,6 +173,8 @@ class Rank:
 
 
 def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, DTensor):
+        return torch.equal(one.to_local(), other.to_local())
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
@@ -201,6 +224,16 @@ def test_replay_of_objects_that_follow_the_parameters(place: Place) -> None:
     for _ in range(6):
         rank.step()
         check(rank, adamw)
+
+
+@pytest.mark.parametrize("make", [adamw, sgd])
+def test_replay_of_shards_is_exact_with_clipping_and_without(sharded: Place, make: Make) -> None:
+    rank = Rank(sharded, make).training()
+    for step in range(6):
+        between = (lambda: clip(rank)) if step % 2 else (lambda: None)
+        rank.step(between, spare=step == 4)
+        assert rank.early() == (6 if step == 4 else 4)
+        check(rank, make)
 
 
 def hidden(rank: Rank) -> None:
