@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from keepstep.agent.blobs import BlobServer
 from keepstep.errors import UsageError
 from keepstep.model.messages import Address
-from keepstep.worker import cuda, early
+from keepstep.worker import cuda, early, redundancy, shards
 from keepstep.worker.objects import Registered
 from keepstep.worker.redundancy import Redundancy
 from keepstep.worker.shards import Replicas
@@ -38,7 +39,29 @@ class Place(NamedTuple):
     sharded: bool = False
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=GPU)])
+class Now:
+    """A stream or an event of a device that does everything at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def record(self, _: Any) -> None: ...
+    def wait_event(self, _: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+def stage_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of a GPU's memory, but for the GPU."""
+    for name, stand_in in {
+        "Stream": Now, "Event": Now, "current_stream": Now, "set_device": lambda _: None,
+        "stream": lambda _: contextlib.nullcontext(),
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(redundancy, "_part", lambda tensor: shards.local(tensor).detach())
+    monkeypatch.setattr(cuda, "settle_in", lambda _: None)
+    monkeypatch.setattr(cuda, "home", torch.device("cpu"))
+
+
+@pytest.fixture(params=["cpu", "staged", pytest.param("cuda", marks=GPU)])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     # What is hung into torch is taken out again.
@@ -48,7 +71,10 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setattr(cuda, "home", None)
     server = BlobServer("t", lambda rank: [])
     try:
-        yield Place(asyncio.run(server.start("127.0.0.1")), request.param)
+        address = asyncio.run(server.start("127.0.0.1"))
+        if request.param == "staged":
+            stage_host_memory(monkeypatch)
+        yield Place(address, "cuda" if request.param == "cuda" else "cpu")
     finally:
         server.close()
 

@@ -160,7 +160,7 @@ class Redundancy:
         except RuntimeError as error:  # everything works without, only slower
             print(f"keepstep: copies to the vault are waited for: {error}", file=sys.stderr)
             return
-        self._early.ways.append(self._staging)
+        self._early.ways.insert(0, self._staging)
 
     def _add(self, unit: Unit) -> None:
         unit.index = len(self.units)

@@ -61,7 +61,8 @@ class Staging:
         self._bases = self._block[at + small :]
         self._taken = 0  # of the bases' room
         rows = LOOKS + len(gradients)
-        self._seen = torch.empty((3, rows), dtype=torch.int64, pin_memory=True)
+        self._seen = torch.empty((3, rows), dtype=torch.int64)
+        _pin(self._seen)
         self._looks: list[Numbers] = []
         new_stream: Any = torch.cuda.Stream  # untyped in torch
         self._stream = new_stream(device)
