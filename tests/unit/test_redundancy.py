@@ -390,3 +390,14 @@ def test_gradients_that_change_after_the_first_update_are_refused(place: Place) 
     seen(rank)
     with pytest.raises(UsageError, match="changed after the step's first optimizer update"):
         rank.update()
+
+
+def test_shards_that_change_after_the_first_update_are_refused(sharded: Place) -> None:
+    rank = Rank(sharded, two).training()
+    rank.step()
+    rank.redundancy.begin()
+    rank.compute()
+    rank.publish()
+    clip(rank)  # which no version of a DTensor counts
+    with pytest.raises(UsageError, match="changed after the step's first optimizer update"):
+        rank.update()

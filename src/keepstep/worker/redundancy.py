@@ -36,7 +36,7 @@ from keepstep.errors import KeepstepError, PermanentError, UsageError
 from keepstep.model.messages import Address
 from keepstep.worker import blobs, codec, cuda, shards, vault
 from keepstep.worker.early import Early, multiply, same_kind, watch_clipping
-from keepstep.worker.staging import Staging
+from keepstep.worker.staging import Staging, numbers
 from keepstep.worker.state import dense, flat, memory, on_cpu, set_hyper
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Redundancy:
         self._former: vault.VaultLine | None = None  # to be forgotten when the new one has all
         self._suspended = ""  # why nothing is kept at present
         self._begun = -1  # version whose share of bases was put
-        self._published: dict[int, tuple[int, int]] = {}  # unit -> id and version of its gradient
+        self._published: dict[int, Any] = {}  # unit -> what its gradient was at the fence
         self._early = Early()
         self._staging: Staging | None = None  # on a GPU
         self._unconfirmed: _Unconfirmed | None = None
@@ -369,7 +369,8 @@ class Redundancy:
             found[unit.index] = gradient
             if gradient is not None:
                 _require_same_kind(unit.name, unit.parameter, gradient)
-                self._published[unit.index] = (id(gradient), gradient._version)
+                if len(self._seat.optimizers) > 1:
+                    self._published[unit.index] = _content(gradient)
             if self._early.look(line, unit.index, gradient):
                 continue
             if gradient is None:
@@ -439,7 +440,7 @@ class Redundancy:
             if unit.optimizer != name or unit.parameter is None:
                 continue
             gradient = unit.parameter.grad
-            now = (id(gradient), gradient._version) if gradient is not None else None
+            now = _content(gradient) if gradient is not None else None
             if now != self._published.get(unit.index):
                 raise UsageError(
                     f"the gradient of {unit.name} changed after the step's first optimizer update",
@@ -611,6 +612,14 @@ def _fill(part: torch.Tensor, data: memoryview) -> None:
     landing = torch.empty_like(dense)
     memory(landing)[:] = data
     part.copy_(landing)
+
+
+def _content(gradient: torch.Tensor) -> Any:
+    """Versions of sharded tensors do not count what `_foreach` operations do to them."""
+    part = shards.local(gradient).detach()
+    if part.device.type == "cpu" or not part.numel():
+        return xxhash.xxh3_128_digest(_view(part))
+    return tuple(int(number) for number in numbers(part))
 
 
 def _require_same_kind(name: str, parameter: Any, gradient: torch.Tensor) -> None:
