@@ -201,15 +201,20 @@ class Redundancy:
 
     @property
     def reserve(self) -> int:
-        """Bytes in the vault at most."""
+        """Bytes in the vault at most. A base is there beside the one before it until the fence of
+        the next step: two shares are, each of them up to one unit larger than it should be. Then
+        there is the log, of RENEW / 2 + 2.5 steps on average. What is put again is there twice
+        until it was received."""
         bases = sum(unit.size for unit in self.units)
         largest = max((unit.size for unit in self.units), default=0)
         gradients = sum(
             shards.local(unit.parameter).nbytes for unit in self.units if unit.parameter is not None
         )
+        notes = 1 << 20
         if self._whole:
-            return 2 * bases + (RENEW + 2) * gradients + (1 << 20)
-        return bases + bases // RENEW + largest + (RENEW // 2 + 3) * gradients + (1 << 20)
+            return 2 * bases + largest + (RENEW + 2) * gradients + notes
+        shares = 2 * (bases // RENEW + largest)
+        return bases + shares + largest + (RENEW // 2 + 3) * gradients + notes
 
     def digest(self) -> bytes:
         digest = xxhash.xxh3_128()
