@@ -280,7 +280,7 @@ class Redundancy:
 
     def backward(self, last: bool) -> None:
         """A backward pass begins; `last`: of this step, as it seems."""
-        if last and self._line is not None and not self._suspended:
+        if last and self.needed and self._line is not None and not self._suspended:
             self._early.open(self._line, self._seat.version)
         else:
             self._early.close()
