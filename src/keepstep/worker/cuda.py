@@ -28,6 +28,8 @@ SPIN_S = 200e-6  # a fence is usually waited for much longer or not at all
 PAUSE_S = 20e-6
 
 home: torch.device | None = None
+# Held by whoever makes others wait for the device, or the device wait for the host (guard.py).
+exclusive = threading.Lock()
 
 _event: Any = None
 

@@ -109,26 +109,40 @@ class Transactions:
             )
         if self._fenced:
             self._insist()
-        elif self._guard.suits(optimizer):
-            self._publish(updating=True)
-            if not self._guard.begin(optimizer):
-                self._wait_and_meet()
-        else:
-            self._fence(updating=True)
+            return
+        guarded = self._guard.suits(optimizer)
+        self._publish(updating=True)
+        if guarded and self._guard.begin(optimizer, self.seat.aborted):
+            return  # the rest of the fence is in the post-hook
+        self._meet(cuda.wait_for_queue)
+        self._update_begins()
+        self._guard.rehearse(optimizer)
 
     def _after_update(self, optimizer: Any, _: Any, __: Any) -> None:
-        """The update is queued and held back by the device: decide it."""
-        if not self._guard.holds(optimizer):
+        """The update is queued, and if it is guarded the device holds it back: decide it."""
+        if not self._guard.end(optimizer):
             return
         try:
             met = self._meet(self._guard.wait)
+            went = met and self._guard.decide(guard.GO)
         finally:
-            self._guard.decide(guard.SKIP)
-        if not met:  # decided to commit all the same, and the gradients are as they were
+            self._guard.close()
+        if not went:  # to be committed all the same, and the gradients are as they were
             guard.apply_unguarded(optimizer)
+        self._update_begins()
+
+    def _update_begins(self) -> None:
+        seat = self.seat
+        if seat.injector and self._step:
+            seat.injector.point("in_optimizer", seat.version, seat.parameters[0])
 
     def _insist(self) -> None:
         """What the fence raised was for us: an `except:` of the user's must not swallow it."""
+        if self._guard.close():
+            raise UsageError(
+                f"an exception inside the optimizer's step was caught in {self.running!r}",
+                hint="let it leave the step: what the optimizer has done cannot be known",
+            )
         if not self._passed:
             raise self._refused or Retry
 
@@ -149,7 +163,9 @@ class Transactions:
                     seat.injector.point(point, seat.version)
                 result = function()
                 if not self._fenced:
-                    self._fence(updating=False)
+                    self._publish(updating=False)
+                    self._meet(cuda.wait_for_queue)
+                    self._update_begins()
                 self._insist()
             except Retry:
                 self._roll_back(undo)  # what the user's code did on its way out
@@ -162,7 +178,7 @@ class Transactions:
                 if self._passed:
                     self._end()
                     raise  # after the fence nothing can be undone: the user's error stands
-                self._guard.decide(guard.SKIP)
+                self._guard.close()
                 seat.ahead.wait()
                 problem = error
             if problem is not None:
@@ -210,10 +226,6 @@ class Transactions:
             loop.retry()
         rng.restore(undo.rng)
 
-    def _fence(self, updating: bool) -> None:
-        self._publish(updating)
-        self._wait_and_meet()
-
     def _publish(self, updating: bool) -> None:
         seat = self.seat
         self._fenced = True
@@ -233,9 +245,6 @@ class Transactions:
         except (RuntimeError, OSError) as error:
             self._fence_failed(error)
 
-    def _wait_and_meet(self) -> None:
-        self._meet(cuda.wait_for_queue)
-
     def _meet(self, wait_for_device: Callable[[Callable[[], bool]], None]) -> bool:
         """Whether the fence was passed. If it was not, it was decided to commit all the same;
         otherwise Retry is raised."""
@@ -246,18 +255,15 @@ class Transactions:
             seat.page.where("fence")
             self._in_fence = True
             self._all_ranks_here()
-            self._guard.decide(guard.GO)
         except KeepstepError as error:
             self._refused = error
             raise
         except (RuntimeError, OSError) as error:
-            self._guard.decide(guard.SKIP)  # recovery waits for the device
             passed = False
+            self._guard.close()  # recovery waits for the device
             self._fence_failed(error)
         self._passed = True
         seat.page.where("apply")
-        if seat.injector and self._step:
-            seat.injector.point("in_optimizer", seat.version, seat.parameters[0])
         return passed
 
     def _all_ranks_here(self) -> None:
@@ -314,6 +320,7 @@ class Transactions:
             self.recovery.hold(hold)
 
     def _end(self) -> None:
+        self._guard.close()
         self.seat.ahead.wait()
         self.running = ""
         self._function = None
