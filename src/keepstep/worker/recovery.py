@@ -170,9 +170,8 @@ class Recovery:
         if groups.solo() and not groups.destroyed():
             groups.reset_ddp(seat.version)
         cuda.drain()  # whoever reads the state does so in other streams
-        server = StateServer(
-            seat.welcome.interface, seat.welcome.token, seat.state.export(), seat.tick
-        )
+        export = seat.state.export()
+        server = StateServer(seat.welcome.interface, seat.welcome.token, export, seat.tick)
         try:
             seat.channel.send(
                 m.Held(
@@ -182,6 +181,7 @@ class Recovery:
                     serve=server.address,
                     pid=os.getpid(),
                     done=seat.done,
+                    classes=sorted(set(export.classes.values())),
                 )
             )
             return self._obey(generation)
@@ -249,6 +249,7 @@ class Recovery:
         if not seat.done:
             with contextlib.suppress(ConnectionAbortedError):  # again after the next swap
                 seat.republish()
+            seat.redundancy.reconnect()
 
     def _enter_groups(self, generation: int) -> None:
         """An Abort right behind the Swap takes the staged groups away. The generation is committed

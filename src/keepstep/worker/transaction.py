@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 )
 
 from keepstep.errors import KeepstepError, UsageError
-from keepstep.worker import cuda, groups, guard, results, rng
+from keepstep.worker import cuda, fsdp, groups, guard, results, rng
 from keepstep.worker.objects import Undo
 from keepstep.worker.recovery import Recovery, Retry
 from keepstep.worker.seat import Seat
@@ -42,6 +42,7 @@ class Transactions:
         self._passed = False
         self._in_fence = False
         self._hold = -1
+        self._updated: list[str] = []  # optimizers, in the order of their updates
         self._backwards = 0
         self._usual: dict[str, int] = {}  # site -> backward passes of its last step
         self._function: Any = None
@@ -107,9 +108,15 @@ class Transactions:
                 f"{type(optimizer).__name__}.step() inside section {self.running!r}",
                 hint="optimizer updates belong into a @ks.step function",
             )
+        name = self._attached[id(optimizer)]
         if self._fenced:
+            self.seat.redundancy.before_update(name)
             self._insist()
-            return
+        else:
+            self._fence_update(optimizer)
+        self._updated.append(name)
+
+    def _fence_update(self, optimizer: Any) -> None:
         guarded = self._guard.suits(optimizer)
         self._publish(updating=True)
         if guarded and self._guard.begin(optimizer, self.seat.aborted):
@@ -167,6 +174,8 @@ class Transactions:
                     self._meet(cuda.wait_for_queue)
                     self._update_begins()
                 self._insist()
+                if step:
+                    seat.after_update()
             except Retry:
                 self._roll_back(undo)  # what the user's code did on its way out
                 self._end()
@@ -195,6 +204,7 @@ class Transactions:
         self._refused: KeepstepError | None = None
         self._hold = -1
         self._backwards = 0
+        self._updated = []
         seat.tracker.in_txn = True
         seat.page.set("stepping", 1)
         seat.page.where("compute" if step else "section")
@@ -206,8 +216,10 @@ class Transactions:
             seat.snapshot_buffers(),
             seat.carrying,
         )
+        if step:
+            seat.redundancy.begin()
         if seat.injector:
-            seat.injector.begin(seat.version, seat.parameters)
+            seat.injector.begin(seat.version, seat.models.values())
         return self._undo
 
     def _interrupt(self, error: BaseException, undo: Undo) -> None:
@@ -220,6 +232,7 @@ class Transactions:
         undo_arguments = getattr(self._function, "undo", None)
         if undo_arguments is not None:
             undo_arguments()
+        fsdp.reset(seat.models.values())
         undo.undo_gradients_and_objects()
         seat.undo_buffers(undo.buffers)
         for loop in seat.loops:
@@ -236,6 +249,8 @@ class Transactions:
         try:
             if seat.aborted():
                 raise ConnectionAbortedError("aborted before the fence")
+            if self._step:
+                seat.secure(updating)
             side_state = seat.side_state(self.running, self._step, updating)
             seat.ahead.judge(side_state)
             seat.publish(seat.tick + 1, side_state)
@@ -310,6 +325,8 @@ class Transactions:
         self._end()
         seat.tracker.commit(site, step, results.keep(result))
         version = seat.version
+        if step:
+            seat.redundancy.updated = self._updated
         seat.committed(step)
         seat.page.where("outside")
         if step and seat.injector:
