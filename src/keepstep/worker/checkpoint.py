@@ -32,9 +32,9 @@ def _put(path: Path, data: bytes) -> None:
 
 
 def write(seat: Seat, command: m.Checkpoint) -> None:
-    _refuse_shards(seat)
     directory = Path(command.path)
     directory.mkdir(parents=True, exist_ok=True)
+    _refuse_shards(seat)
     _write_side(directory, seat.rank, seat.page.held(-1), seat.page.held(command.tick))
     written = 0
     if command.lead:
