@@ -68,6 +68,7 @@ class PageReader:
             step_ns=fields["step_ns"],
             hold=fields["hold"] == 1,
             tick_marks=fields["tick_marks"],
+            asked_ns=fields["asked_ns"],
         )
 
     def ticks(self) -> list[int]:

@@ -43,6 +43,9 @@ FIELDS = {
     "step_ns": 88,  # smoothed step time
     "hold": 96,  # 1 while it only waits for commands: a stall is not a hang, and it cannot train
     "tick_marks": 104,  # `marks` when the tick began: what came since can be compared between ranks
+    # While it holds by itself (its buddy is lost, its step has failed): CLOCK_MONOTONIC of when it
+    # last asked for what it waits for. 0: it was told to hold.
+    "asked_ns": 112,
 }
 
 WHERE = (
@@ -76,3 +79,4 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     step_ns: int
     hold: bool
     tick_marks: int = 0
+    asked_ns: int = 0
