@@ -55,7 +55,8 @@ class Checker:
         self.victims: dict[str, set[int]] = {}  # of every incident, with those it was widened by
         # what was sent
         self.killed: set[str] = set()
-        self.seats: dict[int, str] = {}  # rank -> newcomer that was assigned it last
+        # rank -> newcomer that was assigned it last, and by which process of the orchestrator
+        self.seats: dict[int, tuple[str, int]] = {}
         # what happened
         self.best: dict[int, int] = {}  # rank -> highest tick any of its processes committed
         self.commit_count = 0
@@ -345,16 +346,7 @@ class Checker:
                 f"{type(command).__name__} {command.generation}: not on record",
             )
         elif isinstance(command, m.Assign) and not command.presumed:
-            old = self.seats.get(command.rank)
-            over = old is None or old == worker or old in self.killed | self.ended_on_record
-            before = self.world.orchestrator.core.state("j").workers.get(str(old))
-            # An understudy whose Assign was lost with the orchestrator is an understudy still.
-            over = over or before is None or not before.usable or before.role == "understudy"
-            owner = old is not None and old in self.owners.values()
-            self.ensure(
-                over or owner, f"rank {command.rank} is given to {worker} and still to {old}"
-            )
-            self.seats[command.rank] = worker
+            self._check_seat(command.rank, worker)
             process = self.world.ranks.get(worker)
             built = process.rank if process is not None else -1
             self.ensure(built in (-1, command.rank), f"{worker} was built as rank {built}")
@@ -363,6 +355,20 @@ class Checker:
                 bad = {process.node.name, place} & self.tainted
                 fresh = process.mode == "parked"
                 self.ensure(not (bad and fresh), f"{worker} is given a rank in tainted {place}")
+
+    def _check_seat(self, rank: int, worker: str) -> None:
+        epoch = self.world.orchestrator.epoch
+        old, given = self.seats.get(rank, ("", epoch))
+        self.seats[rank] = worker, epoch
+        over = old in ("", worker) or old in self.killed | self.ended_on_record
+        before = self.world.orchestrator.core.state(self.world.plan.job).workers.get(old)
+        # An understudy whose Assign was lost with the orchestrator is an understudy still, and a
+        # standby that never heard of it is free for any seat.
+        over = over or before is None or not before.usable or before.role == "understudy"
+        process = self.world.ranks.get(old)
+        over = over or (given != epoch and process is not None and process.rank != rank)
+        owner = old in self.owners.values()
+        self.ensure(over or owner, f"rank {rank} is given to {worker} and still to {old}")
 
     def acknowledged(self, node: str, rank: int, tick: int) -> None:
         """A buddy has taken a side state: it must have it until two later ones have come."""
