@@ -30,6 +30,8 @@ class Prompt:
     def __init__(self, checker: Checker) -> None:
         self.checker = checker
         self.world = checker.world
+        self.streams_well = checker.world.plan.streams_well
+        self.pause_ns_max = checker.world.plan.pause_ns_max
         self.started = False
         self.retired_ns = -1
         self.ended_ns: dict[str, int] = {}
@@ -92,7 +94,7 @@ class Prompt:
         long = job.replayed and now - orchestrator.restarted_ns > plan.stall_ns + SLACK_NS
         self.checker.ensure(not (long and awake), "a restart still waits for agents")
         since = self.held_ns if self.held_ns is not None else now
-        late = plan.streams_well and now - since > plan.stall_ns + SLACK_NS
+        late = self.streams_well and now - since > plan.stall_ns + SLACK_NS
         self.checker.ensure(not late, "ranks were kept waiting for one that does not hold")
         if attempt is None or not attempt.holding or attempt.tick is not None:
             self.held_ns = None
@@ -130,7 +132,7 @@ class Prompt:
         told = left_ns < self.retired_ns < self.world.now - SECOND
         well = process.alive and not (process.hung or process.was_stopped)
         self.checker.ensure(
-            not (told and well and self.world.plan.streams_well),
+            not (told and well and self.streams_well),
             f"{worker} was to leave, and had to be killed",
         )
 
@@ -140,16 +142,16 @@ class Prompt:
         world, plan = self.world, self.world.plan
         waited = world.now - self.commit_ns if self.commit_ns >= 0 else 0
         self.commit_ns = world.now
-        self.checker.ensure(
-            waited <= plan.pause_ns_max, f"training stood still for {waited / SECOND:.1f} s"
-        )
+        if waited > self.pause_ns_max:
+            self.checker.violated(f"training stood still for {waited / SECOND:.1f} s")
+        if not self.streams_well:
+            return
         early = plan.from_start or plan.resume_tick or process.tick < 2
-        self.checker.ensure(
-            self.started or bool(early) or not plan.streams_well,
-            f"{process.id} has made {process.tick} steps and the job counts as starting",
-        )
-        if plan.streams_well:
-            self._resumed(process)
+        if not self.started and not early:
+            self.checker.violated(
+                f"{process.id} has made {process.tick} steps and the job counts as starting"
+            )
+        self._resumed(process)
 
     def _resumed(self, process: Process) -> None:
         job = self.world.orchestrator.core.state(self.world.plan.job)
@@ -168,8 +170,9 @@ class Prompt:
 
     def _is_known(self, node: SimNode, worker: str) -> None:
         known = worker in self.ended_ns or not node.alive or self.world.over
-        well = self.world.plan.streams_well
-        self.checker.ensure(known or not well, f"{worker} could not be started: nobody was told")
+        self.checker.ensure(
+            known or not self.streams_well, f"{worker} could not be started: nobody was told"
+        )
 
     def forgotten(self) -> None:
         """At rest: whoever was dead when the last attempt was over has left nothing behind."""
