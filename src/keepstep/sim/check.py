@@ -381,7 +381,7 @@ class Checker:
         self.ensure(over or owner, f"rank {rank} is given to {worker} and still to {old}")
 
     def acknowledged(self, node: str, rank: int, tick: int) -> None:
-        """A buddy has taken a side state: it must have it until two later ones have come."""
+        """A buddy has taken a side state: it must have it until two later ones are acknowledged."""
         before = [one for one in self.gave.get((node, rank), ()) if one != tick]
         self.gave[node, rank] = [max(before), tick] if before else [tick]
 
