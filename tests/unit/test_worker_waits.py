@@ -68,7 +68,8 @@ def publishing(page: Page, answers: list[Any]) -> tuple[MagicMock, list[tuple[in
         return False
 
     seat.channel.wait_until = wait_until
-    seat._publish_to_buddy = lambda *given: Seat._publish_to_buddy(seat, *given)
+    seat._at_buddy = lambda action: Seat._at_buddy(seat, action)
+    seat._acted = lambda action: Seat._acted(seat, action)
     seat._wait_for_other_buddy = lambda old: Seat._wait_for_other_buddy(seat, old)
     return seat, shown
 

@@ -28,6 +28,7 @@ from keepstep.adapters.transport.blocking import Frames, shut
 from keepstep.adapters.transport.stream import HANDSHAKE_S_MAX, SILENT_PEER_S, configure
 from keepstep.adapters.transport.tls import server_context
 from keepstep.agent.page import PageReader
+from keepstep.agent.vault import Vault
 from keepstep.core.agent.blobs import BlobStore
 from keepstep.errors import RemoteProtocolError
 from keepstep.model.messages import (
@@ -44,6 +45,7 @@ from keepstep.model.messages import (
     TlsFiles,
 )
 from keepstep.model.page import INIT_TICK
+from keepstep.model.vault import VaultRequest
 from keepstep.model.wire import frame
 
 CONNECTIONS_MAX = 1024
@@ -67,7 +69,9 @@ class BlobServer:
         self._token = token.encode()
         self._tls = server_context(tls, clients=True) if tls is not None else None
         self._pages = pages
-        self._decoder: msgspec.msgpack.Decoder[BlobRequest] = msgspec.msgpack.Decoder(BlobRequest)
+        self.vault = Vault(self._token)  # served on the same port
+        self._decoder: msgspec.msgpack.Decoder[BlobRequest | VaultRequest]
+        self._decoder = msgspec.msgpack.Decoder(BlobRequest | VaultRequest)
         self._lock = threading.Lock()
         self._copies = BlobStore()
         self._how: dict[int, dict[int, tuple[bool, int]]] = {}  # rank -> tick -> ahead, serial
@@ -158,6 +162,9 @@ class BlobServer:
             raise RemoteProtocolError("no request came") from error
         connection.settimeout(None)
         while True:
+            if isinstance(request, VaultRequest):
+                self.vault.serve(connection, frames, request)
+                return
             if isinstance(request, BlobConfirm):
                 self.confirm(request)
                 request = frames.receive()

@@ -397,4 +397,5 @@ def resume_command(spec: JobSpec, checkpoint: str) -> str:
     command += ["--local-nodes", str(spec.world // spec.local_world)]
     command += ["--nproc-per-node", str(spec.local_world), "--spares", str(spec.spares)]
     command += ["--understudies", str(spec.understudies)] if spec.understudies else []
+    command += ["--redundancy", spec.redundancy] if spec.redundancy != "auto" else []
     return shlex.join(command + spec.script)

@@ -124,6 +124,7 @@ class WorkerFacts:
     # rank
     attached: bool = False
     redundant: bool = True
+    kept_bytes: int = 0  # in a vault, because no other rank has it
     groups: dict[str, list[int]] | None = None  # process group -> ranks in it, as it said
     done: bool = False
     buddy: str = ""  # node
@@ -259,6 +260,7 @@ class Attempt:
     solo: bool = False
     told: dict[str, Told] = field(default_factory=dict)
     alone: dict[str, Worker] = field(default_factory=dict)  # asked one by one
+    having: dict[str, list[int]] = field(default_factory=dict)  # class of tensors -> ranks
     # Whose answers are missing. Members; those who stay; from COMMIT on all ranks.
     reports: Tally = field(init=False)
     holds: Tally = field(init=False)

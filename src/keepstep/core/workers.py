@@ -174,7 +174,7 @@ def _staged(
 
 def _attached(job: Job, out: Out, worker: Worker, said: Attached) -> None:
     worker.attached, worker.redundant = True, said.redundant
-    worker.groups = said.members
+    worker.groups, worker.kept_bytes = said.members, said.kept_bytes
     for warning in said.warnings:
         warn(job, out, f"rank {worker.rank}: {warning}")
 
@@ -215,6 +215,9 @@ def _resumed(job: Job, out: Out, worker: Worker, said: Resumed) -> None:
     attempt.incident.timeline.resumed(said, worker.swapped_at, out.now)
 
 
+LOST = ("side-state-missing", "shards-missing")  # everybody who might have it was asked
+
+
 def _copy_failed(job: Job, out: Out, attempt: Attempt, worker: Worker, said: CopyFailed) -> None:
     why = f"{worker.id} could not copy ({said.reason}): {said.error}"
     if said.reason == "position" and worker.presumed >= 0:
@@ -228,9 +231,9 @@ def _copy_failed(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Cop
         _other_source(job, out, attempt, worker, said, why)
     elif said.reason == "side-state-unreachable":
         worker.asked.pop("copy", None)  # the newcomer has waited; ask those who are there now
-    elif said.reason == "side-state-missing" and attempt.kind == "unplanned" and _away(job):
+    elif said.reason in LOST and attempt.kind == "unplanned" and _away(job):
         worker.lacks_holders = True  # asked again when a node comes back or is known to be dead
-    elif said.reason == "side-state-missing" and attempt.kind == "unplanned":
+    elif said.reason in LOST and attempt.kind == "unplanned":
         # It is lost only if asking again, after whatever was on its way to us about an agent's
         # end, gives the same answer.
         worker.missing += 1
@@ -242,10 +245,10 @@ def _copy_failed(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Cop
             out,
             "fell_back",
             EXIT_FELL_BACK,
-            f"the side state of rank {worker.rank} at tick {attempt.tick} is lost with its node "
-            f"and its buddy: {said.error}",
+            f"state of rank {worker.rank} at tick {attempt.tick} is lost with its node and its "
+            f"buddy: {said.error}",
         )
-    elif said.reason == "side-state-missing":
+    elif said.reason in LOST:
         reason = f"{job.spec.resume} cannot be resumed from: {said.error}"
         end_job(job, out, "failed", EXIT_GAVE_UP, reason)
     else:

@@ -3,6 +3,7 @@
     orchestrator <-> agent    one authenticated stream per node        AgentMessage / AgentCommand
     agent <-> worker          one inherited socketpair per process     WorkerMessage / WorkerCommand
     worker <-> agent (blobs)  TCP, side state of other nodes' ranks    BlobRequest / BlobReply
+    worker <-> agent (vault)  the same port, state without replicas    keepstep.model.vault
 
 The agent relays worker messages and commands without looking at most of them. Everything that
 belongs to a migration carries the *generation* of the attempt it belongs to; a receiver ignores
@@ -55,9 +56,10 @@ class Attached(Message, frozen=True):
     groups: list[str]  # names of the process groups that this rank is in, sorted
     parameters: int
     bytes_state: int
-    redundant: bool  # every tensor has a replica on another rank (DDP)
+    redundant: bool  # every tensor has a replica on another rank, or is kept in a vault
     warnings: list[str] = []
     members: dict[str, list[int]] = {}  # of each group: must be the same for all of them
+    kept_bytes: int = 0  # of tensors that no other rank has, and that a vault keeps
 
 
 class Arrived(Message, frozen=True):
@@ -72,6 +74,7 @@ class Ready(Message, frozen=True):
     generation: int
     arrived_ns: int  # assigned -> arrived (script's construction)
     warm_ns: int  # arrived -> warmed up
+    classes: list[str] = []  # of the tensors it must get (worker/shards.py)
 
 
 class Staged(Message, frozen=True):
@@ -122,6 +125,7 @@ class Held(Message, frozen=True):
     serve: Address
     pid: int
     done: bool = False
+    classes: list[str] = []  # of the tensors it has: equal on two ranks, equal bytes
 
 
 class Copied(Message, frozen=True):
@@ -133,6 +137,7 @@ class Copied(Message, frozen=True):
     copy_ns: int
     sources: list[int]  # ranks that served tensors
     side_state: Literal["own-agent", "buddy", "checkpoint", "natural", "self"]
+    restored: str = ""  # what came from a vault instead of a rank, and how
 
 
 class CopyFailed(Message, frozen=True):
@@ -144,6 +149,7 @@ class CopyFailed(Message, frozen=True):
         "digest",
         "side-state-missing",  # everybody who might have it was asked
         "side-state-unreachable",  # somebody who might have it did not answer
+        "shards-missing",  # no rank and no vault has them
         "position",
         "error",
     ]
@@ -313,6 +319,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     pid: int
     node: str
     serve: Address
+    classes: list[str] = []
 
 
 class Copy(Message, frozen=True):

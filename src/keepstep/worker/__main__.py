@@ -103,7 +103,8 @@ def _wait_for_seat(line: Any, where: str) -> None:
             os._exit(1)
     if data is not None:
         line.init_record = data
-        line.recorder.replay = codec.loads_inline(data)
+        line.about = codec.loads_inline(data)
+        line.recorder.replay = line.about.pop("record")
 
 
 def _run_script(arguments: list[str], line: Any) -> None:

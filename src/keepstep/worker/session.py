@@ -9,17 +9,20 @@ from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
+import xxhash
 
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
-from keepstep.worker import groups, rng
+from keepstep.worker import fsdp, groups, rng
 from keepstep.worker.batches import Batches, Loop
 from keepstep.worker.newcomer import Newcomer
 from keepstep.worker.objects import registered
 from keepstep.worker.plain import Batch, F, PlainSession
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.seat import Line, Seat
+from keepstep.worker.state import memory, on_cpu
 from keepstep.worker.transaction import Transactions
 from keepstep.worker.tree import MISSING
 
@@ -136,13 +139,25 @@ class Session(PlainSession):
         seat.loops.append(loop)
         return Batches(loop, seat.page.mark)
 
-    def register(self, name: str, target: Any, load: Any = None, *, per_rank: bool = False) -> None:
-        """Protect more state: an object with state_dict/load_state_dict, or (save, load)."""
+    def register(
+        self,
+        name: str,
+        target: Any,
+        load: Any = None,
+        *,
+        per_rank: bool = False,
+        after_update: Callable[[], Any] | None = None,
+    ) -> None:
+        """Protect more state: an object with state_dict/load_state_dict, or (save, load).
+        `after_update` is called at the end of every step: what it does to the object can be
+        repeated in another process that has the parameters (averages of sharded weights)."""
         if self._begun:
             raise UsageError(
                 f"register({name!r}) after the first step", hint="register right after attach"
             )
-        self._seat.register(registered(name, target, load, per_rank=per_rank))
+        item = registered(name, target, load, per_rank=per_rank)
+        item.after_update = after_update
+        self._seat.register(item)
 
     def progress(self) -> None:
         self._seat.page.mark()
@@ -247,8 +262,51 @@ def attach_rank(line: Line, models: dict[str, Any], optimizers: dict[str, Any]) 
     return Session(seat)
 
 
+def _plain_equal(seat: Seat) -> bool:
+    """Whether all ranks have the same plain tensors, as far as nobody says how they are spread."""
+    if seat.world == 1:
+        return True
+    digest = xxhash.xxh3_128()
+    for name, tensor in seat.state.undescribed().items():
+        digest.update(name.encode())
+        digest.update(memory(on_cpu(tensor)))
+    value = digest.intdigest()
+    words = [(value >> shift) & 0xFFFFFFFF for shift in (0, 32, 64, 96)]
+    low, high = groups.fence(words)
+    seat.replicas.plain_equal = low == high
+    return low == high
+
+
+def notices(seat: Seat) -> list[str]:
+    """What the guarantee rests on besides what Keepstep can see for itself."""
+    replicas, redundancy = seat.replicas, seat.redundancy
+    found = []
+    plain = [
+        name
+        for name, tensor in seat.state.undescribed().items()
+        if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
+    ]
+    if plain and seat.world > 1 and replicas.plain_equal:
+        found.append(
+            f"{len(plain)} parameters (first: {plain[0]}) are plain tensors that neither "
+            "DistributedDataParallel nor a device mesh describes; they are equal on all ranks now "
+            "and are taken to stay so: where ranks change them differently, a moved rank would get "
+            "another rank's (hint: wrap the model, or distribute them over the mesh)"
+        )
+    if redundancy.unprotected:
+        found.append(
+            f"{redundancy.unprotected} tensors (first: {redundancy.first_unprotected}) are on one "
+            "rank only, the layout has no dimension of replicas for them, and redundancy is off: "
+            "the loss of that rank falls back (hint: --redundancy auto)"
+        )
+    for text in found:
+        print(f"keepstep: {text}", file=sys.stderr, flush=True)
+    return found
+
+
 def announce(session: Session, line: Line) -> None:
     seat = session._seat
+    fsdp.refuse_old(seat.models.values())
     known = {t.untyped_storage().data_ptr() for t in seat.state.export().tensors.values()}
     newcomer = line.assigned is not None
     if not newcomer:
@@ -262,10 +320,17 @@ def announce(session: Session, line: Line) -> None:
                 seat.welcome.interface,
                 FIRST_FENCE_TIMEOUT_S,
             )
-        record = line.recorder.encoded(known)
+        about: dict[str, Any] = {"plain_equal": _plain_equal(seat)}
+        seat.redundancy.survey()
+        seat.natural = about["natural"] = seat.redundancy.digest()
+        record = line.recorder.encoded(known, about)
         seat.channel.wait_until(lambda: seat.channel.buddy_known, 10.0)
+        seat.redundancy.connect()
         seat.publish(-1, record)
     elif line.recorder.replay is not None:
+        seat.replicas.plain_equal = line.about["plain_equal"]
+        seat.redundancy.survey()
+        seat.natural = seat.redundancy.digest()
         seat.page.publish(-1, line.init_record)
     line.recorder.gate = session._gate
     exported = seat.state.export()
@@ -277,6 +342,8 @@ def announce(session: Session, line: Line) -> None:
             members=groups.members(),
             parameters=sum(p.numel() for p in seat.parameters),
             bytes_state=sum(t.nbytes for t in exported.tensors.values()),
-            redundant=True,
+            redundant=not seat.redundancy.unprotected,
+            kept_bytes=seat.redundancy.kept_bytes,
+            warnings=notices(seat) if seat.rank == 0 and not newcomer else [],
         )
     )
