@@ -89,10 +89,10 @@ def _gone_timer(job: Job, node: Node) -> list[Timer]:
 
 
 def _fenced_timer(job: Job, node: Node) -> list[Timer]:
-    """Its ranks can make a step only together with all others. If none of those is in reach, all of
-    them may train on, this node's too; whoever comes back first shows it, and is aborted."""
-    owners = (worker for worker in job.seated() if worker.usable)
-    if not any(job.nodes[worker.node].state == "connected" for worker in owners):
+    """Its ranks can make a step only together with all others. If some live and none of those is in
+    reach, all may train on, this node's too; whoever comes back first shows it, and is aborted."""
+    states = {job.nodes[worker.node].state for worker in job.seated() if worker.usable}
+    if states and "connected" not in states:
         return []
     stands_ns = job.stall_ns + FENCE_SLACK_NS
     return [(max(node.fenced_at, job.progress_at + stands_ns), "fenced", node.name)]
