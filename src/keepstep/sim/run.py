@@ -87,14 +87,14 @@ class Run:
         world.submit()
         if plan.from_start:
             self._disturb()
-            world.run(lambda: world.over or self._calm(), world.now + QUIET_NS)
+            world.run(self._calm, world.now + QUIET_NS)
             self._heal()
         self._must(lambda: self._tick() >= plan.resume_tick + 3, plan.start_ns_max, "no start")
         if not plan.from_start:
             if plan.understudies:
                 self._must(self._understudied, QUIET_NS, "no understudy")
             self._disturb()
-        world.run(lambda: world.over or self._calm(), world.now + 4 * QUIET_NS)
+        world.run(self._calm, world.now + 4 * QUIET_NS)
         if world.over:
             self._check_end()
             self._check_gone()
@@ -113,7 +113,7 @@ class Run:
 
     def _must(self, reached: Callable[[], bool], ns: int, what: str) -> None:
         world = self.world
-        if not world.run(lambda: world.over or reached(), world.now + ns):
+        if not world.run(reached, world.now + ns):
             owners = world.checker.owners.values()
             if owners and not any(world.nodes[w.rsplit(".w", 1)[0]].alive for w in owners):
                 raise Hopeless
@@ -361,7 +361,8 @@ class Run:
         """A job that has ended leaves no agent and no process behind."""
         world = self.world
         self._mend()
-        world.run(lambda: not any(n.alive for n in world.nodes.values()), world.now + GONE_NS)
+        limit_ns = world.now + GONE_NS
+        world.run(lambda: not any(n.alive for n in world.nodes.values()), limit_ns, ended=True)
         for node in world.nodes.values():
             if node.alive:
                 raise Violation(f"{node.name} is still there {GONE_NS // SECOND} s after the end")

@@ -34,6 +34,7 @@ def _put(path: Path, data: bytes) -> None:
 def write(seat: Seat, command: m.Checkpoint) -> None:
     directory = Path(command.path)
     directory.mkdir(parents=True, exist_ok=True)
+    _refuse_shards(seat)
     _write_side(directory, seat.rank, seat.page.held(-1), seat.page.held(command.tick))
     written = 0
     if command.lead:
@@ -50,6 +51,13 @@ def write(seat: Seat, command: m.Checkpoint) -> None:
     seat.channel.send(
         m.Checkpointed(generation=command.generation, path=command.path, bytes_written=written)
     )
+
+
+def _refuse_shards(seat: Seat) -> None:
+    """One rank writes for all, so what it writes must be what all have."""
+    everybody = set(range(seat.world))
+    if any(set(seat.replicas.ranks[kind]) != everybody for kind in seat.state.classes()):
+        raise PermanentError("ranks of this job have different shards, which one cannot write")
 
 
 def _write_side(directory: Path, rank: int, init: bytes | None, side: bytes | None) -> None:
