@@ -55,6 +55,7 @@ def start_worker(
         buddy=buddy.blobs if buddy is not None else None,
         script=job.spec.script,
         env=job.spec.env,
+        checkpoints=job.spec.checkpoints,
     )
     out.record(
         Placed(

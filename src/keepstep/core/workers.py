@@ -6,11 +6,11 @@ Arrived and Ready count for any generation, because its process outlives attempt
 
 from __future__ import annotations
 
-from keepstep.core import start, understudies
+from keepstep.core import checkpoints, start, understudies
+from keepstep.core.fallback import fall_back
 from keepstep.core.faults import newcomer_failed, repeat_attempt, stage_failed
 from keepstep.core.incidents import end_job, warn
 from keepstep.core.migration import (
-    EXIT_FELL_BACK,
     EXIT_GAVE_UP,
     NEWCOMERS_MAX,
     checkpoint_path,
@@ -38,6 +38,9 @@ from keepstep.model.messages import (
     Ready,
     Report,
     Resumed,
+    Saved,
+    SaveFailed,
+    Sealed,
     Staged,
     StageFailed,
     Swapped,
@@ -118,6 +121,8 @@ def _rank_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> None:
             attempt.incident.timeline.swapped(said)
     elif isinstance(said, Resumed):
         _resumed(job, out, worker, said)
+    elif isinstance(said, Saved | SaveFailed | Sealed):
+        checkpoints.said(job, out, worker, said)
     elif attempt is not None and not attempt.committed and worker.rank in attempt.members:
         _member_said(job, out, attempt, worker, said)
 
@@ -237,16 +242,14 @@ def _copy_failed(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Cop
         if worker.missing == 1:
             worker.asked.pop("copy", None)
             return
-        end_job(
+        fall_back(
             job,
             out,
-            "fell_back",
-            EXIT_FELL_BACK,
             f"the side state of rank {worker.rank} at tick {attempt.tick} is lost with its node "
             f"and its buddy: {said.error}",
         )
     elif said.reason == "side-state-missing":
-        reason = f"{job.spec.resume} cannot be resumed from: {said.error}"
+        reason = f"{job.resume} cannot be resumed from: {said.error}"
         end_job(job, out, "failed", EXIT_GAVE_UP, reason)
     else:
         newcomer_failed(job, out, worker, why)

@@ -63,7 +63,10 @@ def _become_standby(line: Any) -> None:
     import torch._dynamo
     import torch.optim.lr_scheduler
     import torch.utils.data
-    import torch.utils.data.distributed  # noqa: F401
+    import torch.utils.data.distributed
+
+    if line.channel.welcome.checkpoints:
+        import torch.distributed.checkpoint  # noqa: F401
 
     from keepstep.worker import parking
 

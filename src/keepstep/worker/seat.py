@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,9 @@ from keepstep.worker.objects import Registered
 from keepstep.worker.page import Page
 from keepstep.worker.position import Tracker
 from keepstep.worker.state import StateSet
+
+if TYPE_CHECKING:
+    from keepstep.worker.periodic import Periodic
 
 STAGE_TIMEOUT_S = 60.0
 CARRIED_BYTES_MAX = 32 << 20  # of gradients in the side state: it travels in one frame
@@ -145,6 +148,12 @@ class Seat:
         self.mutable_buffers: set[str] = set()
         self.restore_after_walk: bytes | None = None
         self.state = self._new_state()
+        self.periodic: Periodic | None = None
+        if self.welcome.checkpoints:
+            from keepstep.worker.periodic import Periodic  # takes a while to be imported
+
+            self.periodic = Periodic(self, self.welcome.checkpoints)
+            self.channel.on_seal = self.periodic.seal
         self.channel.on_abort = self._on_abort
         self.channel.on_stage = self.stager.begin
 

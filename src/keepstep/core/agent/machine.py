@@ -249,6 +249,12 @@ class Drop(Effect, frozen=True):
     worker: str
 
 
+class DropCopies(Effect, frozen=True):
+    """Nobody needs what ranks of generations before this one have put here as their buddy."""
+
+    before: int
+
+
 class EndWorkers(Effect, frozen=True):
     """Answered by Emptied. `finished`: they are ending by themselves."""
 
@@ -276,6 +282,7 @@ AnyEffect = (
     | HostStore
     | DropStore
     | Drop
+    | DropCopies
     | EndWorkers
     | End
     | KillSession
@@ -459,6 +466,8 @@ class AgentMachine:
                 self._effects.append(DropStore(command.generation))
             case Forget():
                 self._forget(command.workers)
+                if command.before:
+                    self._effects.append(DropCopies(command.before))
             case Stop():
                 self._stop(command.grace_ns, command.finished)
             case KillNode():
