@@ -89,7 +89,8 @@ def _seal(job: Job, out: Out, saving: Saving) -> None:
     if worker is None or saving.tick is None:
         return
     saving.sealer = worker.id
-    keep = [job.saves.newest.path] if job.saves.newest is not None else []
+    before = job.saves.newest.path if job.saves.newest is not None else job.spec.resume
+    keep = [before] if before else []
     seal = Seal(number=saving.number, tick=saving.tick, world=job.spec.world, keep=keep)
     out.tell(worker, seal)
 

@@ -54,7 +54,9 @@ def advance_start(job: Job, out: Out) -> None:
 
 def _begin(job: Job, out: Out) -> None:
     if all(node.state == "dead" for node in job.nodes.values()):
-        end_job(job, out, "failed", EXIT_GAVE_UP, "no node is left to start the ranks on")
+        why = "no node is left to start the ranks on"
+        if not fallback.no_room(job, out, why):
+            end_job(job, out, "failed", EXIT_GAVE_UP, why)
         return
     if job.ranks_joined_at and out.now >= job.ranks_joined_at + JOIN_SPARES_NS:
         job.ranks_joined_at = 0  # its timer has rung, and is not to ring again

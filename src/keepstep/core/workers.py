@@ -19,7 +19,7 @@ from keepstep.core.migration import (
 )
 from keepstep.core.phases import has_held, has_reported
 from keepstep.core.planned import fail_move
-from keepstep.core.processes import inject_fired, replace_buddy, signal_now
+from keepstep.core.processes import inject_fired, look_again, replace_buddy, signal_now
 from keepstep.core.state import Attempt, Job, Out, Worker
 from keepstep.core.triage import headline
 from keepstep.model.messages import (
@@ -91,7 +91,9 @@ def _newcomer_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> N
         if said.generation == attempt.generation and attempt.tick is not None:
             worker.copied = said
             timeline.copied(said)
-    elif isinstance(said, CopyFailed) and said.generation == attempt.generation:
+    elif isinstance(said, CopyFailed) and (
+        said.generation == attempt.generation or not worker.arrived
+    ):
         _copy_failed(job, out, attempt, worker, said)
 
 
@@ -232,7 +234,7 @@ def _copy_failed(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Cop
     elif said.reason == "source-lost":
         _other_source(job, out, attempt, worker, said, why)
     elif said.reason == "side-state-unreachable":
-        worker.asked.pop("copy", None)  # the newcomer has waited; ask those who are there now
+        look_again(worker)  # the newcomer has waited; ask those who are there now
     elif said.reason == "side-state-missing" and attempt.kind == "unplanned" and _away(job):
         worker.lacks_holders = True  # asked again when a node comes back or is known to be dead
     elif said.reason == "side-state-missing" and attempt.kind == "unplanned":
@@ -240,7 +242,7 @@ def _copy_failed(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Cop
         # end, gives the same answer.
         worker.missing += 1
         if worker.missing == 1:
-            worker.asked.pop("copy", None)
+            look_again(worker)
             return
         fall_back(
             job,
