@@ -25,14 +25,15 @@ class Group:
         self.generation = generation
         self.members = members
         self.left: set[int] = set()
-        self.entered: dict[int, dict[int, tuple[int, int]]] = {}  # tick -> rank -> (value, hold)
+        # tick -> rank -> (value, hold word, snapshot word)
+        self.entered: dict[int, dict[int, tuple[int, int, int]]] = {}
 
-    def enter(self, rank: Member, value: int, hold: int) -> None:
+    def enter(self, rank: Member, value: int, hold: int, snapshot: int) -> None:
         if rank.rank in self.left or self.left:
             self._tell_broken(rank, 0)
             return
         here = self.entered.setdefault(rank.tick, {})
-        here[rank.rank] = (value, hold)
+        here[rank.rank] = (value, hold, snapshot)
         for tick in [tick for tick in self.entered if tick < rank.tick - 2]:
             del self.entered[tick]
         if len(here) == len(self.members):
@@ -51,7 +52,10 @@ class Group:
     def hold_word(self, tick: int) -> int:
         """The newest counts: a rank whose agent was away may not have heard that an older move was
         given up."""
-        return max(hold for _, hold in self.entered[tick].values())
+        return max(hold for _, hold, _ in self.entered[tick].values())
+
+    def snapshot_word(self, tick: int) -> int:
+        return max(snapshot for _, _, snapshot in self.entered[tick].values())
 
     def _pass(self, member: Member, tick: int) -> None:
         if member.group is not self or not member.alive:
