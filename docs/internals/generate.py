@@ -36,7 +36,7 @@ from syntax import (
 from keepstep.core import migration, phases, planned, rewire, state, timers
 from keepstep.core.agent import machine
 from keepstep.model import job as inputs
-from keepstep.model import messages, records, views
+from keepstep.model import messages, records, vault, views
 
 PAGE = Path(__file__).with_name("protocol.md")
 COMMANDS = typing.get_args(messages.WorkerCommand) + typing.get_args(messages.AgentCommand)
@@ -409,6 +409,8 @@ def message_section() -> Iterator[str]:
         ("Orchestrator to agent", messages.AgentCommand, functions),
         ("Worker to an agent that keeps side state", messages.BlobRequest, ()),
         ("The answers to it", messages.BlobReply, ()),
+        ("Worker to an agent that keeps its state", vault.VaultRequest, ()),
+        ("The answers to it", vault.VaultReply, ()),
     ):
         yield f"### {title}\n"
         head = ["message", "meaning", "fields", *(["decided in"] if sent else [])]

@@ -19,6 +19,7 @@ import psutil
 HERE = Path(__file__).parent
 SCRIPT = HERE / "train.py"
 SHAPES = HERE / "shapes.py"
+LAYOUTS = HERE / "layouts.py"
 DEADLINE_S = 120.0
 
 

@@ -376,7 +376,7 @@ def test_missing_side_state_falls_back_and_says_so() -> None:
     world.refuse = refuse
     world.kill(1)
     world.run()
-    assert world.view.state == "fell_back" and "side state of rank 1" in world.view.reason
+    assert world.view.state == "fell_back" and "state of rank 1" in world.view.reason
 
 
 def test_newcomers_that_always_fail_end_the_job_with_a_checkpoint() -> None:

@@ -16,7 +16,8 @@ from torch import nn
 from keepstep.errors import PermanentError
 from keepstep.model import messages as m
 from keepstep.worker import checkpoint, periodic
-from keepstep.worker.periodic import Periodic, owner_of
+from keepstep.worker.periodic import Periodic, owners_of, prefix
+from keepstep.worker.shards import Replicas
 from keepstep.worker.state import StateSet, registered
 from keepstep.worker.statefile import DigestMismatch
 
@@ -51,6 +52,7 @@ class Rank:
             tick=9,
             version=8,
             state=state(seed, self.results),
+            replicas=Replicas(rank, WORLD),
             page=SimpleNamespace(held=held.get),
             channel=SimpleNamespace(send=self._send, snapshot=-1),
         )
@@ -227,10 +229,19 @@ def test_the_manifest_comes_last(ranks: list[Rank]) -> None:
 
 
 def test_the_work_is_shared_out_in_the_same_way_everywhere() -> None:
-    chunks: Any = {f"model/{i}": (None, 100 - i) for i in range(50)}
-    owners = owner_of(chunks, 4)
-    loads = [sum(size for n, (_, size) in chunks.items() if owners[n] == r) for r in range(4)]
+    sizes = {f"model/{i}": 100 - i for i in range(50)}
+    owners = owners_of(sizes, (3, 4, 6, 7))
+    loads = [sum(size for n, size in sizes.items() if owners[n] == r) for r in (3, 4, 6, 7)]
     assert max(loads) - min(loads) <= 100
-    assert owner_of(dict(reversed(chunks.items())), 4) == owners
-    more = owner_of({**chunks, "object/x/0": (None, 10**9)}, 4)
+    assert owners_of(dict(reversed(sizes.items())), (3, 4, 6, 7)) == owners
+    more = owners_of({**sizes, "object/x/0": 10**9}, (3, 4, 6, 7))
     assert {name: more[name] for name in owners} == owners, "whatever objects a rank has"
+    assert more["object/x/0"] in (3, 4, 6, 7)
+
+
+def test_names_say_which_ranks_share_a_tensor() -> None:
+    assert prefix((0, 1, 2), 3) == ""
+    assert prefix((1,), 3) == "rank-1/"
+    assert prefix((0, 2), 3) == "rank-0-2/"
+    many = prefix(range(9), 16)
+    assert many.startswith("ranks-") and many != prefix(range(1, 10), 16)

@@ -25,6 +25,7 @@ from keepstep.agent.blobs import BlobServer
 from keepstep.agent.channel import Channel
 from keepstep.errors import RemoteProtocolError
 from keepstep.model import messages as m
+from keepstep.model import vault as v
 from keepstep.model.wire import HEADER, decode, frame
 
 UNIONS: dict[str, Any] = {
@@ -34,6 +35,8 @@ UNIONS: dict[str, Any] = {
     "told": m.WorkerCommand,
     "blob": m.BlobRequest,
     "reply": m.BlobReply,
+    "vault": v.VaultRequest,
+    "vault reply": v.VaultReply,
 }
 LIMIT = 1 << 16
 fuzz = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

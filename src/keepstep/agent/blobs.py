@@ -28,6 +28,7 @@ from keepstep.adapters.transport.blocking import Frames, shut
 from keepstep.adapters.transport.stream import HANDSHAKE_S_MAX, SILENT_PEER_S, configure
 from keepstep.adapters.transport.tls import server_context
 from keepstep.agent.page import PageReader
+from keepstep.agent.vault import Vault
 from keepstep.core.agent.blobs import TICKS_KEPT, BlobStore
 from keepstep.errors import RemoteProtocolError
 from keepstep.model.messages import (
@@ -45,6 +46,7 @@ from keepstep.model.messages import (
     TlsFiles,
 )
 from keepstep.model.page import INIT_TICK
+from keepstep.model.vault import VaultRequest
 from keepstep.model.wire import frame
 
 CONNECTIONS_MAX = 1024
@@ -68,7 +70,9 @@ class BlobServer:
         self._token = token.encode()
         self._tls = server_context(tls, clients=True) if tls is not None else None
         self._pages = pages
-        self._decoder: msgspec.msgpack.Decoder[BlobRequest] = msgspec.msgpack.Decoder(BlobRequest)
+        self.vault = Vault(self._token)  # served on the same port
+        self._decoder: msgspec.msgpack.Decoder[BlobRequest | VaultRequest]
+        self._decoder = msgspec.msgpack.Decoder(BlobRequest | VaultRequest)
         self._lock = threading.Lock()
         # One that is sent ahead of its fence must not drive out one that may still be needed.
         self._copies = BlobStore(TICKS_KEPT + 1)
@@ -160,6 +164,9 @@ class BlobServer:
             raise RemoteProtocolError("no request came") from error
         connection.settimeout(None)
         while True:
+            if isinstance(request, VaultRequest):
+                self.vault.serve(connection, frames, request)
+                return
             if isinstance(request, BlobConfirm):
                 self.confirm(request)
                 request = frames.receive()
@@ -195,6 +202,7 @@ class BlobServer:
                 for tick in [t for t, (_, serial) in how.items() if serial >> SERIAL_BITS < before]:
                     self._copies.drop(rank, tick)
                     del how[tick]
+        self.vault.forget_before(before)
 
     def answer(self, request: BlobPut | BlobGet, connection: int = 0) -> BlobReply:
         """`connection` counts up: what a rank had sent over one that it has given up may be read

@@ -387,20 +387,44 @@ def copy_row(job: Job, out: Out, attempt: Attempt) -> None:
 
 
 def sources_for(job: Job, attempt: Attempt, newcomer: Worker) -> list[Source]:
-    """The leaver itself first, then ranks on the newcomer's node (shortest way), then others.
+    """The leaver itself first, then ranks on the newcomer's node (shortest way), then others that
+    have something of what it needs; anybody if none has, for what is the same on all ranks.
     Whoever fails is not named again, so the rest has its turn too."""
+    wanted = frozenset(newcomer.ready.classes if newcomer.ready is not None else ())
     near = [newcomer.rank, *(w.rank for w in job.owners_on(newcomer.node))]
+    share = SOURCES_MAX // max(1, len(wanted))
+    mates = (_having(job, attempt, kind)[:share] for kind in sorted(wanted))
     found: dict[int, Source] = {}  # by rank
-    for rank in chain(near, attempt.members):
-        if rank in found or rank in newcomer.bad_sources or rank not in attempt.members:
-            continue
-        worker = job.workers[job.owners[rank]]
-        if worker.held is not None:
-            held = worker.held
-            found[rank] = Source(rank=rank, pid=held.pid, node=worker.node, serve=held.serve)
+    for rank in chain(near, chain.from_iterable(mates) if wanted else attempt.members):
+        source = _source(job, attempt, newcomer, rank)
+        if source is not None and (not wanted or wanted.intersection(source.classes)):
+            found.setdefault(rank, source)
         if len(found) == SOURCES_MAX:
             break
+    if not found:
+        others = (_source(job, attempt, newcomer, rank) for rank in attempt.members)
+        found = {s.rank: s for s in [next((s for s in others if s is not None), None)] if s}
     return list(found.values())
+
+
+def _source(job: Job, attempt: Attempt, newcomer: Worker, rank: int) -> Source | None:
+    if rank in newcomer.bad_sources or rank not in attempt.members:
+        return None
+    worker = job.workers[job.owners[rank]]
+    held = worker.held
+    if held is None:
+        return None
+    return Source(rank=rank, pid=held.pid, node=worker.node, serve=held.serve, classes=held.classes)
+
+
+def _having(job: Job, attempt: Attempt, kind: str) -> list[int]:
+    """Ranks that hold tensors of this class. Asked when all hold, so they are looked at once."""
+    if not attempt.having:
+        for rank in attempt.members:
+            held = job.workers[job.owners[rank]].held
+            for one in held.classes if held is not None else ():
+                attempt.having.setdefault(one, []).append(rank)
+    return attempt.having.get(kind, [])
 
 
 def hold_without_spare(job: Job, out: Out, attempt: Attempt) -> None:

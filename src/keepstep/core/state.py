@@ -262,6 +262,7 @@ class Attempt:
     solo: bool = False
     told: dict[str, Told] = field(default_factory=dict)
     alone: dict[str, Worker] = field(default_factory=dict)  # asked one by one
+    having: dict[str, list[int]] = field(default_factory=dict)  # class of tensors -> ranks
     # Whose answers are missing. Members; those who stay; from COMMIT on all ranks.
     reports: Tally = field(init=False)
     holds: Tally = field(init=False)

@@ -69,4 +69,5 @@ def source_sentence(copies: list[Copied]) -> str:
     ranks = sorted({rank for copied in copies for rank in copied.sources})
     sides = sorted({copied.side_state for copied in copies})
     tensors = ", ".join(f"rank {rank}" for rank in ranks) or "checkpoint"
-    return f"{tensors} + side state from {', '.join(sides)}"
+    restored = "".join(f" + {copied.restored}" for copied in copies if copied.restored)
+    return f"{tensors}{restored} + side state from {', '.join(sides)}"

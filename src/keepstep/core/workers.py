@@ -222,6 +222,9 @@ def _resumed(job: Job, out: Out, worker: Worker, said: Resumed) -> None:
     attempt.incident.timeline.resumed(said, worker.swapped_at, out.now)
 
 
+LOST = ("side-state-missing", "shards-missing")  # everybody who might have it was asked
+
+
 def _copy_failed(job: Job, out: Out, attempt: Attempt, worker: Worker, said: CopyFailed) -> None:
     why = f"{worker.id} could not copy ({said.reason}): {said.error}"
     if said.reason == "position" and worker.presumed >= 0:
@@ -235,9 +238,9 @@ def _copy_failed(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Cop
         _other_source(job, out, attempt, worker, said, why)
     elif said.reason == "side-state-unreachable":
         look_again(worker)  # the newcomer has waited; ask those who are there now
-    elif said.reason == "side-state-missing" and attempt.kind == "unplanned" and _away(job):
+    elif said.reason in LOST and attempt.kind == "unplanned" and _away(job):
         worker.lacks_holders = True  # asked again when a node comes back or is known to be dead
-    elif said.reason == "side-state-missing" and attempt.kind == "unplanned":
+    elif said.reason in LOST and attempt.kind == "unplanned":
         # It is lost only if asking again, after whatever was on its way to us about an agent's
         # end, gives the same answer.
         worker.missing += 1
@@ -247,10 +250,10 @@ def _copy_failed(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Cop
         fall_back(
             job,
             out,
-            f"the side state of rank {worker.rank} at tick {attempt.tick} is lost with its node "
-            f"and its buddy: {said.error}",
+            f"state of rank {worker.rank} at tick {attempt.tick} is lost with its node and its "
+            f"buddy: {said.error}",
         )
-    elif said.reason == "side-state-missing":
+    elif said.reason in LOST:
         reason = f"{job.resume} cannot be resumed from: {said.error}"
         end_job(job, out, "failed", EXIT_GAVE_UP, reason)
     else:

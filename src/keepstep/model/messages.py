@@ -3,6 +3,7 @@
     orchestrator <-> agent    one authenticated stream per node        AgentMessage / AgentCommand
     agent <-> worker          one inherited socketpair per process     WorkerMessage / WorkerCommand
     worker <-> agent (blobs)  TCP, side state of other nodes' ranks    BlobRequest / BlobReply
+    worker <-> agent (vault)  the same port, state without replicas    keepstep.model.vault
 
 The agent relays worker messages and commands without looking at most of them. Everything that
 belongs to a migration carries the *generation* of the attempt it belongs to; a receiver ignores
@@ -72,6 +73,7 @@ class Ready(Message, frozen=True):
     generation: int
     arrived_ns: int  # assigned -> arrived (script's construction)
     warm_ns: int  # arrived -> warmed up
+    classes: list[str] = []  # of the tensors it must get (worker/shards.py)
 
 
 class Staged(Message, frozen=True):
@@ -122,6 +124,7 @@ class Held(Message, frozen=True):
     serve: Address
     pid: int
     done: bool = False
+    classes: list[str] = []  # of the tensors it has: equal on two ranks, equal bytes
 
 
 class Copied(Message, frozen=True):
@@ -133,6 +136,7 @@ class Copied(Message, frozen=True):
     copy_ns: int
     sources: list[int]  # ranks that served tensors
     side_state: Literal["own-agent", "buddy", "checkpoint", "natural", "self"]
+    restored: str = ""  # what came from a vault instead of a rank, and how
 
 
 class CopyFailed(Message, frozen=True):
@@ -144,6 +148,7 @@ class CopyFailed(Message, frozen=True):
         "digest",
         "side-state-missing",  # everybody who might have it was asked
         "side-state-unreachable",  # somebody who might have it did not answer
+        "shards-missing",  # no rank and no vault has them
         "position",
         "error",
     ]
@@ -342,6 +347,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     pid: int
     node: str
     serve: Address
+    classes: list[str] = []
 
 
 class Copy(Message, frozen=True):

@@ -98,7 +98,8 @@ def _wait_for_seat(line: Any, where: str) -> None:
     os.environ["KEEPSTEP_GENERATION"] = str(command.generation - 1)
     if data is not None:
         line.init_record = data
-        line.recorder.replay = codec.loads_inline(data)
+        line.about = codec.loads_inline(data)
+        line.recorder.replay = line.about.pop("record")
 
 
 def _init_record(line: Any, command: Any) -> bytes | None:

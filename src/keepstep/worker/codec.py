@@ -18,8 +18,10 @@ from typing import Any, Final
 
 import msgspec
 import torch
+from torch.distributed.tensor import DTensor
 
 from keepstep.errors import RemoteProtocolError, UsageError
+from keepstep.worker import shards
 
 DEPTH_MAX = 100
 
@@ -41,6 +43,7 @@ _RAW_STR: Final = 14
 _ORDERED: Final = 15
 _COUNTER: Final = 16
 _BYTEARRAY: Final = 17
+_SHARD_INLINE: Final = 18
 
 _PLAIN = (type(None), bool, float, bytes)
 _SEQUENCES: dict[Any, int] = {
@@ -56,7 +59,7 @@ _MAPPINGS: dict[Any, int] = {
     OrderedDict: _ORDERED,
     Counter: _COUNTER,
 }
-_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, DTensor)
 _ARRAY_KINDS = "?biufcSUmM"
 
 _encoder = msgspec.msgpack.Encoder()
@@ -185,10 +188,27 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def _inline(tensor: torch.Tensor) -> list[Any]:
+    described = shards.spec(tensor)
+    if described is not None:
+        key, placements, shape, stride = described
+        packed = [list(placement) for placement in placements]
+        return [
+            _SHARD_INLINE,
+            _inline(shards.local(tensor)),
+            key,
+            packed,
+            list(shape),
+            list(stride),
+        ]
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     data = ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.nbytes else b""
     device = "" if tensor.device.type == "cpu" else str(tensor.device)
     return [_TENSOR_INLINE, dtype_name(tensor.dtype), list(tensor.shape), data, device]
+
+
+def _shard_from(part: Any, key: str, placements: Any, shape: Any, stride: Any) -> torch.Tensor:
+    described = (key, tuple(map(tuple, placements)), tuple(shape), tuple(stride))
+    return shards.wrap(_tensor_from(*part[1:]), described)
 
 
 def _tensor_from(dtype: str, shape: list[int], data: bytes, device: str) -> torch.Tensor:
@@ -233,6 +253,8 @@ def _unpack(node: Any, tensors: list[torch.Tensor]) -> Any:
         return tensors[node[1]]
     if tag == _TENSOR_INLINE:
         return _tensor_from(*node[1:])
+    if tag == _SHARD_INLINE:
+        return _shard_from(*node[1:])
     if tag in (_ARRAY, _ARRAY_SCALAR):
         import numpy
 

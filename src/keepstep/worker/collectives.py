@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -58,7 +59,8 @@ class Recorder:
     def __init__(self) -> None:
         self.record: list[dict[str, Any]] = []
         self.replay: list[dict[str, Any]] | None = None
-        self.oversized: list[tuple[str, torch.Tensor]] = []
+        # A result that is gone by attach was used up by something that is there, or by nothing.
+        self.oversized: list[tuple[str, weakref.ref[torch.Tensor]]] = []
         self.gate: Gate | None = None  # set by attach
         self._depth = threading.local()
 
@@ -108,7 +110,7 @@ class Recorder:
     def _record(self, name: str, outputs: list[torch.Tensor]) -> None:
         small = sum(t.nbytes for t in outputs) <= RESULT_BYTES_MAX
         if not small:
-            self.oversized += [(name, t) for t in outputs]
+            self.oversized += [(name, weakref.ref(t)) for t in outputs]
         values = [t.detach().cpu().clone() for t in outputs] if small else None
         self.record.append({"op": name, "shapes": [list(t.shape) for t in outputs], "out": values})
 
@@ -126,17 +128,19 @@ class Recorder:
             with torch.no_grad():
                 target.copy_(value)
 
-    def encoded(self, known: set[int]) -> bytes:
-        """The record as side state; `known` are the storages that attach protects anyway."""
-        for name, tensor in self.oversized:
-            if tensor.untyped_storage().data_ptr() not in known:
+    def encoded(self, known: set[int], about: dict[str, Any]) -> bytes:
+        """The record as side state, with what attach found out `about` the rank's tensors;
+        `known` are the storages that attach protects anyway."""
+        for name, kept in self.oversized:
+            tensor = kept()
+            if tensor is not None and tensor.untyped_storage().data_ptr() not in known:
                 raise UsageError(
                     f"{name} before attach had a result of {tensor.nbytes} bytes "
                     f"(shape {list(tensor.shape)}) that is not part of the attached model",
                     hint=f"a newcomer must get it too: keep such results under {RESULT_BYTES_MAX} "
                     "bytes, move the collective into a @ks.section, or attach what it fills",
                 )
-        data = codec.dumps_inline(self.record)
+        data = codec.dumps_inline({**about, "record": self.record})
         if len(data) > RECORD_BYTES_MAX:
             raise UsageError(
                 f"collectives before attach had {len(data)} bytes of results",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -41,6 +41,10 @@ def classify(error: BaseException) -> Kind:
     return "user"
 
 
+def _has_own(layer: torch.nn.Module) -> bool:
+    return any(p.requires_grad for p in layer.parameters(recurse=False))
+
+
 class Injector:
     """Faults at named points of a step, armed by the orchestrator; each fires once."""
 
@@ -52,12 +56,19 @@ class Injector:
     def __bool__(self) -> bool:
         return bool(self._armed)
 
-    def begin(self, version: int, parameters: list[torch.nn.Parameter]) -> None:
-        """in_backward: fire when the gradient of a parameter in the middle is being computed."""
+    def begin(self, version: int, models: Iterable[torch.nn.Module]) -> None:
+        """in_backward: fire when the gradient of what a layer in the middle gave out is there."""
         if any(a.step == version and a.point == "in_backward" for a in self._armed):
-            middle = parameters[len(parameters) // 2]
-            hook: Any = middle.register_hook  # untyped in torch
-            self._hook = hook(lambda _: self.point("in_backward", version))
+            layers = [layer for model in models for layer in model.modules() if _has_own(layer)]
+            middle = layers[len(layers) // 2]
+
+            def given(_: Any, args: Any, output: Any) -> None:
+                for tensor in output if isinstance(output, list | tuple) else [output]:
+                    if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                        hook: Any = tensor.register_hook  # untyped in torch
+                        hook(lambda _: self.point("in_backward", version))
+
+            self._hook = middle.register_forward_hook(given)
 
     def end(self) -> None:
         if self._hook is not None:

@@ -23,9 +23,10 @@ import msgspec
 
 from keepstep.errors import KeepstepError
 from keepstep.model import messages as m
-from keepstep.worker import blobs, checkpoint, codec, groups, rng, transfer
+from keepstep.worker import blobs, checkpoint, codec, fsdp, groups, rng, transfer
 from keepstep.worker.objects import Registered
 from keepstep.worker.recovery import Recovery
+from keepstep.worker.redundancy import ShardsMissing
 from keepstep.worker.seat import Seat
 from keepstep.worker.transaction import Transactions
 
@@ -87,7 +88,7 @@ class Newcomer:
         natural_rng = rng.capture()
         self._per_rank = [(o, o.snapshot()) for o in seat.objects.values() if o.per_rank]
         stand_in = None
-        if warm_up is not None:
+        if warm_up is not None and (seat.version > 0 or not seat.redundancy.needed):
             stand_in = self._warm_up(warm_up, 2 if seat.version > 0 else 1)
         provisional = (self._position or {}).get("tick")
         self._site = site
@@ -121,6 +122,7 @@ class Newcomer:
         finally:
             self.transactions.warming = False
             self.transactions.running = ""
+        fsdp.reset(seat.models.values())
         for parameter in seat.parameters:
             parameter.grad = None
         return result
@@ -155,6 +157,7 @@ class Newcomer:
                 generation=self.assign.generation,
                 arrived_ns=max(arrived - seat.line.assigned_ns, 0),
                 warm_ns=now - arrived,
+                classes=sorted(seat.state.classes()),
             )
         )
         seat.page.where("held")
@@ -199,15 +202,20 @@ class Newcomer:
             if copy.checkpoint:
                 copied = checkpoint.read_state(copy.checkpoint, seat.rank, seat.state)
                 sources: list[int] = []
+                restored = ""
             else:
                 result = transfer.pull(copy.sources, copy.tick, seat.welcome.token, seat.state)
-                copied, sources = result.bytes_copied, result.sources_used
+                copied, sources = result.bytes_copied, sorted(result.used)
+                restored = self._restore(result.missing, side, copy)
             self._adopt(side, copy)
         except transfer.SourceLost as error:
             self._failed(copy, "source-lost", str(error), error.rank)
             return False
         except blobs.HoldersUnreachable as error:
             self._failed(copy, "side-state-unreachable", str(error))
+            return False
+        except ShardsMissing as error:
+            self._failed(copy, "shards-missing", str(error))
             return False
         except transfer.DigestMismatch as error:
             self._failed(copy, "digest", str(error), error.rank)
@@ -223,9 +231,21 @@ class Newcomer:
                 copy_ns=time.monotonic_ns() - began,
                 sources=sources,
                 side_state=kind,  # type: ignore[arg-type]
+                restored=restored,
             )
         )
         return True
+
+    def _restore(self, missing: frozenset[str], side: dict[str, Any] | None, copy: m.Copy) -> str:
+        """What no rank has; how it was restored, in words."""
+        seat = self.seat
+        if not missing:
+            return ""
+        version = side["version"] if side is not None else 0
+        if version == 0 and seat.natural == seat.line.about["natural"]:
+            return "shards as the script builds them, before the first step"
+        updated = seat.redundancy.updated
+        return seat.redundancy.restore(missing, copy.holders, version, updated)
 
     def _side_state(self, copy: m.Copy) -> tuple[str, dict[str, Any] | None]:
         if copy.tick == 0:

@@ -35,6 +35,7 @@ class Registered:
         self.load = load
         self.per_rank = per_rank
         self._scaler = scaler
+        self.after_update: Callable[[], Any] | None = None  # called at the end of every step
         # Large state is not copied at every step: it may be changed only after the update.
         self.undoable = len(codec.dumps_inline(save())) <= SNAPSHOT_BYTES_MAX
 

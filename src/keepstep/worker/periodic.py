@@ -9,8 +9,8 @@
 
 Theory of operation. PyTorch plans a checkpoint by collectives among all ranks. Those would need a
 process group beside training's, stop when a rank dies, and be in the way of the next generation.
-But there is nothing to negotiate: every rank knows the names and sizes of what all ranks hold, so
-each can say by itself which pieces are its to write (`owner_of`). So ranks plan alone, write alone
+But there is nothing to negotiate: every rank knows who else has the same tensors (shards.py), so
+each can say by itself which pieces are its to write (`owners_of`). So ranks plan alone, write alone
 and never wait for each other; the one that seals joins the plans, and looks whether every piece
 that some rank needs has been written. An abort has nothing to cancel: parts that will never be
 sealed are removed by whoever wrote them, at the next checkpoint, or with the rest by its sealer.
@@ -31,7 +31,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +68,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from keepstep.errors import KeepstepError, PermanentError
 from keepstep.model import messages as m
-from keepstep.worker import codec
+from keepstep.worker import codec, shards
 from keepstep.worker.checkpoint import FORMAT, put
 from keepstep.worker.state import StateSet, describe, memory
 from keepstep.worker.statefile import DigestMismatch
@@ -78,6 +78,8 @@ if TYPE_CHECKING:
 
 PRIORITY = 10  # of the writing thread: behind the one that trains
 OWN = "object/keepstep/"  # state of Keepstep's own, which need not be equal on all ranks
+
+NAMED_MAX = 8  # ranks whose numbers are part of a name
 
 Shape = tuple[int, ...]
 
@@ -144,26 +146,47 @@ _indexes: msgspec.msgpack.Decoder[list[Piece]] = msgspec.msgpack.Decoder(list[Pi
 # --------------------------------------------------------------------------------------- taking
 
 
-def chunk_of(name: str, tensor: Tensor, rank: int) -> Chunk:
-    shape = tuple(tensor.shape)
-    full = f"rank-{rank}/{name}" if name.startswith(OWN) else name
-    return Chunk(full, (0,) * len(shape), shape, shape, codec.dtype_name(tensor.dtype))
+def chunk_of(
+    name: str,
+    part: Tensor,
+    described: shards.Spec | None,
+    ranks: Sequence[int],
+    world: int,
+) -> Chunk:
+    """`part` is what is here of the tensor, and `ranks` have the same bytes. Tensors of one name
+    may differ between ranks (stages of a pipeline): then the ranks are part of the name."""
+    dtype, shape = codec.dtype_name(part.dtype), tuple(part.shape)
+    found = shards.box(described) if described is not None else None
+    if described is not None and found is not None:
+        full = prefix(shards.mesh_ranks(described), world) + name
+        return Chunk(full, found[1], found[0], tuple(described[2]), dtype)
+    full = prefix(ranks, world) + name
+    return Chunk(full, (0,) * len(shape), shape, shape, dtype)
 
 
-def owner_of(chunks: Mapping[str, tuple[Chunk, int]], world: int) -> dict[str, int]:
-    """Who writes what all ranks hold, by name: (chunk, bytes) -> rank. The same on every rank.
+def prefix(ranks: Sequence[int], world: int) -> str:
+    if len(ranks) == world:
+        return ""
+    if len(ranks) <= NAMED_MAX:
+        return f"rank-{'-'.join(map(str, ranks))}/"
+    return f"ranks-{xxhash.xxh3_64_hexdigest(repr(tuple(ranks)).encode())}/"
+
+
+def owners_of(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[str, int]:
+    """Who of these ranks, which all hold them, writes tensors of these names and sizes. They all
+    come to the same answer.
 
     The largest first, each to whoever has least. The number of tensors in registered objects may
     differ between ranks: each of them has its owner whatever else there is."""
     owners: dict[str, int] = {}
-    ranks = [(0, rank) for rank in range(world)]
-    for name, (_, size) in sorted(chunks.items(), key=lambda one: (-one[1][1], one[0])):
+    loads = [(0, rank) for rank in sorted(ranks)]
+    for name, size in sorted(sizes.items(), key=lambda one: (-one[1], one[0])):
         if name.startswith("object/"):
-            owners[name] = zlib.crc32(name.encode()) % world
+            owners[name] = ranks[zlib.crc32(name.encode()) % len(ranks)]
             continue
-        load, rank = ranks[0]
+        load, rank = loads[0]
         owners[name] = rank
-        heapq.heapreplace(ranks, (load + size, rank))
+        heapq.heapreplace(loads, (load + size, rank))
     return owners
 
 
@@ -200,20 +223,22 @@ class Periodic:
         seat = self._seat
         snapshot = Snapshot(number, seat.tick, seat.version)
         exported = seat.state.export()
-        found: dict[str, tuple[Chunk, int]] = {}
-        for name, tensor in exported.tensors.items():
-            if tensor.numel():
-                found[name] = chunk_of(name, tensor, seat.rank), tensor.nbytes
-                snapshot.needs[name] = found[name][0]
-        shared = {name: one for name, one in found.items() if not name.startswith(OWN)}
-        owners = owner_of(shared, seat.world)
-        for name, (chunk, _) in found.items():
-            if owners.get(name, seat.rank) == seat.rank:
-                copy = self._copy(name, exported.tensors[name])
-                snapshot.tensors[chunk.index()] = chunk, copy
+        alike: dict[str, tuple[tuple[int, ...], dict[str, int]]] = {}  # class -> ranks, sizes
+        for name, part in exported.tensors.items():
+            if not part.numel():
+                continue
+            kind = OWN if name.startswith(OWN) else exported.classes[name]
+            ranks = (seat.rank,) if kind == OWN else seat.replicas.ranks[kind]
+            snapshot.needs[name] = chunk_of(name, part, exported.specs[name], ranks, seat.world)
+            alike.setdefault(kind, (ranks, {}))[1][name] = part.nbytes
+        for ranks, sizes in alike.values():
+            for name, owner in owners_of(sizes, ranks).items():
+                if owner == seat.rank:
+                    chunk, copy = snapshot.needs[name], self._copy(name, exported.tensors[name])
+                    snapshot.tensors[chunk.index()] = chunk, copy
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._host = {name: self._host[name] for name in found if name in self._host}
+        self._host = {name: self._host[name] for name in snapshot.needs if name in self._host}
         snapshot.files["meta"] = exported.meta
         for kind, tick in (("side", seat.tick), ("init", -1)):
             data = seat.page.held(tick)
@@ -301,8 +326,8 @@ def write_part(directory: Path, rank: int, snapshot: Snapshot) -> int:
     for result in results:
         chunk, tensor = snapshot.tensors[result.index]
         where: _StorageInfo = result.storage_data
-        digest = xxhash.xxh3_128_digest(memory(tensor))
-        pieces.append(Piece(chunk, where.relative_path, where.offset, where.length, digest))
+        file, at, length = where.relative_path, where.offset, where.length
+        pieces.append(Piece(chunk, file, at, length, _digest(tensor)))
     for kind, data in snapshot.files.items():
         put(directory / f"rank-{rank}.{kind}", data)
     part = Part(
@@ -314,6 +339,10 @@ def write_part(directory: Path, rank: int, snapshot: Snapshot) -> int:
     )
     put(directory / f"rank-{rank}.part", msgspec.msgpack.encode(part))
     return sum(tensor.nbytes for _, tensor in snapshot.tensors.values())
+
+
+def _digest(tensor: Tensor) -> bytes:
+    return xxhash.xxh3_128_digest(memory(tensor.contiguous()))
 
 
 def remove_part(directory: Path, rank: int) -> None:
@@ -410,7 +439,7 @@ def read_state(directory: Path, rank: int, state: StateSet) -> int:
     plan = LoadPlan([_read_item(chunk) for chunk in wanted.values()])
     reader.read_data(plan, _Reading(landing)).wait()
     for name, chunk in wanted.items():
-        if xxhash.xxh3_128_digest(memory(places[name])) != pieces[chunk.index()].digest:
+        if _digest(places[name]) != pieces[chunk.index()].digest:
             raise DigestMismatch(-1, f"{directory} is damaged: {name} has another digest")
     state.finish_import()
     return sum(places[name].nbytes for name in wanted)

@@ -19,6 +19,7 @@ class PlainSession:
 
     def __init__(self) -> None:
         self._steps = 0
+        self._updates: list[Callable[[], Any]] = []
 
     @property
     def committed_step(self) -> int:
@@ -28,6 +29,8 @@ class PlainSession:
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
+            for update in self._updates:
+                update()
             self._steps += 1
             return result
 
@@ -42,8 +45,18 @@ class PlainSession:
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         return iter(loader)
 
-    def register(self, name: str, target: Any, load: Any = None, *, per_rank: bool = False) -> None:
+    def register(
+        self,
+        name: str,
+        target: Any,
+        load: Any = None,
+        *,
+        per_rank: bool = False,
+        after_update: Callable[[], Any] | None = None,
+    ) -> None:
         registered(name, target, load, per_rank=per_rank)
+        if after_update is not None:
+            self._updates.append(after_update)
 
     def progress(self) -> None:
         """Tell the stall detector that a long section is alive."""

@@ -169,9 +169,8 @@ class Recovery:
         seat.page.set("hold", 1)
         if groups.solo() and not groups.destroyed():
             groups.reset_ddp(seat.version)
-        server = StateServer(
-            seat.welcome.interface, seat.welcome.token, seat.state.export(), seat.tick
-        )
+        export = seat.state.export()
+        server = StateServer(seat.welcome.interface, seat.welcome.token, export, seat.tick)
         try:
             seat.channel.send(
                 m.Held(
@@ -181,6 +180,7 @@ class Recovery:
                     serve=server.address,
                     pid=os.getpid(),
                     done=seat.done,
+                    classes=sorted(set(export.classes.values())),
                 )
             )
             return self._obey(generation)
@@ -248,6 +248,7 @@ class Recovery:
         if not seat.done:
             with contextlib.suppress(ConnectionAbortedError):  # again after the next swap
                 seat.republish()
+            seat.redundancy.reconnect()
 
     def _enter_groups(self, generation: int) -> None:
         """An Abort right behind the Swap takes the staged groups away. The generation is committed

@@ -11,13 +11,14 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
-from keepstep.worker import blobs, buckets, codec, groups, rng
+from keepstep.worker import blobs, buckets, codec, groups, rng, shards
 from keepstep.worker.ahead import Ahead
 from keepstep.worker.batches import Loop
 from keepstep.worker.channel import Channel
@@ -26,6 +27,8 @@ from keepstep.worker.faults import Injector
 from keepstep.worker.objects import Registered
 from keepstep.worker.page import Page
 from keepstep.worker.position import Tracker
+from keepstep.worker.redundancy import Redundancy
+from keepstep.worker.shards import Replicas
 from keepstep.worker.state import StateSet
 
 if TYPE_CHECKING:
@@ -45,6 +48,7 @@ class Line:
         self.assigned: m.Assign | None = None  # newcomers only
         self.assigned_ns = 0
         self.init_record = b""  # of the rank that a newcomer replaces
+        self.about: dict[str, Any] = {}  # what that rank found out at its attach
 
 
 class Stager:
@@ -147,6 +151,9 @@ class Seat:
         self._first: dict[str, torch.Tensor] | None = None
         self.mutable_buffers: set[str] = set()
         self.restore_after_walk: bytes | None = None
+        self.replicas = Replicas(rank, world)
+        self.redundancy = Redundancy(self)
+        self.natural = b""  # digest of what only this rank has, as the script built it
         self.state = self._new_state()
         self.periodic: Periodic | None = None
         if self.welcome.checkpoints:
@@ -180,7 +187,10 @@ class Seat:
         shared["keepstep/results"] = Registered(
             "keepstep/results", self._save_results, self._load_results
         )
-        return StateSet(self.models, self.optimizers, shared)
+        shared["keepstep/updates"] = Registered(
+            "keepstep/updates", lambda: self.redundancy.updated, self._load_updates
+        )
+        return StateSet(self.models, self.optimizers, shared, self.replicas, groups.ddp_modules)
 
     def register(self, item: Registered) -> None:
         if item.name in self.objects or item.name.startswith("keepstep/"):
@@ -190,12 +200,20 @@ class Seat:
         self.objects[item.name] = item
         self.state = self._new_state()
 
+    def after_update(self) -> None:
+        for item in self.objects.values():
+            if item.after_update is not None:
+                item.after_update()
+
     def _save_results(self) -> dict[str, Any]:
         """The newest result of every step and section, for a newcomer that walks past them."""
         return self.tracker.results
 
     def _load_results(self, results: dict[str, Any]) -> None:
         self.tracker.results = results
+
+    def _load_updates(self, updated: list[str]) -> None:
+        self.redundancy.updated = updated
 
     # ------------------------------------------------------------------ buffers
 
@@ -230,7 +248,11 @@ class Seat:
 
     def _carried(self) -> dict[int, torch.Tensor]:
         """Gradients that a step without an update leaves for the next one, by parameter."""
-        found = {i: p.grad.detach() for i, p in enumerate(self.parameters) if p.grad is not None}
+        found = {
+            i: shards.local(p.grad).detach()
+            for i, p in enumerate(self.parameters)
+            if p.grad is not None
+        }
         found = {i: g for i, g in found.items() if not g.is_sparse and bool(g.any())}
         self._carries_on = bool(found)
         if sum(g.nbytes for g in found.values()) <= CARRIED_BYTES_MAX:
@@ -276,12 +298,30 @@ class Seat:
         self.ahead.wait()
         self.buddy_line.generation = self.generation
         self.page.publish(tick, data)
-        while (address := self.channel.buddy) is not None:
+
+        def put(address: m.Address | None) -> None:
+            if address is not None:
+                init = self.page.held(-1)
+                self.buddy_line.put(address, self.rank, tick, data, self.aborted, init)
+
+        self._at_buddy(put)
+
+    def secure(self, updating: bool) -> None:
+        """State that no other rank has goes where it outlives this one; as `publish`."""
+        if not self.redundancy.needed:
+            return
+        try:
+            self._at_buddy(lambda address: self.redundancy.publish(address, updating))
+        except UsageError as error:  # there is not enough memory at the only place that is left
+            self.redundancy.suspend(str(error))
+
+    def _at_buddy(self, action: Callable[[m.Address | None], None]) -> None:
+        while True:
+            address = self.channel.buddy
             if self.aborted():
                 raise ConnectionAbortedError("publishing was aborted")
             try:
-                init = self.page.held(-1)
-                self.buddy_line.put(address, self.rank, tick, data, self.aborted, init)
+                action(address)
                 return
             except OSError as error:
                 if self.aborted():
@@ -312,7 +352,7 @@ class Seat:
 
         self.ahead.begin(send)
 
-    def _wait_for_other_buddy(self, old: m.Address) -> None:
+    def _wait_for_other_buddy(self, old: m.Address | None) -> None:
         self.channel.wait_until(lambda: self.channel.buddy != old or self.aborted(), 5.0)
 
     def republish(self) -> None:
@@ -330,9 +370,10 @@ class Seat:
         for index, gradient in carried.items():
             parameter = self.parameters[index]
             if parameter.grad is not None:  # maybe a view of a bucket, and to remain one
-                parameter.grad.copy_(gradient)
+                shards.local(parameter.grad).copy_(gradient)
             else:
-                parameter.grad = gradient.to(parameter.device)
+                part = gradient.to(parameter.device)
+                parameter.grad = shards.wrap(part, shards.spec(parameter))
         for name, value in side["per_rank"].items():
             if name in self.objects:
                 self.objects[name].load(value)
@@ -345,6 +386,7 @@ class Seat:
     def _on_abort(self, _: m.Abort) -> None:
         groups.abort()
         self.buddy_line.interrupt()
+        self.redundancy.interrupt()
         self.stager.discard(below=self.channel.abort_generation)
 
     def median_step_ns(self) -> int:

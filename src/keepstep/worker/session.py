@@ -10,16 +10,18 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
+import xxhash
 
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
-from keepstep.worker import groups, rng
+from keepstep.worker import fsdp, groups, rng
 from keepstep.worker.batches import Batches, Loop
 from keepstep.worker.newcomer import Newcomer
 from keepstep.worker.objects import registered
 from keepstep.worker.plain import Batch, F, PlainSession
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.seat import Line, Seat
+from keepstep.worker.state import memory, on_cpu
 from keepstep.worker.transaction import Transactions
 from keepstep.worker.tree import MISSING
 
@@ -136,13 +138,25 @@ class Session(PlainSession):
         seat.loops.append(loop)
         return Batches(loop, seat.page.mark)
 
-    def register(self, name: str, target: Any, load: Any = None, *, per_rank: bool = False) -> None:
-        """Protect more state: an object with state_dict/load_state_dict, or (save, load)."""
+    def register(
+        self,
+        name: str,
+        target: Any,
+        load: Any = None,
+        *,
+        per_rank: bool = False,
+        after_update: Callable[[], Any] | None = None,
+    ) -> None:
+        """Protect more state: an object with state_dict/load_state_dict, or (save, load).
+        `after_update` is called at the end of every step: what it does to the object can be
+        repeated in another process that has the parameters (averages of sharded weights)."""
         if self._begun:
             raise UsageError(
                 f"register({name!r}) after the first step", hint="register right after attach"
             )
-        self._seat.register(registered(name, target, load, per_rank=per_rank))
+        item = registered(name, target, load, per_rank=per_rank)
+        item.after_update = after_update
+        self._seat.register(item)
 
     def progress(self) -> None:
         self._seat.page.mark()
@@ -247,8 +261,24 @@ def attach_rank(line: Line, models: dict[str, Any], optimizers: dict[str, Any]) 
     return Session(seat)
 
 
+def _plain_equal(seat: Seat) -> bool:
+    """Whether all ranks have the same plain tensors, as far as nobody says how they are spread."""
+    if seat.world == 1:
+        return True
+    digest = xxhash.xxh3_128()
+    for name, tensor in seat.state.undescribed().items():
+        digest.update(name.encode())
+        digest.update(memory(on_cpu(tensor)))
+    value = digest.intdigest()
+    words = [(value >> shift) & 0x3FFFFFF for shift in (0, 26, 52, 78, 104)]
+    low, high = groups.fence(words)
+    seat.replicas.plain_equal = low == high
+    return low == high
+
+
 def announce(session: Session, line: Line) -> None:
     seat = session._seat
+    fsdp.refuse_old(seat.models.values())
     known = {t.untyped_storage().data_ptr() for t in seat.state.export().tensors.values()}
     newcomer = line.assigned is not None
     if not newcomer:
@@ -262,10 +292,17 @@ def announce(session: Session, line: Line) -> None:
                 seat.welcome.interface,
                 FIRST_FENCE_TIMEOUT_S,
             )
-        record = line.recorder.encoded(known)
+        about: dict[str, Any] = {"plain_equal": _plain_equal(seat)}
+        seat.redundancy.survey()
+        seat.natural = about["natural"] = seat.redundancy.digest()
+        record = line.recorder.encoded(known, about)
         seat.channel.wait_until(lambda: seat.channel.buddy_known, 10.0)
+        seat.redundancy.connect()
         seat.publish(-1, record)
     elif line.recorder.replay is not None:
+        seat.replicas.plain_equal = line.about["plain_equal"]
+        seat.redundancy.survey()
+        seat.natural = seat.redundancy.digest()
         seat.page.publish(-1, line.init_record)
     line.recorder.gate = session._gate
     exported = seat.state.export()

@@ -3,13 +3,15 @@
 A state is a set of named tensors plus *meta*, one codec document that says how to put them back:
 
     model/<model>/<parameter or buffer>     optim/<optimizer>/<parameter index>/<key>
-    optim/<optimizer>/group/<index>/<key>   optim/<optimizer>/extra/<n>   object/<name>/<n>
+    optim/<optimizer>/group/<n>             object/<name>/<n>
 
-Tensors that are the same memory appear once, under the first name. A source exports references to
-its live tensors; a newcomer prepares a place for every byte (its own tensor where memory layouts
-agree), has them filled from outside, and finishes. Optimizers are filled directly and not by
-load_state_dict, which casts and so is not exact. Gradients do not travel: at a boundary they are
-absent or about to be zeroed, and only which of the two is kept.
+Of a sharded tensor only the part that is here is exported (shards.py), under its whole name and
+with the class that says which other ranks have the same part. Tensors that are the same memory
+appear once, under the first name. A source exports references to its live tensors; a newcomer
+prepares a place for every byte (its own tensor where memory layouts agree), has them filled from
+outside, and finishes. Optimizers are filled directly and not by load_state_dict, which casts and so
+is not exact. Gradients do not travel: at a boundary they are absent or about to be zeroed, and only
+which of the two is kept.
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from keepstep.errors import UsageError
-from keepstep.worker import codec
+from keepstep.worker import codec, fsdp, shards
+from keepstep.worker.shards import PLAIN, Replicas
 
-Table = dict[str, tuple[str, tuple[int, ...], tuple[int, ...], str]]
+# dtype, shape and strides, kind of device, how it is spread, class
+Table = dict[str, tuple[str, tuple[int, ...], tuple[int, ...], str, Any, str]]
 
 
 HASHED_BYTES_MAX = 256 << 10
@@ -51,8 +55,10 @@ class Registered(Protocol):
 class Exported:
     """References to live tensors: valid while the rank holds still."""
 
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Tensor]  # what is here of each
     meta: bytes
+    classes: dict[str, str]  # name -> class
+    specs: dict[str, shards.Spec | None] = field(default_factory=dict)  # how each is spread
 
     @property
     def bytes_total(self) -> int:
@@ -61,10 +67,26 @@ class Exported:
 
 @dataclass
 class _Import:
-    meta: dict[str, Any]
+    metas: list[dict[str, Any]]
+    provider: dict[str, int] = field(default_factory=dict)  # class -> which of the metas
+    missing: set[str] = field(default_factory=set)
     # where bytes arrive, and where they belong if that is another tensor
     landing: dict[str, Tensor] = field(default_factory=dict)
     final: dict[str, Tensor] = field(default_factory=dict)
+    described: dict[str, shards.Spec | None] = field(default_factory=dict)
+    of: dict[str, str] = field(default_factory=dict)  # class
+
+    def tree(self, entry: dict[str, Any]) -> Any:
+        found = [shards.wrap(self.final[key], self.described[key]) for key in entry["tensors"]]
+        return codec.loads(entry["data"], found)
+
+
+def _providers(metas: list[dict[str, Any]]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for at, meta in enumerate(metas):
+        for entry in meta["table"].values():
+            found.setdefault(entry[5], at)
+    return found
 
 
 def dense(tensor: Tensor) -> bool:
@@ -106,35 +128,69 @@ class StateSet:
         models: dict[str, nn.Module],
         optimizers: dict[str, Optimizer],
         objects: Mapping[str, Registered],
+        replicas: Replicas | None = None,
+        ddp: Callable[[], Iterable[Any]] = tuple,
     ) -> None:
         self.models = models
         self.optimizers = optimizers
         self.objects = objects
+        self.replicas = replicas or Replicas(0, 1)
+        self._ddp = ddp
         self._import: _Import | None = None
         self._buffers: list[_Place] | None = None
 
     # -- export
 
     def export(self) -> Exported:
+        self.replicas.wrapped_by_ddp(self._ddp())
         tensors = self._model_tensors()
+        classes = {name: self.replicas.of(tensor) for name, tensor in tensors.items()}
         meta: dict[str, Any] = {
-            "optimizers": {name: self._export_optimizer(name, tensors) for name in self.optimizers},
-            "objects": {name: self._export_object(name, tensors) for name in self.objects},
-            "gradients": [parameter.grad is not None for _, parameter in self._parameters()],
+            "optimizers": {o: self._export_optimizer(o, tensors, classes) for o in self.optimizers},
+            "objects": {name: self._export_object(name, tensors, classes) for name in self.objects},
+            "gradients": {name: p.grad is not None for name, p in self._parameters()},
         }
-        meta["table"] = {name: describe(tensor) for name, tensor in tensors.items()}
-        return Exported(tensors, codec.dumps_inline(meta))
+        specs = {name: shards.spec(tensor) for name, tensor in tensors.items()}
+        meta["table"] = {n: (*describe(t), specs[n], classes[n]) for n, t in tensors.items()}
+        parts = {name: shards.local(tensor) for name, tensor in tensors.items()}
+        return Exported(parts, codec.dumps_inline(meta), classes, specs)
+
+    def undescribed(self) -> dict[str, Tensor]:
+        """Plain tensors of which nobody says how they are spread over the ranks."""
+        self.replicas.wrapped_by_ddp(self._ddp())
+        found = {n: t for n, t in self._model_tensors().items() if not self.replicas.described(t)}
+        for name in self.objects:
+            _, tensors = codec.dumps(self.objects[name].save())
+            found |= {
+                f"object/{name}/{n}": t
+                for n, t in enumerate(tensors)
+                if not self.replicas.described(t)
+            }
+        return found
+
+    def classes(self) -> frozenset[str]:
+        """Of everything this rank has."""
+        self.replicas.wrapped_by_ddp(self._ddp())
+        found = {self.replicas.of(tensor) for tensor in self._model_tensors().values()}
+        for name in self.objects:
+            found |= {self.replicas.of(t) for t in codec.dumps(self.objects[name].save())[1]}
+        return frozenset(found)
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers, shared ones once; sharded ones as DTensors."""
+        return self._model_tensors()
 
     def _model_tensors(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         seen: set[Any] = set()
         for model, module in self.models.items():
+            fsdp.reshard(module)
             for named in (module.named_parameters(), module.named_buffers()):
                 for name, tensor in named:
-                    key = _identity(tensor)
+                    key = _identity(shards.local(tensor))
                     if key not in seen:
                         seen.add(key)
-                        tensors[f"model/{model}/{name}"] = tensor.detach()
+                        tensors[f"model/{model}/{name}"] = tensor
         return tensors
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -145,11 +201,13 @@ class StateSet:
                     seen.add(id(parameter))
                     yield f"model/{model}/{name}", parameter
 
-    def _export_optimizer(self, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    def _export_optimizer(
+        self, name: str, tensors: dict[str, Tensor], classes: dict[str, str]
+    ) -> dict[str, Any]:
+        """Entry by entry: a newcomer may take those of its parameters from several sources."""
         optimizer = self.optimizers[name]
-        index = {id(parameter): i for i, parameter in enumerate(_flat(optimizer))}
-        names: dict[int, str] = {}
-        state: dict[int, Any] = {}
+        index = {id(parameter): i for i, parameter in enumerate(flat(optimizer))}
+        entries: dict[int, Any] = {}
         for parameter, entry in optimizer.state.items():
             if id(parameter) not in index:
                 raise UsageError(
@@ -157,62 +215,132 @@ class StateSet:
                     hint="remove it, or carry it with ks.register(name, save, load)",
                 )
             i = index[id(parameter)]
-            state[i] = entry
-            if isinstance(entry, dict):
-                names |= {id(v): f"{i}/{k}" for k, v in entry.items() if isinstance(v, Tensor)}
-        groups = []
-        for i, group in enumerate(optimizer.param_groups):
-            hyper = {key: value for key, value in group.items() if key != "params"}
-            groups.append((len(group["params"]), hyper))
-            names |= {id(v): f"group/{i}/{k}" for k, v in hyper.items() if isinstance(v, Tensor)}
-        data, found = codec.dumps({"state": dict(sorted(state.items())), "groups": groups})
-        full = [f"optim/{name}/{names.get(id(t), f'extra/{n}')}" for n, t in enumerate(found)]
-        tensors |= {key: t.detach() for key, t in zip(full, found, strict=True)}
-        return {"data": data, "tensors": full}
+            data, found = codec.dumps(entry)
+            keys = {id(v): k for k, v in entry.items()} if isinstance(entry, dict) else {}
+            full = [f"optim/{name}/{i}/{keys.get(id(t), f'#{n}')}" for n, t in enumerate(found)]
+            tensors |= zip(full, found, strict=True)
+            classes |= {
+                key: self.replicas.of(t, parameter) for key, t in zip(full, found, strict=True)
+            }
+            entries[i] = {"data": data, "tensors": full, "of": self.replicas.of(parameter)}
+        hyper = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        data, found = codec.dumps(hyper)
+        full = [f"optim/{name}/group/{n}" for n in range(len(found))]
+        tensors |= zip(full, found, strict=True)
+        classes |= {key: self.replicas.of(t) for key, t in zip(full, found, strict=True)}
+        return {
+            "entries": dict(sorted(entries.items())),
+            "sizes": [len(group["params"]) for group in optimizer.param_groups],
+            "groups": {"data": data, "tensors": full},
+        }
 
-    def _export_object(self, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    def _export_object(
+        self, name: str, tensors: dict[str, Tensor], classes: dict[str, str]
+    ) -> dict[str, Any]:
         data, found = codec.dumps(self.objects[name].save())
         full = [f"object/{name}/{n}" for n in range(len(found))]
-        tensors |= {key: t.detach() for key, t in zip(full, found, strict=True)}
+        tensors |= zip(full, found, strict=True)
+        classes |= {key: self.replicas.of(t) for key, t in zip(full, found, strict=True)}
         return {"data": data, "tensors": full}
 
     # -- import
 
-    def prepare_import(self, meta: bytes) -> dict[str, Tensor]:
-        """CPU tensors, each one dense block laid out as in the source, to be filled."""
-        parsed = codec.loads_inline(meta)
-        table: Table = parsed["table"]
+    def prepare_import(self, metas: bytes | list[bytes]) -> dict[str, Tensor]:
+        """CPU tensors, each one dense block laid out as in the source, to be filled.
+
+        Each class of this rank is taken from the first of `metas` that has it. What none of them
+        has is named in `missing`, and is to be restored in another way."""
+        parsed = [codec.loads_inline(m) for m in ([metas] if isinstance(metas, bytes) else metas)]
         own = self._model_tensors()
-        _require_same_models(own, table)
-        for name, tensors in self._existing_optimizer_tensors(parsed).items():
-            own.setdefault(name, tensors)
+        shards.note_meshes(own.values())
+        self.replicas.wrapped_by_ddp(self._ddp())
         pending = _Import(parsed)
-        for name, (dtype_name, shape, stride, device) in table.items():
-            dtype = codec.dtype_named(dtype_name)
-            place = own.get(name)
-            if place is None or place.dtype != dtype or tuple(place.shape) != shape:
-                place = torch.empty_strided(shape, stride, dtype=dtype, device=_device(device))
-            pending.final[name] = place
-            direct = place.device.type == "cpu" and place.stride() == stride and dense(place)
-            pending.landing[name] = (
-                place if direct else torch.empty_strided(shape, stride, dtype=dtype)
-            )
+        pending.provider = _providers(parsed)
+        for name, tensor in own.items():
+            name_class = self.replicas.of(tensor)
+            at = pending.provider.get(name_class)
+            if at is None:
+                pending.missing.add(name)
+            else:
+                _require_same(name, tensor, parsed[at]["table"])
+                self._take(pending, name, parsed[at]["table"][name], tensor)
+        _require_no_more(own, parsed[0]["table"], self.classes())
+        for name in parsed[0]["optimizers"]:
+            self._prepare_optimizer(pending, name)
+        for name, entry in parsed[0]["objects"].items():
+            self._prepare_object(pending, name, entry)
         self._import = pending
         return dict(pending.landing)
 
-    def _existing_optimizer_tensors(self, meta: dict[str, Any]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for name in meta["optimizers"]:
-            optimizer = self.optimizers.get(name)
-            if optimizer is None:
-                raise UsageError(f"this rank has no optimizer {name!r}, but the source has one")
-            for i, parameter in enumerate(_flat(optimizer)):
-                entry = optimizer.state.get(parameter)
-                if isinstance(entry, dict):
-                    for key, value in entry.items():
-                        if isinstance(value, Tensor):
-                            found[f"optim/{name}/{i}/{key}"] = value.detach()
-        return found
+    def _take(
+        self, pending: _Import, name: str, entry: tuple[Any, ...], own: Tensor | None
+    ) -> None:
+        dtype_name, shape, stride, device, described, _ = entry
+        dtype = codec.dtype_named(dtype_name)
+        if own is not None and (own.dtype != dtype or tuple(own.shape) != shape):
+            own = None
+        place = shards.local(own).detach() if own is not None else None
+        if place is None and described is not None:
+            place = shards.empty_local(described, dtype, _device(device))
+        elif place is None:
+            place = torch.empty_strided(shape, stride, dtype=dtype, device=_device(device))
+        pending.final[name] = place
+        pending.described[name] = described
+        pending.of[name] = entry[5]
+        same = described is not None or place.stride() == stride
+        if place.device.type == "cpu" and same and dense(place):
+            pending.landing[name] = place
+        elif described is not None:
+            pending.landing[name] = torch.empty(place.shape, dtype=dtype)
+        else:
+            pending.landing[name] = torch.empty_strided(shape, stride, dtype=dtype)
+
+    def _prepare_optimizer(self, pending: _Import, name: str) -> None:
+        optimizer = self.optimizers.get(name)
+        if optimizer is None:
+            raise UsageError(f"this rank has no optimizer {name!r}, but the source has one")
+        _require_same_groups(name, optimizer, pending.metas[0]["optimizers"][name])
+        for i, parameter in enumerate(flat(optimizer)):
+            at = pending.provider.get(self.replicas.of(parameter))
+            if at is None:
+                continue
+            meta = pending.metas[at]
+            entry = meta["optimizers"][name]["entries"].get(i)
+            have = optimizer.state.get(parameter)
+            for key in entry["tensors"] if entry is not None else ():
+                place = have.get(key.rsplit("/", 1)[1]) if isinstance(have, dict) else None
+                place = place if isinstance(place, Tensor) else None
+                self._take(pending, key, meta["table"][key], place)
+        for key in pending.metas[0]["optimizers"][name]["groups"]["tensors"]:
+            self._take(pending, key, pending.metas[0]["table"][key], None)
+
+    def _prepare_object(self, pending: _Import, name: str, entry: dict[str, Any]) -> None:
+        """An object is taken as a whole from the first source, or not at all."""
+        if name not in self.objects:
+            raise UsageError(
+                f"the source has a registered object {name!r}, this rank has not",
+                hint="register the same objects on all ranks, before the first step",
+            )
+        table = pending.metas[0]["table"]
+        mine = {self.replicas.of(t) for t in codec.dumps(self.objects[name].save())[1]}
+        theirs = {table[key][5] for key in entry["tensors"]}
+        if not mine - {PLAIN} <= theirs:
+            pending.missing.add(f"object/{name}")
+            return
+        for key in entry["tensors"]:
+            self._take(pending, key, table[key], None)
+
+    @property
+    def missing(self) -> set[str]:
+        """Names of model tensors, and "object/<name>", that the sources do not have."""
+        return self._import.missing if self._import is not None else set()
+
+    def provided_by(self) -> dict[str, str]:
+        """The class of everything that is to be filled."""
+        return dict(self._import.of) if self._import is not None else {}
 
     @torch.no_grad()
     def finish_import(self) -> None:
@@ -223,20 +351,26 @@ class StateSet:
         for name, place in pending.final.items():
             if place is not pending.landing[name]:
                 place.copy_(pending.landing[name])
-        for name, entry in pending.meta["optimizers"].items():
-            tree = codec.loads(entry["data"], [pending.final[key] for key in entry["tensors"]])
-            _fill_optimizer(name, self.optimizers[name], tree)
-        parameters = [parameter for _, parameter in self._parameters()]
-        for parameter, present in zip(parameters, pending.meta["gradients"], strict=True):
-            parameter.grad = torch.zeros_like(parameter) if present else None
-        for name, entry in pending.meta["objects"].items():
-            if name not in self.objects:
-                raise UsageError(
-                    f"the source has a registered object {name!r}, this rank has not",
-                    hint="register the same objects on all ranks, before the first step",
-                )
-            tree = codec.loads(entry["data"], [pending.final[key] for key in entry["tensors"]])
-            self.objects[name].load(tree)
+        first = pending.metas[0]
+        for name, entry in first["optimizers"].items():
+            optimizer = self.optimizers[name]
+            for i, parameter in enumerate(flat(optimizer)):
+                at = pending.provider.get(self.replicas.of(parameter))
+                if at is None:
+                    continue
+                found = pending.metas[at]["optimizers"][name]["entries"].get(i)
+                if found is None:
+                    optimizer.state.pop(parameter, None)
+                else:
+                    optimizer.state[parameter] = pending.tree(found)
+            set_hyper(optimizer, pending.tree(entry["groups"]))
+        present = first["gradients"]
+        for name, parameter in self._parameters():
+            had = present.get(name, any(present.values()))
+            parameter.grad = torch.zeros_like(parameter) if had else None
+        for name, entry in first["objects"].items():
+            if f"object/{name}" not in pending.missing:
+                self.objects[name].load(pending.tree(entry))
 
     def abandon_import(self) -> None:
         self._import = None
@@ -318,7 +452,7 @@ def _version(tensor: Tensor) -> int:
     return count ^ xxhash.xxh3_64_intdigest(bytes(memory(on_cpu(tensor))))
 
 
-def _flat(optimizer: Optimizer) -> list[Tensor]:
+def flat(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -344,39 +478,44 @@ def _device(kind: str) -> torch.device:
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
-def _require_same_models(own: dict[str, Tensor], table: Table) -> None:
-    theirs = {name: entry for name, entry in table.items() if name.startswith("model/")}
-    hint = "all ranks must build the same model; is its construction seeded or conditional?"
-    for name, (dtype, shape, _, _) in theirs.items():
-        if name not in own:
-            raise UsageError(f"the source has a tensor {name}, this rank has not", hint=hint)
-        here = (codec.dtype_name(own[name].dtype), tuple(own[name].shape))
-        if here != (dtype, shape):
-            raise UsageError(
-                f"{name} is {dtype}{list(shape)} at the source and {here[0]}{list(here[1])} here",
-                hint=hint,
-            )
-    for name in own:
-        if name not in theirs:
-            raise UsageError(f"this rank has a tensor {name}, the source has not", hint=hint)
+_SAME_MODEL = "all ranks must build the same model; is its construction seeded or conditional?"
 
 
-def _fill_optimizer(name: str, optimizer: Optimizer, tree: dict[str, Any]) -> None:
+def _require_same(name: str, own: Tensor, table: Table) -> None:
+    """A rank of the same class must have it, and alike."""
+    if name not in table:
+        raise UsageError(f"this rank has a tensor {name}, the source has not", hint=_SAME_MODEL)
+    dtype, shape = table[name][:2]
+    here = (codec.dtype_name(own.dtype), tuple(own.shape))
+    if here != (dtype, shape):
+        raise UsageError(
+            f"{name} is {dtype}{list(shape)} at the source and {here[0]}{list(here[1])} here",
+            hint=_SAME_MODEL,
+        )
+
+
+def _require_no_more(own: dict[str, Tensor], table: Table, classes: frozenset[str]) -> None:
+    for name, entry in table.items():
+        if name.startswith("model/") and entry[5] in classes and name not in own:
+            raise UsageError(f"the source has a tensor {name}, this rank has not", hint=_SAME_MODEL)
+
+
+def _require_same_groups(name: str, optimizer: Optimizer, theirs: dict[str, Any]) -> None:
+    """Where ranks hold different layers, only the number of groups is the same."""
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    if sizes != [size for size, _ in tree["groups"]]:
+    if len(sizes) != len(theirs["sizes"]):
         raise UsageError(
             f"optimizer {name} has parameter groups of sizes {sizes} here and "
-            f"{[size for size, _ in tree['groups']]} at the source",
+            f"{theirs['sizes']} at the source",
             hint="all ranks must build the same optimizer",
         )
-    parameters = _flat(optimizer)
-    optimizer.state.clear()
-    for index, entry in tree["state"].items():
-        optimizer.state[parameters[index]] = entry
-    for group, (_, hyper) in zip(optimizer.param_groups, tree["groups"], strict=True):
-        for key in [key for key in group if key != "params" and key not in hyper]:
+
+
+def set_hyper(optimizer: Optimizer, hyper: list[dict[str, Any]]) -> None:
+    for group, values in zip(optimizer.param_groups, hyper, strict=True):
+        for key in [key for key in group if key != "params" and key not in values]:
             del group[key]
-        group.update(hyper)
+        group.update(values)
 
 
 def registered(save: Callable[[], Any], load: Callable[[Any], None]) -> Registered:

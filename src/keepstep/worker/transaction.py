@@ -21,7 +21,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from keepstep.errors import KeepstepError, UsageError
-from keepstep.worker import groups, results, rng
+from keepstep.worker import fsdp, groups, results, rng
 from keepstep.worker.objects import Undo
 from keepstep.worker.recovery import Recovery, Retry
 from keepstep.worker.seat import Seat
@@ -38,6 +38,7 @@ class Transactions:
         self._passed = False
         self._in_fence = False
         self._hold = self._snapshot = -1
+        self._updated: list[str] = []  # optimizers, in the order of their updates
         self._backwards = 0
         self._usual: dict[str, int] = {}  # site -> backward passes of its last step
         self._function: Any = None
@@ -100,9 +101,13 @@ class Transactions:
                 f"{type(optimizer).__name__}.step() inside section {self.running!r}",
                 hint="optimizer updates belong into a @ks.step function",
             )
+        name = self._attached[id(optimizer)]
         if not self._fenced:
             self._fence(updating=True)
+        else:
+            self.seat.redundancy.before_update(name)
         self._insist()
+        self._updated.append(name)
 
     def _insist(self) -> None:
         """What the fence raised was for us: an `except:` of the user's must not swallow it."""
@@ -128,6 +133,8 @@ class Transactions:
                 if not self._fenced:
                     self._fence(updating=False)
                 self._insist()
+                if step:
+                    seat.after_update()
             except Retry:
                 self._roll_back(undo)  # what the user's code did on its way out
                 self._end()
@@ -155,6 +162,7 @@ class Transactions:
         self._refused: KeepstepError | None = None
         self._hold = self._snapshot = -1
         self._backwards = 0
+        self._updated = []
         seat.tracker.in_txn = True
         seat.page.set("stepping", 1)
         seat.page.where("compute" if step else "section")
@@ -166,8 +174,10 @@ class Transactions:
             seat.snapshot_buffers(),
             seat.carrying,
         )
+        if step:
+            seat.redundancy.begin()
         if seat.injector:
-            seat.injector.begin(seat.version, seat.parameters)
+            seat.injector.begin(seat.version, seat.models.values())
         return self._undo
 
     def _interrupt(self, error: BaseException, undo: Undo) -> None:
@@ -180,6 +190,7 @@ class Transactions:
         undo_arguments = getattr(self._function, "undo", None)
         if undo_arguments is not None:
             undo_arguments()
+        fsdp.reset(seat.models.values())
         undo.undo_gradients_and_objects()
         seat.undo_buffers(undo.buffers)
         for loop in seat.loops:
@@ -196,6 +207,8 @@ class Transactions:
         try:
             if seat.aborted():
                 raise ConnectionAbortedError("aborted before the fence")
+            if self._step:
+                seat.secure(updating)
             side_state = seat.side_state(self.running, self._step, updating)
             seat.ahead.judge(side_state)
             seat.publish(seat.tick + 1, side_state)
@@ -259,6 +272,8 @@ class Transactions:
         self._end()
         seat.tracker.commit(site, step, results.keep(result))
         version = seat.version
+        if step:
+            seat.redundancy.updated = self._updated
         seat.committed(step)
         seat.page.where("outside")
         if step and seat.injector:

@@ -6,11 +6,11 @@ A held rank opens a StateServer; a newcomer pulls. One connection per source and
     Fetch(names)        -> Fetched(sizes), raw bytes, Digests
     Check(names)        -> Digests
 
-The tensors are split into batches (small ones packed together) that the streams take from one
-queue, so that faster sources serve more. On the same host the newcomer reads the source's memory
-with process_vm_readv and asks only for the digests; whether "the same host" is true is tested by
-reading a random probe, because process numbers mean nothing across containers. Every tensor is
-hashed (xxh3_128) on both ends.
+The tensors are split into batches (small ones packed together) that the streams take from one queue
+per class, so that faster sources serve more. On the same host the newcomer reads the source's
+memory with process_vm_readv and asks only for the digests; whether "the same host" is true is
+tested by reading a random probe, because process numbers mean nothing across containers. Every
+tensor is hashed (xxh3_128) on both ends.
 
 A source that is lost gives its unfinished batches back to the others. Tensors of registered
 objects come from the source whose meta is used: their number may differ between ranks.
@@ -24,7 +24,7 @@ import hmac
 import os
 import socket
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,7 +79,7 @@ class Check(Message, frozen=True):
 
 class Opened(Message, frozen=True):
     meta: bytes
-    layout: bytes  # digest of names, dtypes, shapes and strides that must be equal on all sources
+    layouts: dict[str, bytes]  # class -> digest of names, dtypes, shapes and strides in it
     pid: int
     probe: bytes
     probe_at: int
@@ -123,12 +123,19 @@ def _read_frame(sock: socket.socket, decoder: Any, limit: int = wire.FRAME_BYTES
     return wire.decode(decoder, bytes(body))
 
 
-def _layout(tensors: dict[str, torch.Tensor]) -> bytes:
-    digest = xxhash.xxh3_128()
-    for name, tensor in tensors.items():
-        if not name.startswith("object/"):
+def _layouts(export: Exported) -> dict[str, bytes]:
+    """Ranks that have a class in common must agree about all of it, but for registered objects."""
+    digests: dict[str, Any] = {}
+    for name, tensor in export.tensors.items():
+        digest = digests.setdefault(export.classes[name], xxhash.xxh3_128())
+        if not _of_one_source(name):
             digest.update(f"{name} {describe(tensor)}\n".encode())
-    return digest.digest()
+    return {name: digest.digest() for name, digest in digests.items()}
+
+
+def _of_one_source(name: str) -> bool:
+    """Fits only the meta it came with."""
+    return name.startswith("object/") or "/group/" in name
 
 
 # ---------------------------------------------------------------------------------------- source
@@ -144,7 +151,7 @@ class StateServer:
             for name, tensor in export.tensors.items()
             if tensor.device.type == "cpu" and dense(tensor)
         }
-        self._layout = _layout(export.tensors)
+        self._layouts = _layouts(export)
         self._probe = ctypes.create_string_buffer(os.urandom(16), 16)
         self._digests: dict[str, bytes] = {}
         self._lock = threading.Lock()
@@ -212,7 +219,7 @@ class StateServer:
         addresses = {name: tensor.data_ptr() for name, tensor in self._ready.items()}
         opened = Opened(
             meta=self._export.meta,
-            layout=self._layout,
+            layouts=self._layouts,
             pid=os.getpid(),
             probe=self._probe.raw,
             probe_at=ctypes.addressof(self._probe),
@@ -281,7 +288,8 @@ def _memory_is_readable(opened: Opened) -> bool:
 @dataclass(frozen=True)
 class PullResult:
     bytes_copied: int
-    sources_used: list[int]
+    used: dict[int, int]  # rank -> bytes
+    missing: frozenset[str]  # no source had these: StateSet.missing
 
 
 class _Link:
@@ -361,13 +369,18 @@ class _Link:
 @dataclass
 class _Work:
     landing: dict[str, torch.Tensor]
-    layout: bytes
-    queue: deque[list[str]] = field(default_factory=deque)
+    layouts: dict[str, bytes]
+    queues: dict[str, deque[list[str]]] = field(default_factory=dict)  # by class
     copied: int = 0
-    used: set[int] = field(default_factory=set)
+    used: dict[int, int] = field(default_factory=dict)  # rank -> bytes
     lost: dict[int, str] = field(default_factory=dict)
     error: BaseException | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def count(self, rank: int, copied: int) -> None:
+        with self.lock:
+            self.copied += copied
+            self.used[rank] = self.used.get(rank, 0) + copied
 
 
 def pull(
@@ -379,78 +392,105 @@ def pull(
     batch_bytes: int = BATCH_BYTES,
     timeout_s: float = SILENCE_S,
 ) -> PullResult:
-    """Fill `state` with that of `tick`, finish_import included.
+    """Fill `state` with that of `tick`, finish_import included, but for what no source has.
 
     Raises SourceLost, DigestMismatch, SourceRefused, or UsageError if the models differ."""
-    remaining = list(sources)
+    wanted = state.classes()
+    # Most useful first; of equally useful ones in the order given.
+    remaining = sorted(sources, key=lambda s: -len(wanted.intersection(s.classes or wanted)))
     while True:
-        work, link, remaining = _begin(remaining, tick, token, state, timeout_s)
-        objects = [name for name in work.landing if name.startswith("object/")]
+        links = _open(remaining, wanted, tick, token, timeout_s)
+        landing = state.prepare_import([link.opened.meta for link in links])
+        layouts: dict[str, bytes] = {}
+        for link in links:
+            layouts = {**link.opened.layouts, **layouts}
+        work = _Work(landing, layouts)
+        first = links[0]
         try:
-            work.copied += link.copy(objects, work.landing)
+            own = [name for name in landing if _of_one_source(name)]
+            work.count(first.rank, first.copy(own, landing))
         except OSError:  # only this source's objects fit its meta: begin again with another
-            link.sock.close()
+            for link in links:
+                link.sock.close()
             state.abandon_import()
-            remaining = [source for source in remaining if source.rank != link.rank]
+            remaining = [source for source in remaining if source.rank != first.rank]
             if not remaining:
-                raise SourceLost(link.rank, f"rank {link.rank} was lost during the copy") from None
+                raise SourceLost(
+                    first.rank, f"rank {first.rank} was lost during the copy"
+                ) from None
             continue
-        work.used.add(link.rank)
-        work.queue.extend(_batches(work.landing, batch_bytes))
-        _copy_all(work, link, remaining, tick, token, timeout_s)
+        work.queues = _queues(landing, state.provided_by(), batch_bytes)
+        _copy_all(work, links, remaining, tick, token, timeout_s)
+        missing = frozenset(state.missing)
         state.finish_import()
-        return PullResult(work.copied, sorted(work.used))
+        return PullResult(work.copied, work.used, missing)
 
 
-def _begin(
-    sources: list[Source], tick: int, token: str, state: StateSet, timeout_s: float
-) -> tuple[_Work, _Link, list[Source]]:
-    """Meta from the first source that can be reached; the sources from there on."""
+def _open(
+    sources: list[Source], wanted: frozenset[str], tick: int, token: str, timeout_s: float
+) -> list[_Link]:
+    """Links to as many sources as it takes to have all classes; to one at least."""
+    links: list[_Link] = []
     last, reason = -1, "there is none"
-    for index, source in enumerate(sources):
+    left = set(wanted)
+    for source in sources:
+        if links and (not left or not left.intersection(source.classes or left)):
+            continue
         try:
             link = _Link(source, token, tick, timeout_s)
         except OSError as error:
             last, reason = source.rank, str(error)
             continue
-        landing = state.prepare_import(link.opened.meta)
-        return _Work(landing, link.opened.layout), link, sources[index:]
-    raise SourceLost(last, f"no source of state can be reached: {reason}")
+        left -= link.opened.layouts.keys()
+        links.append(link)
+    if not links:
+        raise SourceLost(last, f"no source of state can be reached: {reason}")
+    return links
 
 
-def _batches(landing: dict[str, torch.Tensor], batch_bytes: int) -> list[list[str]]:
+def _queues(
+    landing: dict[str, torch.Tensor], of: dict[str, str], batch_bytes: int
+) -> dict[str, deque[list[str]]]:
     """Largest first, so that no stream is left alone with a large one at the end."""
-    batches: list[list[str]] = []
-    small: list[str] = []
-    filled = 0
+    queues: dict[str, deque[list[str]]] = {}
+    small: dict[str, list[str]] = {}
+    filled: Counter[str] = Counter()
     by_size = sorted(landing.items(), key=lambda item: -item[1].nbytes)
     for name, tensor in by_size:
-        if name.startswith("object/"):
+        if _of_one_source(name):
             continue
+        queue = queues.setdefault(of[name], deque())
         if tensor.nbytes >= batch_bytes:
-            batches.append([name])
+            queue.append([name])
             continue
-        small.append(name)
-        filled += tensor.nbytes
-        if filled >= batch_bytes:
-            batches.append(small)
-            small, filled = [], 0
-    return [*batches, small] if small else batches
+        small.setdefault(of[name], []).append(name)
+        filled[of[name]] += tensor.nbytes
+        if filled[of[name]] >= batch_bytes:
+            queue.append(small.pop(of[name]))
+            filled[of[name]] = 0
+    for kind, names in small.items():
+        queues[kind].append(names)
+    return queues
 
 
 def _copy_all(
     work: _Work,
-    first: _Link,
+    opened: list[_Link],
     sources: list[Source],
     tick: int,
     token: str,
     timeout_s: float,
 ) -> None:
-    spare: _Link | None = first
-    while work.queue:
-        alive = [source for source in sources if source.rank not in work.lost]
+    spare = {link.rank: link for link in opened}
+    while any(work.queues.values()):
+        left = {kind for kind, queue in work.queues.items() if queue}
+        alive = [
+            source
+            for source in sources
+            if source.rank not in work.lost and left.intersection(source.classes or left)
+        ]
         if not alive:
-            rank, reason = next(reversed(work.lost.items()))
+            rank, reason = next(reversed(work.lost.items()), (-1, "none has what is left"))
             raise SourceLost(rank, f"all sources were lost during the copy, the last: {reason}")
         # Every source at least once; a few streams are needed to fill the memory's bandwidth, and
         # two to overlap one's copying with another's hashing.
@@ -458,8 +498,7 @@ def _copy_all(
         streams = (alive * wanted)[: max(wanted, min(len(alive), STREAMS_MAX))]
         threads = []
         for source in streams:
-            link, spare = (spare, None) if spare and spare.rank == source.rank else (None, spare)
-            args = (work, source, link, tick, token, timeout_s)
+            args = (work, source, spare.pop(source.rank, None), tick, token, timeout_s)
             threads.append(threading.Thread(target=_stream, args=args, daemon=True))
         for thread in threads:
             thread.start()
@@ -467,32 +506,39 @@ def _copy_all(
             thread.join()
         if work.error is not None:
             raise work.error
+    for link in spare.values():
+        link.sock.close()
 
 
 def _stream(
     work: _Work, source: Source, link: _Link | None, tick: int, token: str, timeout_s: float
 ) -> None:
     batch: list[str] = []
+    queue: deque[list[str]] = deque()
     try:
         link = link or _Link(source, token, tick, timeout_s)
         with link.sock:
-            if link.opened.layout != work.layout:
-                raise SourceRefused(source.rank, f"rank {source.rank} holds another set of tensors")
-            while work.error is None:
-                try:
-                    batch = work.queue.popleft()
-                except IndexError:
-                    return
-                copied = link.copy(batch, work.landing)
-                batch = []
-                with work.lock:
-                    work.copied += copied
-                    work.used.add(source.rank)
+            for kind, layout in link.opened.layouts.items():
+                if kind not in work.queues:
+                    continue
+                queue = work.queues[kind]
+                if layout != work.layouts[kind]:
+                    raise SourceRefused(
+                        source.rank, f"rank {source.rank} holds another set of tensors"
+                    )
+                while work.error is None:
+                    try:
+                        batch = queue.popleft()
+                    except IndexError:
+                        break
+                    copied = link.copy(batch, work.landing)
+                    batch = []
+                    work.count(source.rank, copied)
     except OSError as error:
         with work.lock:
             work.lost[source.rank] = f"rank {source.rank}: {error}"
             if batch:
-                work.queue.append(batch)
+                queue.append(batch)
     except BaseException as error:
         with work.lock:
             work.error = work.error or error

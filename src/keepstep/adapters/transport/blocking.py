@@ -7,8 +7,10 @@ loop: the loop's machinery is cold in the caches after milliseconds of somebody 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import socket
 import time
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 import msgspec
@@ -19,6 +21,8 @@ T = TypeVar("T")
 
 READ_BYTES = 64 << 10
 READ_BYTES_MAX = 1 << 20  # memory is taken as it fills, never on a peer's word
+PIECE_BYTES = 1 << 20  # of raw bytes that are looked at while they are in the cache
+MAPPED_BYTES_MIN = 1 << 20
 
 
 class Frames(Generic[T]):
@@ -39,6 +43,17 @@ class Frames(Generic[T]):
         del self._buffer[:end]
         return decode(self._decoder, body)
 
+    def receive_into(self, view: memoryview) -> None:
+        """Fill `view` with bytes that are no frame."""
+        done = min(len(view), len(self._buffer))
+        view[:done] = self._buffer[:done]
+        del self._buffer[:done]
+        while done < len(view):
+            count = self._sock.recv_into(view[done:])
+            if count == 0:
+                raise ConnectionError("the peer closed the connection inside raw bytes")
+            done += count
+
     def _fill(self, count: int, deadline: float | None) -> None:
         while (missing := count - len(self._buffer)) > 0:
             if deadline is not None:
@@ -48,6 +63,21 @@ class Frames(Generic[T]):
                 cut = " inside a frame" if self._buffer else ""
                 raise ConnectionError(f"the peer closed the connection{cut}")
             self._buffer += part
+
+
+def pieces(view: memoryview) -> Iterator[memoryview]:
+    return (view[start : start + PIECE_BYTES] for start in range(0, len(view), PIECE_BYTES))
+
+
+def landing(size: int) -> memoryview:
+    """Memory to receive into. The kernel gives it page by page as it fills, and gets it back when
+    it is dropped; a bytearray would first be written with zeros, and stay with the allocator."""
+    if size < MAPPED_BYTES_MIN:
+        return memoryview(bytearray(size))
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(pages)
 
 
 def shut(sock: socket.socket) -> None:

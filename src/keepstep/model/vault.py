@@ -1,0 +1,125 @@
+"""What a rank and the vault of an agent say to each other, on the port of the blob server.
+
+    VaultOpen      -> VaultOpened, then any of
+      VaultPut       and as many raw bytes as its sizes say; not answered
+      VaultTruncate  not answered
+      VaultSync    -> VaultSynced: all that was sent before it is stored
+    VaultFetch     -> VaultFetched, then the raw bytes of everything it lists, in that order
+    VaultForget    -> VaultForgotten
+
+The first message tells what a connection is for. Each of them may be answered with VaultRefused,
+which ends the connection. A put that is refused is not answered either: what follows is read and
+thrown away until the next VaultSync, because a connection that is closed with bytes unread takes
+the words of the refusal with it.
+
+A *unit* is a parameter with its optimizer state. Its *base* of version j are its tensors after j
+steps; its gradient of version s is what step s applies, and leads from version s to s + 1.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from keepstep.model.messages import Message
+
+
+class VaultOpen(Message, frozen=True):
+    """`rank` begins to write. Of several writers the one with the greatest (generation, serial)
+    counts, and the others are refused from then on."""
+
+    token: str
+    rank: int
+    generation: int
+    serial: int  # counts the connections of one process
+    layout: bytes  # digest of what the units are; what is stored under another one is of no use
+    units: list[int]
+    reserve: int  # bytes that may be held at once, what is on its way included
+    fresh: bool = False  # throw away what is stored
+
+
+class VaultPut(Message, frozen=True):
+    """Raw bytes follow: a base's tensors, a gradient, nothing (absent) or a note."""
+
+    kind: Literal["base", "grad", "absent", "note"]
+    version: int
+    unit: int = 0
+    sizes: list[int] = []
+    digests: list[bytes] = []  # xxh3_128
+
+
+class VaultTruncate(Message, frozen=True):
+    """Steps from `version` on never happened: forget their gradients, notes and what came of it."""
+
+    version: int
+
+
+class VaultSync(Message, frozen=True):
+    """The rank stands at the fence of step `version`, so all others have passed that of the step
+    before the last one: nobody will ask for anything older than version - 1."""
+
+    version: int
+
+
+class VaultFetch(Message, frozen=True):
+    """What is needed to bring all units of `rank` to `version`."""
+
+    token: str
+    rank: int
+    version: int
+
+
+class VaultForget(Message, frozen=True):
+    """Free what is held of `rank`, unless a later generation has written it."""
+
+    token: str
+    rank: int
+    generation: int
+
+
+VaultRequest = VaultOpen | VaultPut | VaultTruncate | VaultSync | VaultFetch | VaultForget
+
+
+class VaultOpened(Message, frozen=True):
+    """The memory is reserved."""
+
+    reaches: int  # the newest version that all units can be brought to; -1: a base is missing
+    held: int  # bytes
+
+
+class VaultSynced(Message, frozen=True):
+    """All that was sent before is stored."""
+
+    version: int
+
+
+class VaultUnit(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    unit: int
+    version: int  # of the base
+    sizes: list[int]
+    digests: list[bytes]
+    log: list[tuple[int, int, bytes]]  # version, bytes, digest; no digest: the gradient is absent
+
+
+class VaultFetched(Message, frozen=True):
+    """Of every unit its base and its gradients, then the notes."""
+
+    layout: bytes
+    units: list[VaultUnit]
+    notes: list[tuple[int, int, bytes]]  # version, bytes, digest
+
+
+class VaultForgotten(Message, frozen=True):
+    """Nothing of the rank is held any more."""
+
+
+class VaultRefused(Message, frozen=True):
+    """It was not done, and why."""
+
+    reason: Literal["token", "fenced", "layout", "memory", "digest", "lacks"]
+    error: str
+    hint: str = ""
+
+
+VaultReply = VaultOpened | VaultSynced | VaultFetched | VaultForgotten | VaultRefused

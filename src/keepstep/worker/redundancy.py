@@ -1,0 +1,505 @@
+"""State that no other rank has, kept in the memory of another node (or of the own agent).
+
+The vault holds of every *unit* (a parameter with its optimizer's state) a base, its bytes at some
+version, and the gradients of every step since. At the fence of step k it has everything up to
+gradient k, acknowledged; so whatever becomes of this rank, another process can bring the base to
+version k, or to k+1 if the fence passed: by the same optimizer, with the same gradients and
+hyperparameters, on the same kind of device. That is exact, and nothing is computed twice.
+
+Bases are renewed in turn, one share per step, so that a step costs the same every time: gradients
+of everything, and 1/RENEW of all bases. They are read where they lie while the step computes;
+before the update, which changes them, the fence waits until they have been read.
+
+What the user keeps besides (averages of sharded weights) is not an optimizer's business: such an
+object must say how it follows from the parameters (`after_update`), and then all bases are of one
+version, because it may depend on any of them.
+
+Main thread only, but for `interrupt`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+
+from keepstep.errors import KeepstepError, PermanentError, UsageError
+from keepstep.model.messages import Address
+from keepstep.worker import blobs, codec, shards, vault
+from keepstep.worker.state import flat, memory, on_cpu, set_hyper
+
+if TYPE_CHECKING:
+    from keepstep.worker.seat import Seat
+
+RENEW = 4  # steps in which all bases are renewed once; more gradients are kept, fewer bases sent
+MODES = ("auto", "buddy", "off")
+
+
+class ShardsMissing(PermanentError):
+    """State of which there was one copy, and that was lost."""
+
+
+@dataclass
+class Unit:
+    index: int
+    name: str
+    parameter: torch.nn.Parameter | None = None  # None: buffers, or a registered object
+    optimizer: str = ""
+    place: int = 0  # among the optimizer's parameters
+    object: str = ""
+    buffers: list[str] = field(default_factory=list)
+    version: int = -1  # of the base that was sent last
+    size: int = 0
+
+
+class Redundancy:
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+        self.mode = os.environ.get("KEEPSTEP_REDUNDANCY", "auto")
+        self.units: list[Unit] = []
+        self.unique_bytes = 0
+        self._whole = False  # all bases are of one version
+        self._line: vault.VaultLine | None = None
+        self._former: vault.VaultLine | None = None  # to be forgotten when the new one has all
+        self._suspended = ""  # why nothing is kept at present
+        self._begun = -1  # version whose share of bases was put
+        self._published: dict[int, tuple[int, int]] = {}  # unit -> id and version of its gradient
+        self.updated: list[str] = []  # optimizers that made the last step's updates, in order
+
+    @property
+    def needed(self) -> bool:
+        return bool(self.units)
+
+    # ------------------------------------------------------------------ what is to be kept
+
+    def survey(self) -> None:
+        """At attach: what has no replica where a failure of this node would leave it."""
+        seat = self._seat
+        state, replicas = seat.state, seat.replicas
+        local_world = int(os.environ["LOCAL_WORLD_SIZE"])
+        if seat.world == 1 and self.mode == "auto":
+            return  # there is nobody to wait for; a job of one rank asks for it by name
+
+        def alone(tensor: torch.Tensor) -> bool:
+            return not replicas.elsewhere(replicas.of(tensor), local_world)
+
+        tensors = state.named_tensors()
+        lonely = {name for name, tensor in tensors.items() if alone(tensor)}
+        self.unique_bytes = sum(shards.local(tensors[name]).nbytes for name in lonely)
+        objects = [
+            name
+            for name, item in seat.objects.items()
+            if not item.per_rank and any(alone(t) for t in codec.dumps(item.save())[1])
+        ]
+        if self.mode == "off" or not (lonely or objects):
+            return
+        self._refuse_objects(objects)
+        self._whole = bool(objects)
+        wanted = tensors if self._whole else {n: t for n, t in tensors.items() if n in lonely}
+        owners = {
+            id(p): (name, place)
+            for name, optimizer in seat.optimizers.items()
+            for place, p in enumerate(flat(optimizer))
+        }
+        buffers = []
+        for name, tensor in wanted.items():
+            if not isinstance(tensor, torch.nn.Parameter):
+                buffers.append(name)
+                continue
+            optimizer, place = owners.get(id(tensor), ("", 0))
+            self._add(Unit(0, name, tensor, optimizer, place))
+        if buffers:
+            self._add(Unit(0, "buffers", buffers=buffers))
+        for name in objects:
+            self._add(Unit(0, f"object/{name}", object=name))
+
+    def _add(self, unit: Unit) -> None:
+        unit.index = len(self.units)
+        self.units.append(unit)
+        unit.size = sum(len(view) for view in self._base(unit)) + self._state_to_come(unit)
+
+    def _state_to_come(self, unit: Unit) -> int:
+        """Optimizers make their state at the first update: room for twice the parameter, which is
+        what Adam needs, unless it is there already."""
+        if unit.parameter is None or not unit.optimizer:
+            return 0
+        if unit.parameter in self._seat.optimizers[unit.optimizer].state:
+            return 0
+        return 2 * shards.local(unit.parameter).nbytes + 256
+
+    def _refuse_objects(self, objects: Iterable[str]) -> None:
+        for name in objects:
+            if self._seat.objects[name].after_update is None:
+                raise UsageError(
+                    f"registered object {name!r} has tensors that no other rank has, and Keepstep "
+                    "does not know how they change: after a loss they could not be rebuilt",
+                    hint="give register(..., after_update=function) instead of changing it in the "
+                    "step; per_rank=True for small state that changes before the update",
+                )
+
+    @property
+    def layout(self) -> bytes:
+        digest = xxhash.xxh3_128()
+        for unit in self.units:
+            digest.update(f"{unit.index} {unit.name} {unit.optimizer} {unit.place}\n".encode())
+        return digest.digest()
+
+    @property
+    def reserve(self) -> int:
+        """Bytes in the vault at most."""
+        bases = sum(unit.size for unit in self.units)
+        largest = max((unit.size for unit in self.units), default=0)
+        gradients = sum(
+            shards.local(unit.parameter).nbytes for unit in self.units if unit.parameter is not None
+        )
+        if self._whole:
+            return 2 * bases + (RENEW + 2) * gradients + (1 << 20)
+        return bases + bases // RENEW + largest + (RENEW // 2 + 3) * gradients + (1 << 20)
+
+    def digest(self) -> bytes:
+        digest = xxhash.xxh3_128()
+        for unit in self.units:
+            for view in self._base(unit):
+                digest.update(view)
+        return digest.digest()
+
+    # ------------------------------------------------------------------ the line
+
+    def _target(self) -> Address:
+        return self._seat.channel.buddy or self._seat.welcome.blobs
+
+    def connect(self) -> None:
+        """Before training begins, so that too little memory is known in time."""
+        if self.needed:
+            self._open(self._target())
+
+    def reconnect(self) -> None:
+        """After a swap: the step that follows can send while it computes. If it fails, the fence
+        will find out."""
+        self._suspended = ""
+        if self.needed:
+            with contextlib.suppress(OSError, KeepstepError):
+                self._open(self._target())
+
+    def _open(self, address: Address) -> None:
+        """What the vault has is good until it has something newer."""
+        seat = self._seat
+        old, self._line = self._line, None
+        if old is not None:
+            old.close()
+        line = vault.VaultLine(address, seat.welcome.token, seat.rank, max(seat.generation, 0))
+        units = [unit.index for unit in self.units]
+        reaches = line.open(self.layout, units, self.reserve)
+        same = old is not None and old.address == address
+        if not same or reaches < seat.version:
+            for unit in self.units:
+                unit.version = -1
+            self._begun = -1
+        if old is not None and not same:
+            self._former = old
+        self._line = line
+
+    def interrupt(self) -> None:
+        line = self._line
+        if line is not None:
+            line.interrupt()
+
+    # ------------------------------------------------------------------ in a step
+
+    def begin(self) -> None:
+        """A step begins: put the bases that are due. Whatever is wrong with the line shows in the
+        fence, where it can be waited for."""
+        line = self._line
+        version = self._seat.version
+        if line is None or self._begun == version:
+            return
+        self._put_bases(line, version)
+
+    def _put_bases(self, line: vault.VaultLine, version: int) -> None:
+        self._begun = version
+        if self._whole:
+            due = self.units if self._oldest() <= version - RENEW else []
+        else:
+            due = self._share()
+        for unit in due:
+            line.put_base(unit.index, version, self._base(unit))
+            unit.version = version
+
+    def _oldest(self) -> int:
+        low = min(unit.version for unit in self.units)
+        return low if low >= 0 else -RENEW - 1
+
+    def _share(self) -> list[Unit]:
+        """Those that were never sent, and the oldest ones, as many as make up one share."""
+        due = [unit for unit in self.units if unit.version < 0]
+        if due:
+            return due
+        room = sum(unit.size for unit in self.units) // RENEW
+        for unit in sorted(self.units, key=lambda one: (one.version, one.index)):
+            due.append(unit)
+            room -= unit.size
+            if room <= 0:
+                break
+        return due
+
+    def _base(self, unit: Unit) -> list[memoryview | bytes]:
+        if unit.parameter is not None:
+            optimizer = self._seat.optimizers.get(unit.optimizer)
+            entry = optimizer.state.get(unit.parameter) if optimizer is not None else None
+            data, found = codec.dumps(entry)
+            return [data, *map(_view, [unit.parameter, *found]), *map(_described, found)]
+        if unit.object:
+            data, found = codec.dumps(self._seat.objects[unit.object].save())
+            return [data, *map(_view, found), *map(_described, found)]
+        named = self._seat.state.named_tensors()
+        found = [named[name] for name in unit.buffers]
+        return [b"", *map(_view, found), *map(_described, found)]
+
+    def publish(self, address: Address | None, updating: bool) -> None:
+        """At the fence: returns when the vault has all that leads to the next version. OSError
+        when it cannot be had."""
+        seat = self._seat
+        if not self.units or self._suspended:
+            return
+        target = address or seat.welcome.blobs
+        version = seat.version
+        line = self._line
+        if line is None or line.address != target or line.broken:
+            self._open(target)
+            line = self._line
+            assert line is not None
+        if self._begun != version:
+            self._put_bases(line, version)
+        self._published.clear()
+        for unit in self.units:
+            gradient = unit.parameter.grad if unit.parameter is not None else None
+            if not updating or gradient is None or not unit.optimizer:
+                line.put_absent(unit.index, version)
+                continue
+            _require_same_kind(unit.name, unit.parameter, gradient)
+            self._published[unit.index] = (id(gradient), gradient._version)
+            line.put_grad(unit.index, version, _view(gradient))
+        line.note(version, self._note(updating))
+        line.sync(version, seat.aborted)
+        former, self._former = self._former, None
+        if former is not None:
+            _forget_later(former, seat.welcome.token)
+
+    def suspend(self, why: str) -> None:
+        """No vault takes it. Training goes on; the guarantee does not."""
+        self._suspended = why
+        print(
+            f"keepstep: state of rank {self._seat.rank} that no other rank has is not kept "
+            f"anywhere until the next migration: {why}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _note(self, updating: bool) -> bytes:
+        """What the update of this step will be made with, and which optimizers made the last."""
+        optimizers = self._seat.optimizers
+        hyper = {
+            name: [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+            for name, optimizer in optimizers.items()
+        }
+        scaling = {
+            name: {key: getattr(o, key) for key in ("grad_scale", "found_inf") if hasattr(o, key)}
+            for name, o in optimizers.items()
+        }
+        return codec.dumps_inline(
+            {"hyper": hyper, "scaling": scaling, "updating": updating, "before": self.updated}
+        )
+
+    def before_update(self, name: str) -> None:
+        """Another optimizer of the same step: its gradients must be those that were published."""
+        if not self.needed:
+            return
+        for unit in self.units:
+            if unit.optimizer != name or unit.parameter is None:
+                continue
+            gradient = unit.parameter.grad
+            now = (id(gradient), gradient._version) if gradient is not None else None
+            if now != self._published.get(unit.index):
+                raise UsageError(
+                    f"the gradient of {unit.name} changed after the step's first optimizer update",
+                    hint="it has no replica, so it must be final when the first optimizer of a "
+                    "step begins: compute all gradients first, or make two steps of it",
+                )
+
+    # ------------------------------------------------------------------ in a newcomer
+
+    def restore(
+        self, missing: frozenset[str], holders: list[Address], version: int, updated: list[str]
+    ) -> str:
+        """Bring everything to `version`; how, in words. Raises ShardsMissing, or
+        blobs.HoldersUnreachable when somebody who may have it did not answer."""
+        known = {unit.name for unit in self.units} | {n for u in self.units for n in u.buffers}
+        if not missing <= known:
+            names = ", ".join(sorted(missing - known)[:3])
+            raise ShardsMissing(f"no rank has {names}, and redundancy is {self.mode}")
+        fetched = self._fetch(holders, version)
+        if fetched.layout != self.layout:
+            raise ShardsMissing("the vault holds another layout than this process has built")
+        oldest = self._replay(fetched, version, updated)
+        steps = version - oldest
+        return (
+            f"{fetched.bytes} bytes of {len(self.units)} units from the vault of the buddy "
+            f"(up to {steps} step{'s' if steps != 1 else ''} replayed)"
+        )
+
+    def _fetch(self, holders: list[Address], version: int) -> vault.Fetched:
+        seat = self._seat
+        silent: list[str] = []
+        why = "nobody holds a vault"
+        for holder in holders:
+            try:
+                return vault.fetch(holder, seat.welcome.token, seat.rank, version)
+            except OSError as error:
+                silent.append(f"{holder.host}:{holder.port}: {error}")
+            except vault.VaultLacks as error:
+                why = str(error)
+        if silent:
+            raise blobs.HoldersUnreachable(f"the vault of rank {seat.rank}: {'; '.join(silent)}")
+        raise ShardsMissing(f"state of rank {seat.rank} at step {version} is in no vault: {why}")
+
+    def _replay(self, fetched: vault.Fetched, version: int, updated: list[str]) -> int:
+        seat = self._seat
+        optimizers = seat.optimizers
+        final = {name: [dict(g) for g in o.param_groups] for name, o in optimizers.items()}
+        had = {id(p): p.grad is not None for p in seat.parameters}
+        notes = {step: codec.loads_inline(data) for step, data in fetched.notes.items()}
+        oldest = min(base for base, _, _ in fetched.units.values())
+        for step in range(oldest, version + 1):
+            for unit in self.units:
+                base, tensors, _ = fetched.units[unit.index]
+                if base == step:
+                    self._install(unit, tensors)
+            if step == version:
+                break
+            self._set_gradients(fetched, step)
+            following = notes.get(step + 1)
+            made = following["before"] if following is not None and step + 1 < version else updated
+            self._update(notes[step], made)
+        for name, groups in final.items():
+            hyper = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+            set_hyper(optimizers[name], hyper)
+        for parameter in seat.parameters:
+            parameter.grad = torch.zeros_like(parameter) if had[id(parameter)] else None
+        self.updated = updated
+        return oldest
+
+    def _set_gradients(self, fetched: vault.Fetched, step: int) -> None:
+        for parameter in self._seat.parameters:
+            parameter.grad = None
+        for unit in self.units:
+            base, _, log = fetched.units[unit.index]
+            data = log.get(step) if base <= step else None
+            if data is not None and unit.parameter is not None:
+                part = torch.empty_like(shards.local(unit.parameter).detach())
+                _fill(part, data)
+                unit.parameter.grad = shards.wrap(part, shards.spec(unit.parameter))
+
+    def _update(self, note: dict[str, Any], made: list[str]) -> None:
+        optimizers = self._seat.optimizers
+        for name in made if note["updating"] else ():
+            optimizer: Any = optimizers[name]
+            set_hyper(optimizer, note["hyper"][name])
+            for key, value in note["scaling"][name].items():
+                setattr(optimizer, key, value)
+            optimizer.step()
+            for key in note["scaling"][name]:
+                delattr(optimizer, key)
+        for unit in self.units:
+            if unit.object:
+                update = self._seat.objects[unit.object].after_update
+                assert update is not None
+                update()
+
+    @torch.no_grad()
+    def _install(self, unit: Unit, parts: list[memoryview]) -> None:
+        data, rest = bytes(parts[0]), parts[1:]
+        if unit.buffers:
+            named = self._seat.state.named_tensors()
+            for name, part in zip(unit.buffers, rest[: len(unit.buffers)], strict=True):
+                _fill(shards.local(named[name]), part)
+            return
+        own = 1 if unit.parameter is not None else 0
+        count = (len(rest) - own) // 2
+        tensors = [
+            _rebuilt(part, codec.loads_inline(bytes(described)))
+            for part, described in zip(rest[own : own + count], rest[own + count :], strict=True)
+        ]
+        tree = codec.loads(data, tensors)
+        if unit.parameter is None:
+            self._seat.objects[unit.object].load(tree)
+            return
+        _fill(shards.local(unit.parameter).detach(), rest[0])
+        if unit.optimizer and tree is not None:
+            self._seat.optimizers[unit.optimizer].state[unit.parameter] = tree
+        elif unit.optimizer:
+            self._seat.optimizers[unit.optimizer].state.pop(unit.parameter, None)
+
+
+def _view(tensor: torch.Tensor) -> memoryview:
+    return memory(on_cpu(shards.local(tensor)))
+
+
+def _described(tensor: torch.Tensor) -> bytes:
+    """What makes a tensor of its bytes again."""
+    part = shards.local(tensor)
+    dense = on_cpu(part)
+    return codec.dumps_inline(
+        (
+            codec.dtype_name(part.dtype),
+            tuple(part.shape),
+            tuple(dense.stride()),
+            part.device.type,
+            shards.spec(tensor),
+        )
+    )
+
+
+def _rebuilt(data: memoryview, described: Any) -> torch.Tensor:
+    dtype, shape, stride, device, spec = described
+    part = torch.empty_strided(shape, stride, dtype=codec.dtype_named(dtype))
+    memory(part)[:] = data
+    if device != "cpu":
+        part = part.to(torch.device(device, torch.cuda.current_device()))
+    return shards.wrap(part, spec)
+
+
+def _fill(part: torch.Tensor, data: memoryview) -> None:
+    dense = on_cpu(part)
+    if dense.data_ptr() == part.data_ptr():
+        memory(dense)[:] = data
+        return
+    landing = torch.empty_like(dense)
+    memory(landing)[:] = data
+    part.copy_(landing)
+
+
+def _require_same_kind(name: str, parameter: Any, gradient: torch.Tensor) -> None:
+    if gradient.layout is not torch.strided or gradient.dtype != parameter.dtype:
+        raise UsageError(
+            f"the gradient of {name} is {gradient.layout} {gradient.dtype}, and the parameter is "
+            f"{parameter.dtype}: it has no replica, and such a gradient cannot be kept",
+            hint="use dense gradients of the parameter's own type, or a layout with replicas",
+        )
+
+
+def _forget_later(line: vault.VaultLine, token: str) -> None:
+    """The memory of a vault that is not used any more is freed beside the training."""
+
+    def ask() -> None:
+        # Its node may be gone, or another process of this rank may write there.
+        with contextlib.suppress(OSError, KeepstepError):
+            vault.forget(line.address, token, line.rank, line.generation)
+
+    threading.Thread(target=ask, name="keepstep-forget", daemon=True).start()

@@ -1,0 +1,162 @@
+"""Faults in jobs whose model is spread over the ranks: see layouts.py for what each of them is.
+
+Where the state of a lost rank came from is asserted: other ranks that have the same shards, or the
+vault that another node (or, with one node, the agent) keeps of shards that no other rank has.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from harness import LAYOUTS, Job, Verdict
+from test_kills import fired, inject
+from test_planned import resolved
+
+Start = Callable[..., Job]
+Reference = Callable[..., list[dict[str, Any]]]
+
+# ranks, and whether another rank has the same shards
+SHAPES = {
+    "ddp-groups": (4, True),
+    "hsdp": (4, True),
+    "fsdp": (3, False),
+    "tp": (4, False),
+    "fsdp-tp": (4, False),
+    "pipeline": (3, False),
+}
+
+KILLS = {
+    "early": ["0,step=0,point=in_backward", "1,step=1,point=in_fence"],
+    "compute": [
+        "1,step=3,point=before_forward",
+        "2,step=6,point=in_backward",
+        "0,step=9,point=before_fence",
+    ],
+    "commit": [
+        "2,step=2,point=in_fence",
+        "1,step=5,point=in_optimizer",
+        "0,step=9,point=after_step",
+    ],
+    "section": ["1,step=4,point=in_section", "0,step=8,point=in_section"],
+}
+
+
+def nodes(world: int, spares: int = 1) -> list[str]:
+    """One rank per node, so that a buddy is on another one."""
+    return ["--local-nodes", str(world), "--nproc-per-node", "1", "--spare-nodes", str(spares)]
+
+
+def came_from(incidents: list[dict[str, Any]], replicas: bool) -> None:
+    for incident in incidents:
+        vault = "vault" in incident["source"] or "as the script builds" in incident["source"]
+        assert vault != replicas, incident["source"]
+
+
+@pytest.mark.cost(30)
+@pytest.mark.parametrize("kills", KILLS)
+@pytest.mark.parametrize("layout", SHAPES)
+def test_kill_in_the_layout(
+    layout: str, kills: str, start: Start, reference: Reference, verdict: Verdict
+) -> None:
+    world, replicas = SHAPES[layout]
+    faults = KILLS[kills]
+    args = ["--layout", layout]
+    job = start(
+        *nodes(world), *inject(*(f"kill:rank={fault}" for fault in faults)),
+        script=LAYOUTS, script_args=args, world=world,
+    )  # fmt: skip
+    job.finish()
+    fired(job, len(faults))
+    expected = reference(world, *args, script=LAYOUTS)
+    seen = verdict.identical(job, expected, faults=len(faults), incidents=len(faults))
+    came_from(seen, replicas)
+
+
+@pytest.mark.cost(30)
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ("fsdp", ["--bf16"]),
+        ("fsdp", ["--recompute", "--optimizer", "sgd"]),
+        ("fsdp", ["--ema"]),
+        ("hsdp", ["--bf16", "--recompute", "--ema"]),
+        ("tp", ["--ema"]),
+        ("fsdp-tp", ["--recompute"]),
+        ("pipeline", ["--optimizer", "sgd"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "".join(value),
+)
+def test_kill_with(
+    layout: str,
+    options: list[str],
+    start: Start,
+    reference: Reference,
+    verdict: Verdict,
+) -> None:
+    world, replicas = SHAPES[layout]
+    args = ["--layout", layout, *options]
+    faults = ["1,step=4,point=in_backward", "2,step=7,point=in_optimizer"]
+    job = start(
+        *nodes(world), *inject(*(f"kill:rank={fault}" for fault in faults)),
+        script=LAYOUTS, script_args=args, world=world,
+    )  # fmt: skip
+    job.finish()
+    fired(job, 2)
+    expected = reference(world, *args, script=LAYOUTS)
+    came_from(verdict.identical(job, expected, faults=2, incidents=2), replicas)
+
+
+@pytest.mark.cost(35)
+@pytest.mark.parametrize("layout", SHAPES)
+def test_loss_of_a_node(layout: str, start: Start, reference: Reference, verdict: Verdict) -> None:
+    """The node and all that its agent kept; it is somebody's buddy, too."""
+    world, replicas = SHAPES[layout]
+    args = ["--layout", layout, "--steps", "40", "--slow", "yes"]
+    job = start(*nodes(world, 2), script=LAYOUTS, script_args=args, world=world)
+    for victim, step in ((1, 4), (0, 12)):
+        job.until_step(step)
+        job.spare_parked()
+        node = job.rank(victim)["node"]
+        job.post("inject", {"id": f"x{victim}", "action": "kill-node", "node": node})
+        resolved(job, 1 if victim else 2)
+    job.hurry()
+    job.finish()
+    expected = reference(world, *args, script=LAYOUTS)
+    came_from(verdict.identical(job, expected, faults=2, incidents=2), replicas)
+
+
+@pytest.mark.cost(30)
+@pytest.mark.parametrize("layout", SHAPES)
+def test_planned_move(layout: str, start: Start, reference: Reference, verdict: Verdict) -> None:
+    """The leaver itself hands its shards over."""
+    world, _ = SHAPES[layout]
+    args = ["--layout", layout, "--steps", "40", "--slow", "yes"]
+    job = start(*nodes(world), script=LAYOUTS, script_args=args, world=world)
+    job.until_step(3)
+    job.spare_parked()
+    job.post("migrate", {"ranks": [1]}).raise_for_status()
+    resolved(job, 1)
+    job.hurry()
+    job.finish()
+    expected = reference(world, *args, script=LAYOUTS)
+    seen = verdict.identical(job, expected, faults=1, incidents=1)
+    assert seen[0]["source"].startswith("rank 1") and "vault" not in seen[0]["source"]
+
+
+@pytest.mark.cost(30)
+def test_one_node_keeps_the_shards_in_its_agent(
+    start: Start, reference: Reference, verdict: Verdict
+) -> None:
+    args = ["--layout", "fsdp", "--slow", "yes"]
+    job = start("--nproc-per-node", "3", "--spares", "1", script=LAYOUTS, script_args=args, world=3)
+    job.until_step(4)
+    job.spare_parked()
+    job.kill_rank(2, signal.SIGKILL)
+    resolved(job, 1)
+    job.hurry()
+    job.finish()
+    expected = reference(3, *args, script=LAYOUTS)
+    came_from(verdict.identical(job, expected, faults=1, incidents=1), replicas=False)
