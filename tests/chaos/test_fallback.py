@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Job, Verdict, differences
+from harness import LAYOUTS, Job, Verdict, differences
+from test_layouts import SHAPES
+from test_planned import resolved
 
 Start = Callable[..., Job]
 Reference = Callable[..., list[dict[str, Any]]]
@@ -81,3 +83,34 @@ def test_the_newest_checkpoint_of_a_directory_is_resumed(
     assert json.loads((Path(used) / "manifest.json").read_bytes())["step"] >= 5
     assert differences(again.results(), reference(3, *ARGS)) == []
     verdict.note(1, "resumed from the newest periodic checkpoint, bit-identical")
+
+
+@pytest.mark.cost(50)
+@pytest.mark.parametrize("layout", SHAPES)
+def test_shards_come_from_a_checkpoint(
+    layout: str, start: Start, reference: Reference, verdict: Verdict, tmp_path: Path
+) -> None:
+    """Every rank reads its own parts of it; and what is kept in agents is good for the new life:
+    a rank that is lost after it is replaced without another loss."""
+    world, _ = SHAPES[layout]
+    args = ["--layout", layout, "--steps", "40", "--slow", "yes"]
+    job = start(
+        "--local-nodes", str(world), "--nproc-per-node", "1", "--spare-nodes", "3",
+        "--checkpoint-dir", str(tmp_path / "saved"), "--checkpoint-interval", "1",
+        script=LAYOUTS, script_args=args, world=world,
+    )  # fmt: skip
+    job.spare_parked(3)
+    job.until(lambda s: saved_step(s) >= 3, "a checkpoint of a step after the third")
+    step = saved_step(job.status())
+    job.until(lambda s: s["committed_step"] >= step + 2, "steps that no checkpoint has")
+    kill_nodes(job, "n1", "n2")
+    resolved(job, 1)
+    job.spare_parked()
+    job.kill_rank(1)
+    resolved(job, 2)
+    job.finish()
+    first, second = job.incidents()
+    assert first["outcome"] == "FELL_BACK" and first["steps_lost"] > 0, first
+    assert (second["outcome"], second["steps_lost"]) == ("RESOLVED", 0), second
+    assert differences(job.results(), reference(world, *args, script=LAYOUTS)) == []
+    verdict.note(2, f"fell back, {first['steps_lost']} steps computed again, bit-identical")
