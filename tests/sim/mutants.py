@@ -671,6 +671,8 @@ REPLAYED = (
     r.Untainted,
     r.Deferred,
     r.CheckpointWritten,
+    r.CheckpointSealed,
+    r.FellBack,
 )
 
 
@@ -706,6 +708,9 @@ SAID = [
     "Resumed",
     "Checkpointed",
     "CheckpointFailed",
+    "Saved",
+    "SaveFailed",
+    "Sealed",
     "BuddyLost",
     "Done",
 ]
@@ -738,6 +743,8 @@ COMMANDS = [
     "Finish",
     "Buddy",
     "Checkpoint",
+    "Snapshot",
+    "Seal",
 ]
 
 
@@ -814,6 +821,13 @@ HINTS: dict[str, tuple[str, ...]] = {
     "not heard: CheckpointFailed": ("full-disk",),
     "timer forgotten: checkpoint": ("no-spare",),
     "record not replayed: CheckpointWritten": ("no-spare",),
+    "record not replayed: CheckpointSealed": ("fall-back",),
+    "record not replayed: FellBack": ("fall-back",),
+    "not heard: Saved": ("fall-back",),
+    "not heard: SaveFailed": ("fall-back",),
+    "not heard: Sealed": ("fall-back",),
+    "not told: Snapshot": ("fall-back",),
+    "not told: Seal": ("fall-back",),
     "timer forgotten: settle": ("absent-node",),
     "timer forgotten: join": ("absent-node",),
     "timer forgotten: attach": ("late-attach",),

@@ -236,7 +236,7 @@ class Periodic:
                 if owner == seat.rank:
                     chunk, copy = snapshot.needs[name], self._copy(name, exported.tensors[name])
                     snapshot.tensors[chunk.index()] = chunk, copy
-        if torch.cuda.is_available():
+        if any(part.is_cuda for part in exported.tensors.values()):
             torch.cuda.synchronize()
         self._host = {name: self._host[name] for name in snapshot.needs if name in self._host}
         snapshot.files["meta"] = exported.meta
