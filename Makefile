@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 # What a bare Debian lacks is installed once; without root this fails and names the package.
 APT := DEBIAN_FRONTEND=noninteractive sh -c 'apt-get update -qq && apt-get install -y -qq "$$0"'
 
-.PHONY: setup setup-postgres demo test test-all lint unit sim sim-soak chaos bench docs clean
+.PHONY: setup setup-postgres demo test test-all lint unit sim sim-soak chaos test-gpu bench docs clean
 
 setup: $(VENV)/.ready
 
@@ -59,6 +59,11 @@ chaos: setup setup-postgres
 
 test-all: setup setup-postgres lint unit sim
 	$(BIN)/pytest -q tests/chaos --chaos-all --chaos-report benchmarks/results/chaos-full.json
+
+# On a machine with one NVIDIA GPU, with its own Python and torch: make test-gpu GPU_PYTHON=python3
+GPU_PYTHON ?= $(BIN)/python
+test-gpu:
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -q tests/gpu --gpu-report benchmarks/results/gpu-$(shell date +%F).json
 
 bench: setup
 	$(BIN)/python -m benchmarks

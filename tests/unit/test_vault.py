@@ -328,6 +328,47 @@ def test_a_later_connection_of_the_same_process_drives_out_the_earlier_one() -> 
         later.sync(1, going_on)
 
 
+def test_streams_of_one_writer_share_its_reservation() -> None:
+    first, second = putting("base", 1, b"x" * 600), putting("base", 1, b"y" * 600, unit=1)
+    with agent() as (address, server):
+        sock, frames = raw(address, asking(reserve=1000), first[:-1])
+        wait_until(lambda: server.vault.held() and incoming(server) == 600)
+        other, replies = raw(address, asking(reserve=1000), second, v.VaultSync(version=1))
+        with sock, other:
+            assert isinstance(replies.receive(), v.VaultOpened)
+            refused = replies.receive()
+            assert isinstance(refused, v.VaultRefused) and refused.reason == "memory"
+            sock.sendall(first[-1:] + frame(v.VaultSync(version=1)))
+            assert isinstance(frames.receive(), v.VaultOpened)
+            assert frames.receive() == v.VaultSynced(version=1)
+        assert server.vault.held() == {2: (600, 1000)}
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        v.VaultPut(kind="base", version=-1),
+        v.VaultPut(kind="base", version=1, sizes=[-1, 1], digests=[b"x", b"y"]),
+        v.VaultPut(kind="base", version=1, sizes=[1]),
+        v.VaultPut(kind="grad", version=1),
+        v.VaultPut(kind="note", version=1, sizes=[0, 0], digests=[b"x", b"y"]),
+        v.VaultPut(kind="absent", version=1, sizes=[0], digests=[b"x"]),
+    ],
+)
+def test_a_put_that_makes_no_sense_ends_the_connection(
+    put: v.VaultPut, caplog: pytest.LogCaptureFixture
+) -> None:
+    with agent() as (address, server):
+        sock, frames = raw(address, asking(), put, v.VaultSync(version=1))
+        with sock:
+            assert isinstance(frames.receive(), v.VaultOpened)
+            with pytest.raises(ConnectionError):
+                frames.receive()
+        wait_until(lambda: not server._connections)
+        assert "makes no sense" in caplog.text and "failed" not in caplog.text
+        assert server.vault.held() == {2: (0, MB)}
+
+
 def test_another_layout_is_refused_unless_it_is_fresh() -> None:
     with agent() as (address, _), line(address) as rank:
         opened(rank, units=2)
@@ -504,7 +545,7 @@ def test_puts_go_on_until_the_bound_and_then_wait_for_room() -> None:
 
 
 def test_a_view_may_be_written_to_once_it_was_read() -> None:
-    with agent() as (address, _), line(address) as rank:
+    with agent() as (address, _), line(address, queue_bytes=3 * MB) as rank:
         opened(rank, units=1)
         rank.put_base(0, 0, [b"base"])
         buffer = bytearray(2 * MB)
@@ -513,10 +554,21 @@ def test_a_view_may_be_written_to_once_it_was_read() -> None:
             rank.wait_read(rank.put_grad(0, step, buffer))
         rank.sync(3, going_on)
         assert rank.drained()
-        (_, _, log) = fetch(address, "t", 2, 4).units[0]
+        _, _, log = fetch(address, "t", 2, 4).units[0]
         assert [set(bytes(view)) for view in log.values() if view is not None] == [
             {step} for step in range(4)
         ]
+
+
+def test_a_fence_does_not_wait_for_what_is_put_behind_it() -> None:
+    with agent() as (address, _), line(address) as rank:
+        opened(rank)
+        with rank._turn:  # both are there when the sender looks
+            fence = rank._enqueue(v.VaultSync(version=0))
+            behind = rank.put_grad(0, 1, b"grad")
+        rank.wait_read(fence)
+        rank.wait_read(behind)
+        rank.sync(1, going_on)
 
 
 def test_a_line_that_is_not_open_says_so_at_the_fence() -> None:

@@ -400,4 +400,5 @@ def resume_command(spec: JobSpec, checkpoint: str) -> str:
     command += ["--understudies", str(spec.understudies)] if spec.understudies else []
     if spec.checkpoints:
         command += ["--checkpoint-dir", os.path.dirname(spec.checkpoints)]
+    command += ["--redundancy", spec.redundancy] if spec.redundancy != "auto" else []
     return shlex.join(command + spec.script)

@@ -10,6 +10,7 @@ import secrets
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -26,6 +27,7 @@ from keepstep.model.job import InjectSpec, JobSpec
 from keepstep.orchestrator.main import Orchestrator
 from keepstep.orchestrator.registry import check_id, prepare_home
 
+REDUNDANCY = ("auto", "buddy", "off")
 STALL_S_DEFAULT = 300.0
 
 
@@ -45,6 +47,10 @@ STALL_S_DEFAULT = 300.0
 @click.option(
     "--understudies", type=int, default=0, show_default=True, metavar="N",
     help="Beside each spare, N processes built ahead as presumed ranks.",
+)  # fmt: skip
+@click.option(
+    "--redundancy", type=click.Choice(REDUNDANCY), default="auto", show_default=True,
+    help="Keep tensors that no other rank has in the memory of another node.",
 )  # fmt: skip
 @click.option(
     "--local-nodes", "--local_nodes", type=int, default=None,
@@ -95,6 +101,7 @@ def run(
     nproc: int,
     spares: int,
     understudies: int,
+    redundancy: Literal["auto", "buddy", "off"],
     local_nodes: int | None,
     spare_nodes: int,
     stall_s: float,
@@ -141,6 +148,7 @@ def run(
         nodes=layout.nodes,
         spares=layout.spares,
         understudies=understudies,
+        redundancy=redundancy,
         stall_timeout_ns=int(stall_s * 1e9),
         script=(["-m", script] if module else [script]) + list(args),
         directory=str(Path(log_dir).absolute() if log_dir else where / "jobs" / job),

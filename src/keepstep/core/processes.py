@@ -54,7 +54,7 @@ def start_worker(
         master=job.master or NOWHERE,
         buddy=buddy.blobs if buddy is not None else None,
         script=job.spec.script,
-        env=job.spec.env,
+        env={**job.spec.env, "KEEPSTEP_REDUNDANCY": job.spec.redundancy},
         checkpoints=job.spec.checkpoints,
     )
     out.record(

@@ -201,17 +201,24 @@ def protection_of(job: Job) -> tuple[bool, str]:
         return False, "no rank is running"
     if not all(worker.redundant for worker in owners):
         return False, "some state has no replica on another rank: its rank's loss falls back"
-    if job.spec.world == 1:
+    kept = sum(worker.kept_bytes for worker in owners)
+    if job.spec.world == 1 and not kept:
         return False, "there is one rank only: nobody holds a replica of its state"
     homes = {worker.node for worker in owners}
     if len(homes) == 1:
         node = next(iter(homes))
-        return False, f"any rank may die; all ranks are on {node}, whose loss falls back"
+        where = f" ({_megabytes(kept)} that one rank has are kept by its agent)" if kept else ""
+        return False, f"any rank may die{where}; all ranks are on {node}, whose loss falls back"
     lonely = {name for name in homes if buddy_node(job.order, job.nodes[name]) is None}
     alone = [w.rank for w in owners if not w.done and w.node in lonely]
     if alone:
         return False, f"rank {alone[0]} has no buddy on another node for its side state"
-    return True, "any rank or any one node may be lost without losing a step"
+    where = f"; {_megabytes(kept)} that one rank has are kept by another node" if kept else ""
+    return True, f"any rank or any one node may be lost without losing a step{where}"
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.3g} MB"
 
 
 def incident_view(

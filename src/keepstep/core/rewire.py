@@ -31,7 +31,8 @@ def commit(job: Job, out: Out, attempt: Attempt) -> None:
         newcomer = job.workers[worker_id]
         newcomer.role = "rank"
         newcomer.attached = True
-        newcomer.redundant = old.redundant if old is not None else newcomer.redundant
+        if old is not None:
+            newcomer.redundant, newcomer.kept_bytes = old.redundant, old.kept_bytes
         newcomer.version = max(newcomer.version, version)
         job.causes.pop(rank, None)
     attempt.committed_at = out.now

@@ -125,6 +125,7 @@ class WorkerFacts:
     # rank
     attached: bool = False
     redundant: bool = True
+    kept_bytes: int = 0  # in a vault, because no other rank has it
     groups: dict[str, list[int]] | None = None  # process group -> ranks in it, as it said
     done: bool = False
     buddy: str = ""  # node

@@ -181,7 +181,7 @@ def _staged(
 
 def _attached(job: Job, out: Out, worker: Worker, said: Attached) -> None:
     worker.attached, worker.redundant = True, said.redundant
-    worker.groups = said.members
+    worker.groups, worker.kept_bytes = said.members, said.kept_bytes
     for warning in said.warnings:
         warn(job, out, f"rank {worker.rank}: {warning}")
 

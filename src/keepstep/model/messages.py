@@ -56,9 +56,10 @@ class Attached(Message, frozen=True):
     groups: list[str]  # names of the process groups that this rank is in, sorted
     parameters: int
     bytes_state: int
-    redundant: bool  # every tensor has a replica on another rank (DDP)
+    redundant: bool  # every tensor has a replica on another rank, or is kept in a vault
     warnings: list[str] = []
     members: dict[str, list[int]] = {}  # of each group: must be the same for all of them
+    kept_bytes: int = 0  # of tensors that no other rank has, and that a vault keeps
 
 
 class Arrived(Message, frozen=True):

@@ -24,6 +24,9 @@ import msgspec
 
 from keepstep.model.messages import Message
 
+Kind = Literal["base", "grad", "absent", "note"]
+Reason = Literal["token", "fenced", "layout", "memory", "digest", "lacks"]
+
 
 class VaultOpen(Message, frozen=True):
     """`rank` begins to write. Of several writers the one with the greatest (generation, serial)
@@ -42,7 +45,7 @@ class VaultOpen(Message, frozen=True):
 class VaultPut(Message, frozen=True):
     """Raw bytes follow: a base's tensors, a gradient, nothing (absent) or a note."""
 
-    kind: Literal["base", "grad", "absent", "note"]
+    kind: Kind
     version: int
     unit: int = 0
     sizes: list[int] = []
@@ -117,7 +120,7 @@ class VaultForgotten(Message, frozen=True):
 class VaultRefused(Message, frozen=True):
     """It was not done, and why."""
 
-    reason: Literal["token", "fenced", "layout", "memory", "digest", "lacks"]
+    reason: Reason
     error: str
     hint: str = ""
 

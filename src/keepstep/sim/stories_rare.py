@@ -127,6 +127,7 @@ def _fall_back(seed: int, draw: random.Random) -> Plan:
     others = (
         (),
         (Fault("orchestrator", "crash", at_ns=late, length_ns=SECOND),),
+        (Fault("orchestrator", "crash", at_ns=first + 3 * SECOND, length_ns=SECOND),),
         (Fault("spare", "crash", at_ns=late),),
         (Fault("agent", "crash", at_ns=late),),
         (Fault("bystander", "crash", at_ns=draw.randrange(20 * SECOND)),),

@@ -20,6 +20,17 @@ from keepstep.errors import UsageError
 _STARTED_NS = time.monotonic_ns()
 PR_SET_PDEATHSIG = 1
 
+# torch's watchdog must not end a process that could be recovered; detection does not rely on it.
+QUIET_NCCL = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+}
+
 
 def _die_with_agent() -> None:
     parent = os.getppid()
@@ -36,6 +47,7 @@ def main() -> None:
     page = Page(int(os.environ.pop("KEEPSTEP_PAGE_FD")))
     channel = Channel(int(os.environ.pop("KEEPSTEP_CONTROL_FD")), page)
     standby = "RANK" not in os.environ
+    os.environ.update(QUIET_NCCL)
 
     from keepstep.worker import collectives, groups
     from keepstep.worker.seat import Line
@@ -68,8 +80,9 @@ def _become_standby(line: Any) -> None:
     if line.channel.welcome.checkpoints:
         import torch.distributed.checkpoint  # noqa: F401
 
-    from keepstep.worker import parking
+    from keepstep.worker import cuda, parking
 
+    cuda.warm_up()
     parking.park_at_questions(lambda where: _wait_for_seat(line, where))
 
 

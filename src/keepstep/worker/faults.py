@@ -17,10 +17,12 @@ Kind = Literal["comm", "device", "user"]
 
 _DEVICE = re.compile(
     r"CUDA error|CUDA driver error|HIP error|hipError|cudaError|uncorrectable ECC|"
-    r"unspecified launch failure|device-side assert|NCCL.*unhandled (system|cuda) error|"
-    r"XID|GPU has fallen off",
+    r"unspecified launch failure|NCCL.*unhandled cuda error|\bXid\b|GPU has fallen off",
     re.IGNORECASE,
 )
+# The context is lost with these too, but another device would answer the same.
+_BUG = re.compile(r"device-side assert|CUDA error: out of memory", re.IGNORECASE)
+# NCCL's "unhandled system error" is here: it is a socket's, as a rule of a peer that is gone.
 _COMM = re.compile(
     r"gloo|NCCL|RCCL|Connection (closed|reset|refused)|Broken pipe|Socket|"
     r"TCPStore|Timed out|Application timeout|remote process exited|wait.*timeout",
@@ -31,6 +33,8 @@ _COMM = re.compile(
 def classify(error: BaseException) -> Kind:
     """What this rank's own exception looks like; the orchestrator decides what it was."""
     text = f"{type(error).__name__}: {error}"
+    if _BUG.search(text):
+        return "user"
     if isinstance(error, RuntimeError) and _DEVICE.search(text):
         return "device"
     # ConnectionAbortedError is how our own waits end when an Abort comes.
@@ -85,7 +89,9 @@ class Injector:
     def _fire(self, arm: m.Arm, victim: torch.Tensor | None) -> None:
         self._send(m.InjectFired(inject=arm.inject, point=arm.point, version=arm.step))
         if arm.action == "device-error":
-            raise RuntimeError("CUDA error: uncorrectable ECC error encountered (injected)")
+            raise torch.AcceleratorError(
+                "CUDA error: uncorrectable ECC error encountered (injected)"
+            )
         if victim is not None:
             with torch.no_grad():  # a torn update: what is read from this process now is garbage
                 victim.add_(1.0)

@@ -10,12 +10,11 @@ inside each of them, always in the order of the group names, which is the same o
     real -------------------------------------------swap(staged)--> real   (planned)
     solo (a newcomer starts here) ------------------swap(staged)--> real
 
-`install` replaces the one name under which distributed_c10d makes gloo backends, so that a
-newcomer's init_process_group, new_group and DeviceMesh get solo backends and ask nobody.
+What the user's script creates is made solo or real by frontend.py.
 
-A backend's destructor runs its queue empty and joins its threads. Once it has returned nothing
-of the old generation can write into a gradient any more; go_solo and swap therefore insist that
-theirs was the last reference.
+A gloo backend's destructor runs its queue empty and joins its threads. Once it has returned
+nothing of the old generation can write into a gradient any more; go_solo and swap therefore insist
+that theirs was the last reference. NCCL's are aborted instead, and the device drained.
 
 Threads: abort() from any; stage() in a builder thread; everything else in the main thread.
 """
@@ -35,12 +34,11 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch._C._distributed_c10d as _C
-import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from keepstep.errors import LocalProtocolError, PermanentError, UsageError
-from keepstep.worker import extension, gloo
+from keepstep.worker import cuda, frontend, gloo, nccl
 from keepstep.worker import fence as fences
 from keepstep.worker.fence import Fence
 
@@ -48,8 +46,6 @@ RELEASE_TIMEOUT_S = 10.0
 RENDEZVOUS_TIMEOUT_S = 7 * 86_400.0  # ended by abort() or the end of the store, not by a clock
 
 _ext: Any = None
-_solo = False
-_refusal = ""
 _aborts = 0
 _fence: Fence | None = None
 _ddp: weakref.WeakSet[DistributedDataParallel] | None = None
@@ -61,117 +57,33 @@ class _Group(NamedTuple):
     pg: Any
 
 
-# --------------------------------------------------------------------------------------- install
+class _Recipe(NamedTuple):
+    """Of a backend. Not the backend itself: whoever holds one keeps it from being dropped."""
+
+    kind: Any
+    backend: str
+    rank: int
+    size: int
+    timeout: timedelta
+    options: Any  # of NCCL
 
 
 def install(solo: bool) -> None:
-    """Patch distributed_c10d; before the user's script runs. A newcomer starts solo."""
-    global _ext, _solo
-    _solo = solo
-    if _ext is not None:
-        return
-    if gloo.RealGloo is None:
-        raise UsageError("this torch has no gloo backend", hint="install a build with USE_GLOO=1")
-    _ext = extension.load()
-    # Lazy connections would appear after we have looked, and unknown to us could not be aborted.
-    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
-    c10d_any: Any = c10d
-    c10d_any.ProcessGroupGloo = _Gloo
-    dist.ProcessGroupGloo = _Gloo  # type: ignore[misc,assignment]
-    _patch_rendezvous(c10d_any)
-    _patch_logger()
-    os.register_at_fork(after_in_child=gloo.after_fork)
-    os.register_at_fork(after_in_child=fences.after_fork)
-
-
-class _GlooMeta(type):
-    def __call__(cls, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> Any:
-        chosen = (*args, *kwargs.values())[0] if args or kwargs else timedelta(minutes=30)
-        timeout = chosen if isinstance(chosen, timedelta) else chosen._timeout
-        if solo():
-            return _solo_backend(rank, size, timeout)
-        mesh = gloo.Mesh()
-        backend = gloo.connect(store, rank, size, timeout, mesh)
-        gloo.install([mesh])
-        return backend
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, (gloo.RealGloo, _ext.SoloBackend))
-
-    def __getattr__(cls, name: str) -> Any:
-        return getattr(gloo.RealGloo, name)
-
-
-class _Gloo(metaclass=_GlooMeta):
-    """Stands in for distributed_c10d.ProcessGroupGloo: callable, testable, never instantiated."""
-
-
-def _solo_backend(rank: int, size: int, timeout: timedelta) -> Any:
-    backend = _ext.SoloBackend(rank, size, "gloo")
-    backend.options._timeout = timeout  # the real backend that follows takes it over
-    return backend
-
-
-def _patch_rendezvous(module: Any) -> None:
-    rendezvous, barrier = module.rendezvous, module._store_based_barrier
-    helper, debug_level = module._new_process_group_helper, module.get_debug_level
-
-    def rendezvous_or_alone(url: str, rank: int = -1, world_size: int = -1, **kw: Any) -> Any:
-        if not solo():
-            yield from rendezvous(url, rank, world_size, **kw)
-            return
-        rank = int(os.environ["RANK"]) if rank < 0 else rank
-        world_size = int(os.environ["WORLD_SIZE"]) if world_size < 0 else world_size
-        yield _C.HashStore(), rank, world_size
-
-    def barrier_unless_alone(*args: Any, **kw: Any) -> Any:
-        return None if solo() else barrier(*args, **kw)
-
-    def helper_unless_refused(*args: Any, **kw: Any) -> Any:
-        if _refusal:
-            raise UsageError(_refusal, hint="create process groups before the first step")
-        return helper(*args, **kw)
-
-    def debug_level_without_wrapper() -> Any:
-        # DETAIL wraps backends in a class that accepts nothing but a genuine gloo backend.
-        level = debug_level()
-        return _C.DebugLevel.INFO if solo() and level == _C.DebugLevel.DETAIL else level
-
-    module.rendezvous = rendezvous_or_alone
-    module._store_based_barrier = barrier_unless_alone
-    module._new_process_group_helper = helper_unless_refused
-    module.get_debug_level = debug_level_without_wrapper
-
-
-def _patch_logger() -> None:
-    # DDP's constructor logs: c10d::Logger static_casts the backend of a group whose default type
-    # is GLOO to ProcessGroupGloo, which is a crash for any other class.
-    logger: Any = _C.Logger
-    original = logger.set_construction_data_and_log
-    kinds = dist.ProcessGroup.BackendType
-
-    def without_cast(*args: Any, **kw: Any) -> Any:
-        global _ddp
-        _ddp = None  # a model may be wrapped after attach: look again
-        if not solo():
-            return original(*args, **kw)
-        groups = [pg for pg, (backend, _) in c10d._world.pg_map.items() if backend == "gloo"]
-        for pg in groups:
-            pg._set_default_backend(kinds.UNDEFINED)
-        try:
-            return original(*args, **kw)
-        finally:
-            for pg in groups:
-                pg._set_default_backend(kinds.GLOO)
-
-    logger.set_construction_data_and_log = without_cast
+    """Before the user's script runs. A newcomer starts solo."""
+    global _ext
+    if _ext is None:
+        os.register_at_fork(after_in_child=gloo.after_fork)
+        os.register_at_fork(after_in_child=fences.after_fork)
+    frontend.install(solo)
+    frontend.on_ddp_built = _forget_ddp
+    _ext = frontend.ext
 
 
 # ------------------------------------------------------------------------------------ the groups
 
 
 def solo() -> bool:
-    return _solo
+    return frontend.solo
 
 
 def destroyed() -> bool:
@@ -191,8 +103,7 @@ def members() -> dict[str, list[int]]:
 
 def refuse_new_groups(message: str) -> None:
     """From now on creating a process group raises UsageError(message)."""
-    global _refusal
-    _refusal = message
+    frontend.refusal = message
 
 
 def abort() -> None:
@@ -201,6 +112,7 @@ def abort() -> None:
     _aborts += 1
     gloo.shutdown(gloo.watched())
     fences.interrupt_all()
+    nccl.abort()
 
 
 def _groups() -> list[_Group]:
@@ -208,14 +120,14 @@ def _groups() -> list[_Group]:
     return sorted(_Group(str(world.pg_names[pg]), pg) for pg in list(world.pg_map))
 
 
-def _require_gloo(groups: list[_Group]) -> None:
+def _require_known(groups: list[_Group]) -> None:
     for name, pg in groups:
         for _, backend in _ext.backends(pg):
             kind = str(backend.name())
-            if kind != "gloo":
+            if kind not in ("gloo", "nccl"):
                 raise UsageError(
-                    f"backend {kind} of group {name} is not supported yet",
-                    hint='use init_process_group("gloo")',
+                    f"backend {kind} of group {name} is not supported",
+                    hint='use init_process_group("nccl") or init_process_group("gloo")',
                 )
 
 
@@ -224,12 +136,16 @@ def go_solo(*, at_boundary: bool = False) -> None:
 
     `at_boundary`: nothing is in flight, so nobody has to wait until the old groups are taken down
     (each takes some 10 ms to join its threads, which would be part of a planned pause)."""
-    global _solo, _fence
+    global _fence
     groups = _groups()
-    _require_gloo(groups)
-    already, _solo = _solo, True
+    _require_known(groups)
+    already, frontend.solo = frontend.solo, True
     meshes = gloo.installed()
     gloo.shutdown(meshes)  # queued operations must fail for the destructors to return
+    if not at_boundary:
+        nccl.abort()
+        nccl.wait_until_aborted()
+        cuda.drain()
     old: list[tuple[str, Any]] = []
     if _fence is not None:
         _fence.close()
@@ -237,9 +153,8 @@ def go_solo(*, at_boundary: bool = False) -> None:
     if not already:
         for name, pg in groups:
             desc = pg.group_desc
-            for kind in _kinds(pg):
-                fresh = _solo_backend(pg.rank(), pg.size(), _timeout(pg, kind))
-                old.append((name, _replace(pg, kind, fresh)))
+            for wanted in _recipes(pg):
+                old.append((name, _replace(pg, wanted.kind, _alone(wanted))))
             pg._set_group_name(name)
             pg._set_group_desc(desc)
     if at_boundary:
@@ -249,15 +164,25 @@ def go_solo(*, at_boundary: bool = False) -> None:
         _release(old, meshes)
 
 
-def _kinds(pg: Any) -> list[Any]:
-    return [kind for kind, _ in _ext.backends(pg)]
+def _alone(wanted: _Recipe) -> Any:
+    if wanted.backend == "nccl":
+        return _ext.SoloBackend(wanted.rank, wanted.size, "nccl", wanted.options)
+    return frontend.solo_backend("gloo", wanted.rank, wanted.size, wanted.timeout)
 
 
-def _timeout(pg: Any, kind: Any) -> timedelta:
-    for found, backend in _ext.backends(pg):
-        if found == kind:
-            with contextlib.suppress(AttributeError):
-                return backend.options._timeout  # type: ignore[no-any-return]
+def _recipes(pg: Any) -> list[_Recipe]:
+    """How to make another one of each backend of the group, in the same order on all ranks."""
+    found = []
+    for kind, backend in sorted(_ext.backends(pg), key=lambda entry: int(entry[0])):
+        name, timeout = str(backend.name()), _timeout(backend)
+        options = nccl.options(timeout, backend.options) if name == "nccl" else None
+        found.append(_Recipe(kind, name, pg.rank(), pg.size(), timeout, options))
+    return found
+
+
+def _timeout(backend: Any) -> timedelta:
+    with contextlib.suppress(AttributeError):
+        return backend.options._timeout  # type: ignore[no-any-return]
     return timedelta(minutes=30)
 
 
@@ -270,7 +195,11 @@ def _replace(pg: Any, kind: Any, fresh: Any) -> Any:
 
 
 def _release(old: list[tuple[str, Any]], meshes: list[gloo.Mesh]) -> None:
-    """Drop backends, whose destructors then wait for their last operation."""
+    """Drop backends. The destructors of gloo's then wait for their last operation; NCCL's are
+    aborted, or idle at a boundary, and nobody waits for them."""
+    theirs = [backend for _, backend in old if nccl.is_real(backend)]
+    old[:] = [(name, backend) for name, backend in old if not nccl.is_real(backend)]
+    nccl.drop(theirs)
     deadline = time.monotonic() + RELEASE_TIMEOUT_S
     collected = False
     kept: set[str] = set()
@@ -319,20 +248,26 @@ class StagedGroups:
         fence, self._fence = self._fence, None
         self._stores = {}
         gloo.forget(meshes)
+        theirs = [backend for backend in backends.values() if nccl.is_real(backend)]
+        backends.clear()
+        nccl.drop(theirs)
         if fence is not None:
             fence.close()
-        del backends
 
     def _check(self) -> None:
         if self.aborted:
             raise RuntimeError(f"generation {self.generation} was aborted while being staged")
 
-    def _connect(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    def _connect(self, wanted: _Recipe, store: Any, timeout: timedelta) -> Any:
         self._check()
+        rank, size = wanted.rank, wanted.size
+        if wanted.backend == "nccl":
+            return nccl.connect(store, rank, size, wanted.options, lambda: self.aborted)
         mesh = gloo.Mesh()
         backend = gloo.connect(store, rank, size, timeout, mesh)
         self._meshes.append(mesh)
         backend._set_sequence_number_for_group()
+        backend._set_default_timeout(wanted.timeout)
         return backend
 
 
@@ -346,7 +281,7 @@ def stage(
     reaching the store and for connecting once all are there."""
     staged = StagedGroups(generation)
     groups = _groups()
-    _require_gloo(groups)
+    _require_known(groups)
     timeout = timedelta(seconds=timeout_s)
     # While it is being built, abort() also cuts the connection to the store.
     client_mesh = gloo.Mesh(_resolve(host, port))
@@ -356,11 +291,10 @@ def stage(
         client = _client(host, port, timeout)
         client.set_timeout(timedelta(seconds=RENDEZVOUS_TIMEOUT_S))
         for name, pg in groups:
-            store = _C.PrefixStore(f"keepstep/{generation}/{name}", client)
-            for kind in _kinds(pg):
-                backend = staged._connect(store, pg.rank(), pg.size(), timeout)
-                backend._set_default_timeout(_timeout(pg, kind))
-                staged._backends[name, kind] = backend
+            for wanted in _recipes(pg):
+                prefix = f"keepstep/{generation}/{name}/{wanted.backend}"
+                store = _C.PrefixStore(prefix, client)
+                staged._backends[name, wanted.kind] = staged._connect(wanted, store, timeout)
             staged._stores[name] = _C.PrefixStore(f"keepstep/{generation}/store/{name}", client)
         staged._fence = Fence(rank, world, bind)
         staged._check()
@@ -386,10 +320,10 @@ def _client(host: str, port: int, timeout: timedelta) -> Any:
 
 def swap(staged: StagedGroups) -> None:
     """Put the staged backends in place, leave solo mode, drop the old ones."""
-    global _solo, _fence
+    global _fence
     staged._check()
     groups = _groups()
-    wanted = {(name, kind) for name, pg in groups for kind in _kinds(pg)}
+    wanted = {(name, kind) for name, pg in groups for kind, _ in _ext.backends(pg)}
     if wanted != set(staged._backends):
         raise LocalProtocolError(
             f"groups changed since generation {staged.generation} was staged: "
@@ -398,7 +332,7 @@ def swap(staged: StagedGroups) -> None:
     old: list[tuple[str, Any]] = []
     for name, pg in groups:
         desc = pg.group_desc
-        for kind in _kinds(pg):
+        for kind in [kind for kind, _ in _ext.backends(pg)]:
             old.append((name, _replace(pg, kind, staged._backends.pop((name, kind)))))
         # The name is kept in the backend, and functional collectives find the group by it.
         pg._set_group_name(name)
@@ -409,7 +343,7 @@ def swap(staged: StagedGroups) -> None:
     if _fence is not None:
         _fence.close()
     _fence, staged._fence = staged._fence, None
-    _solo = False
+    frontend.solo = False
     dropped = gloo.installed()
     gloo.install(staged._meshes)
     staged._meshes = []
@@ -423,8 +357,14 @@ def swap(staged: StagedGroups) -> None:
 def build_first_fence(
     host: str, port: int, rank: int, world: int, bind: str, timeout_s: float
 ) -> None:
-    """Generation 0, on ranks whose groups are real from the start: only the fence is missing."""
+    """Generation 0, on ranks whose groups are real from the start: only the fence is missing, and
+    connections that NCCL would make later, when a rank that waits for them can not be freed."""
     global _fence
+    began = _aborts
+    for _, pg in _groups():
+        for _, backend in _ext.backends(pg):
+            if nccl.is_real(backend):
+                nccl.touch(backend, lambda: _aborts != began)
     client = _client(host, port, timedelta(seconds=timeout_s))
     _fence = Fence(rank, world, bind)
     _fence.connect(_C.PrefixStore("keepstep/0", client), timeout_s)
@@ -439,6 +379,11 @@ def fence(words: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 # ------------------------------------------------------------------------------------------- DDP
+
+
+def _forget_ddp() -> None:
+    global _ddp
+    _ddp = None  # a model may be wrapped after attach: look again
 
 
 def ddp_modules(refresh: bool = False) -> list[DistributedDataParallel]:

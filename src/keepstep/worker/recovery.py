@@ -24,7 +24,7 @@ from typing import Literal, NoReturn
 
 from keepstep.errors import KeepstepError, LocalProtocolError, UsageError
 from keepstep.model import messages as m
-from keepstep.worker import checkpoint, faults, groups
+from keepstep.worker import checkpoint, cuda, faults, groups
 from keepstep.worker.seat import Seat
 from keepstep.worker.transfer import StateServer
 
@@ -169,6 +169,7 @@ class Recovery:
         seat.page.set("hold", 1)
         if groups.solo() and not groups.destroyed():
             groups.reset_ddp(seat.version)
+        cuda.drain()  # whoever reads the state does so in other streams
         export = seat.state.export()
         server = StateServer(seat.welcome.interface, seat.welcome.token, export, seat.tick)
         try:

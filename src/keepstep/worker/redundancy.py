@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from keepstep.worker.seat import Seat
 
 RENEW = 4  # steps in which all bases are renewed once; more gradients are kept, fewer bases sent
-MODES = ("auto", "buddy", "off")
 
 
 class ShardsMissing(PermanentError):
@@ -64,7 +63,8 @@ class Redundancy:
         self._seat = seat
         self.mode = os.environ.get("KEEPSTEP_REDUNDANCY", "auto")
         self.units: list[Unit] = []
-        self.unique_bytes = 0
+        self.unprotected = 0  # tensors that are nowhere else
+        self.first_unprotected = ""
         self._whole = False  # all bases are of one version
         self._line: vault.VaultLine | None = None
         self._former: vault.VaultLine | None = None  # to be forgotten when the new one has all
@@ -72,6 +72,10 @@ class Redundancy:
         self._begun = -1  # version whose share of bases was put
         self._published: dict[int, tuple[int, int]] = {}  # unit -> id and version of its gradient
         self.updated: list[str] = []  # optimizers that made the last step's updates, in order
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(unit.size for unit in self.units)
 
     @property
     def needed(self) -> bool:
@@ -84,20 +88,22 @@ class Redundancy:
         seat = self._seat
         state, replicas = seat.state, seat.replicas
         local_world = int(os.environ["LOCAL_WORLD_SIZE"])
-        if seat.world == 1 and self.mode == "auto":
-            return  # there is nobody to wait for; a job of one rank asks for it by name
+        if seat.world == 1:
+            return  # with its only rank all that could decide how to go on is lost
 
         def alone(tensor: torch.Tensor) -> bool:
             return not replicas.elsewhere(replicas.of(tensor), local_world)
 
         tensors = state.named_tensors()
         lonely = {name for name, tensor in tensors.items() if alone(tensor)}
-        self.unique_bytes = sum(shards.local(tensors[name]).nbytes for name in lonely)
         objects = [
             name
             for name, item in seat.objects.items()
             if not item.per_rank and any(alone(t) for t in codec.dumps(item.save())[1])
         ]
+        if self.mode == "off":
+            self.unprotected = len(lonely) + len(objects)
+            self.first_unprotected = next(iter(sorted(lonely) + objects), "")
         if self.mode == "off" or not (lonely or objects):
             return
         self._refuse_objects(objects)

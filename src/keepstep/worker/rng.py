@@ -31,8 +31,10 @@ def capture() -> bytes:
     }
     cuda: Any = torch.cuda
     if cuda.is_initialized():
+        # A few bytes of host memory each: nothing here waits for a device.
         devices = range(cuda.device_count())
         state["cuda"] = [cuda.get_rng_state(i).numpy().tobytes() for i in devices]
+        state["device"] = cuda.current_device()
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         state["numpy"] = _capture_numpy(numpy)
@@ -82,8 +84,8 @@ def restore(data: bytes) -> None:
     torch.set_rng_state(torch_state(state["torch"]))
     version, words, gauss = state["python"]
     random.setstate((version, tuple(array.array("I", words)), gauss))
-    for index, cuda in enumerate(state.get("cuda", ())):
-        torch.cuda.set_rng_state(torch_state(cuda), index)
+    if "cuda" in state:
+        _restore_cuda(state["cuda"], state["device"])
     if "numpy" in state:
         import numpy
 
@@ -91,6 +93,17 @@ def restore(data: bytes) -> None:
         words = numpy.frombuffer(key, dtype=numpy.uint32)
         numpy.random.set_state((name, words, position, has_gauss, cached))
         _numpy_seen = None
+
+
+def _restore_cuda(states: list[bytes], device: int) -> None:
+    """A rank's device belongs to its slot: the generator it uses may have another number here."""
+    own = torch.cuda.current_device()
+    states = list(states)
+    if own != device:
+        states += [states[device]] * (own + 1 - len(states))
+        states[own], states[device] = states[device], states[own]
+    for index, state in enumerate(states[: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(torch_state(state), index)
 
 
 def torch_state(data: bytes) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
-from keepstep.worker import blobs, buckets, codec, groups, rng, shards
+from keepstep.worker import blobs, buckets, codec, cuda, groups, rng, shards
 from keepstep.worker.ahead import Ahead
 from keepstep.worker.batches import Loop
 from keepstep.worker.channel import Channel
@@ -144,6 +144,7 @@ class Seat:
         self.buddy_line = blobs.BuddyLine(self.welcome.token)
         self.ahead = Ahead()
         self.parameters = self._all_parameters()
+        cuda.settle_in(self.parameters)
         self.carrying = False  # gradients are added up over several steps: they are state now
         self._carries_on = False  # ... if the fence passes
         self._carry_warned = False

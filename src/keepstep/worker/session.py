@@ -9,6 +9,7 @@ from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import xxhash
 
@@ -276,6 +277,33 @@ def _plain_equal(seat: Seat) -> bool:
     return low == high
 
 
+def notices(seat: Seat) -> list[str]:
+    """What the guarantee rests on besides what Keepstep can see for itself."""
+    replicas, redundancy = seat.replicas, seat.redundancy
+    found = []
+    plain = [
+        name
+        for name, tensor in seat.state.undescribed().items()
+        if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
+    ]
+    if plain and seat.world > 1 and replicas.plain_equal:
+        found.append(
+            f"{len(plain)} parameters (first: {plain[0]}) are plain tensors that neither "
+            "DistributedDataParallel nor a device mesh describes; they are equal on all ranks now "
+            "and are taken to stay so: where ranks change them differently, a moved rank would get "
+            "another rank's (hint: wrap the model, or distribute them over the mesh)"
+        )
+    if redundancy.unprotected:
+        found.append(
+            f"{redundancy.unprotected} tensors (first: {redundancy.first_unprotected}) are on one "
+            "rank only, the layout has no dimension of replicas for them, and redundancy is off: "
+            "the loss of that rank falls back (hint: --redundancy auto)"
+        )
+    for text in found:
+        print(f"keepstep: {text}", file=sys.stderr, flush=True)
+    return found
+
+
 def announce(session: Session, line: Line) -> None:
     seat = session._seat
     fsdp.refuse_old(seat.models.values())
@@ -314,6 +342,8 @@ def announce(session: Session, line: Line) -> None:
             members=groups.members(),
             parameters=sum(p.numel() for p in seat.parameters),
             bytes_state=sum(t.nbytes for t in exported.tensors.values()),
-            redundant=True,
+            redundant=not seat.redundancy.unprotected,
+            kept_bytes=seat.redundancy.kept_bytes,
+            warnings=notices(seat) if seat.rank == 0 and not newcomer else [],
         )
     )

@@ -342,6 +342,11 @@ class StateSet:
         """The class of everything that is to be filled."""
         return dict(self._import.of) if self._import is not None else {}
 
+    def presumed_equal(self) -> list[str]:
+        """Parameters that are to be filled although nobody says that all ranks have the same."""
+        of = self.provided_by()
+        return [n for n, p in self._parameters() if of.get(n) == PLAIN and p.requires_grad]
+
     @torch.no_grad()
     def finish_import(self) -> None:
         """The landing tensors are full: take the state over. Does nothing without an import."""

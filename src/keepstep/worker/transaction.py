@@ -8,7 +8,8 @@
 
 The fence stands in front of the first optimizer update of the call (an optimizer pre-hook), or at
 the function's end if no update ran. Nothing before it is visible to anyone, so it can be undone;
-nothing after it needs another rank, so it can always be finished.
+nothing after it needs another rank, so it can always be finished. Where the device can hold an
+update back that is queued already (guard.py), the fence is met behind it, in the post-hook.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from keepstep.errors import KeepstepError, UsageError
-from keepstep.worker import fsdp, groups, results, rng
+from keepstep.worker import cuda, fsdp, groups, guard, results, rng
 from keepstep.worker.objects import Undo
 from keepstep.worker.recovery import Recovery, Retry
 from keepstep.worker.seat import Seat
@@ -43,10 +47,13 @@ class Transactions:
         self._usual: dict[str, int] = {}  # site -> backward passes of its last step
         self._function: Any = None
         self._attached = {id(o): n for n, o in seat.optimizers.items()}
+        self._guard = guard.Guard()
         register_optimizer_step_pre_hook(self._before_update)
+        register_optimizer_step_post_hook(self._after_update)
         for model in seat.models.values():
             model.register_forward_pre_hook(lambda *_: seat.page.mark())
         self._watch_ddp()
+        cuda.refuse_graphs(lambda: self.running if self._step or self.warming else "")
 
     # ------------------------------------------------------------------ rules inside a step
 
@@ -102,12 +109,27 @@ class Transactions:
                 hint="optimizer updates belong into a @ks.step function",
             )
         name = self._attached[id(optimizer)]
-        if not self._fenced:
-            self._fence(updating=True)
-        else:
+        if self._fenced:
             self.seat.redundancy.before_update(name)
-        self._insist()
+            self._insist()
+        elif self._guard.suits(optimizer):
+            self._publish(updating=True)
+            if not self._guard.begin(optimizer):
+                self._wait_and_meet()
+        else:
+            self._fence(updating=True)
         self._updated.append(name)
+
+    def _after_update(self, optimizer: Any, _: Any, __: Any) -> None:
+        """The update is queued and held back by the device: decide it."""
+        if not self._guard.holds(optimizer):
+            return
+        try:
+            met = self._meet(self._guard.wait)
+        finally:
+            self._guard.decide(guard.SKIP)
+        if not met:  # decided to commit all the same, and the gradients are as they were
+            guard.apply_unguarded(optimizer)
 
     def _insist(self) -> None:
         """What the fence raised was for us: an `except:` of the user's must not swallow it."""
@@ -146,6 +168,7 @@ class Transactions:
                 if self._passed:
                     self._end()
                     raise  # after the fence nothing can be undone: the user's error stands
+                self._guard.decide(guard.SKIP)
                 seat.ahead.wait()
                 problem = error
             if problem is not None:
@@ -198,6 +221,10 @@ class Transactions:
         rng.restore(undo.rng)
 
     def _fence(self, updating: bool) -> None:
+        self._publish(updating)
+        self._wait_and_meet()
+
+    def _publish(self, updating: bool) -> None:
         seat = self.seat
         self._fenced = True
         self._usual[self.running] = self._backwards
@@ -212,18 +239,38 @@ class Transactions:
             side_state = seat.side_state(self.running, self._step, updating)
             seat.ahead.judge(side_state)
             seat.publish(seat.tick + 1, side_state)
-            seat.page.where("fence")
-            self._in_fence = True
-            self._all_ranks_here()
         except KeepstepError as error:
             self._refused = error
             raise
         except (RuntimeError, OSError) as error:
             self._fence_failed(error)
+
+    def _wait_and_meet(self) -> None:
+        self._meet(cuda.wait_for_queue)
+
+    def _meet(self, wait_for_device: Callable[[Callable[[], bool]], None]) -> bool:
+        """Whether the fence was passed. If it was not, it was decided to commit all the same;
+        otherwise Retry is raised."""
+        seat = self.seat
+        passed = True
+        try:
+            wait_for_device(seat.aborted)
+            seat.page.where("fence")
+            self._in_fence = True
+            self._all_ranks_here()
+            self._guard.decide(guard.GO)
+        except KeepstepError as error:
+            self._refused = error
+            raise
+        except (RuntimeError, OSError) as error:
+            self._guard.decide(guard.SKIP)  # recovery waits for the device
+            passed = False
+            self._fence_failed(error)
         self._passed = True
         seat.page.where("apply")
         if seat.injector and self._step:
             seat.injector.point("in_optimizer", seat.version, seat.parameters[0])
+        return passed
 
     def _all_ranks_here(self) -> None:
         seat = self.seat

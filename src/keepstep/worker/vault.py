@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 import msgspec
 import xxhash
@@ -39,7 +39,7 @@ CONNECT_TIMEOUT_S = 5.0
 SILENCE_S = 10.0  # an agent whose machine vanished never closes the connection
 QUEUE_BYTES = 1 << 30  # of the caller's own memory
 SMALL_BYTES = 64 << 10  # packed together when sent
-SEND_BYTES = 4 << 20  # the socket's timeout is for as much
+CHUNK_BYTES = 4 << 20  # sent within the socket's timeout; worth to be handed to another thread
 
 View = bytes | bytearray | memoryview
 
@@ -206,13 +206,7 @@ class VaultLine:
 
     # ----------------------------------------------------------------- sending
 
-    def _put(
-        self,
-        kind: Literal["base", "grad", "absent", "note"],
-        unit: int,
-        version: int,
-        data: Sequence[View],
-    ) -> int:
+    def _put(self, kind: v.Kind, unit: int, version: int, data: Sequence[View]) -> int:
         views = [_flat(one) for one in data]
         sizes = [len(view) for view in views]
         put = v.VaultPut(kind=kind, unit=unit, version=version, sizes=sizes)
@@ -278,9 +272,10 @@ class VaultLine:
                 continue
             connection.sendall(packed)
             packed.clear()
-            for start in range(0, len(view), SEND_BYTES):
-                connection.sendall(view[start : start + SEND_BYTES])
-        if not self._queue or len(packed) >= SMALL_BYTES:
+            for part in pieces(view, CHUNK_BYTES):
+                connection.sendall(part)
+        awaited = isinstance(item.message, v.VaultSync) or not self._queue
+        if awaited or len(packed) >= SMALL_BYTES:
             connection.sendall(packed)
             packed.clear()
 
@@ -364,7 +359,7 @@ class _Landing:
         view = self._memory[self._done : self._done + size]
         self._done += size
         digest = xxhash.xxh3_128()
-        for part in pieces(view):
+        for part in pieces(view, CHUNK_BYTES):
             self._frames.receive_into(part)
             if size >= PIECE_BYTES:
                 self._hasher.submit(digest.update, part)  # in this order: it is one thread

@@ -65,8 +65,8 @@ class Frames(Generic[T]):
             self._buffer += part
 
 
-def pieces(view: memoryview) -> Iterator[memoryview]:
-    return (view[start : start + PIECE_BYTES] for start in range(0, len(view), PIECE_BYTES))
+def pieces(view: memoryview, size: int = PIECE_BYTES) -> Iterator[memoryview]:
+    return (view[start : start + size] for start in range(0, len(view), size))
 
 
 def landing(size: int) -> memoryview:

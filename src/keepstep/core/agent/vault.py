@@ -27,11 +27,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
 
-from keepstep.model.vault import VaultFetched, VaultOpen, VaultPut, VaultRefused, VaultUnit
-
-Reason = Literal["token", "fenced", "layout", "memory", "digest", "lacks"]
+from keepstep.model.vault import Reason, VaultFetched, VaultOpen, VaultPut, VaultRefused, VaultUnit
 
 
 class Refusal(Exception):

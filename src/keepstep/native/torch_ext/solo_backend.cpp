@@ -72,8 +72,10 @@ class SoloWork : public c10d::Work {
 
 class SoloBackend : public Backend {
  public:
-  SoloBackend(int rank, int size, std::string name)
-      : Backend(rank, size), name_(name), options_(c10::make_intrusive<Options>(std::move(name))) {}
+  SoloBackend(int rank, int size, std::string name, c10::intrusive_ptr<Options> options)
+      : Backend(rank, size),
+        name_(name),
+        options_(options ? std::move(options) : c10::make_intrusive<Options>(std::move(name))) {}
 
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   const std::string getBackendName() const override { return name_; }
@@ -389,8 +391,11 @@ PYBIND11_MODULE(keepstep_ext, m) {
   using namespace keepstep;
   py::module_::import("torch._C._distributed_c10d");
   py::class_<SoloBackend, Backend, c10::intrusive_ptr<SoloBackend>>(m, "SoloBackend")
-      .def(py::init([](int rank, int size, std::string name) {
-        return c10::make_intrusive<SoloBackend>(rank, size, std::move(name));
+      // Options of another backend (NCCL's), which the real one that follows takes over.
+      .def(py::init([](int rank, int size, std::string name, const py::object& options) {
+        auto given = options.is_none() ? c10::intrusive_ptr<Backend::Options>()
+                                       : options.cast<c10::intrusive_ptr<Backend::Options>>();
+        return c10::make_intrusive<SoloBackend>(rank, size, std::move(name), std::move(given));
       }))
       // init_process_group writes into backend.options
       .def_property_readonly("options", &SoloBackend::getBackendOptions)

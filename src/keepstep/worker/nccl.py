@@ -1,0 +1,141 @@
+"""NCCL backends: connected beside the ones in use, aborted behind a deadline, dropped unseen.
+
+Unlike gloo, NCCL has an abort that works, from any thread. It waits for the device, though, and
+with several communicators for kernels of the others, so all are aborted at the same time, each in
+a thread of its own. What does not come back in time ends the process (cuda.deadline).
+
+Detection never relies on torch's watchdog: whoever waits for a dead peer waits until the agents'
+Abort. The environment set in __main__.py keeps the watchdog from ending the process meanwhile.
+
+ncclCommInitRank cannot be interrupted. So a backend first waits in the store, where it can, until
+all members are there; if one of them dies in the fraction of a second that connecting then takes,
+the thread that builds may stay behind in it. It holds nothing that anybody else needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+
+from keepstep.worker import cuda
+
+RealNccl: Any = getattr(c10d, "ProcessGroupNCCL", None)
+
+_lock = threading.Lock()  # guards the two below; never held while anything blocks
+_backends: dict[int, Any] = {}  # by id: in use, staged and being built
+_aborts: dict[int, threading.Thread] = {}
+
+
+def is_real(backend: Any) -> bool:
+    return RealNccl is not None and isinstance(backend, RealNccl)
+
+
+def options(timeout: timedelta, like: Any = None) -> Any:
+    """Fresh options, with what a user may have chosen in `like`. A communicator is never split
+    from another one (frontend.py)."""
+    fresh = RealNccl.Options()
+    if isinstance(like, RealNccl.Options):
+        fresh.is_high_priority_stream = like.is_high_priority_stream
+        fresh.config = like.config
+        fresh.global_ranks_in_group = like.global_ranks_in_group
+        fresh.group_name = like.group_name
+    fresh._timeout = timeout
+    return fresh
+
+
+def build(store: Any, rank: int, size: int, chosen: Any) -> Any:
+    """A backend that connects when it is first used."""
+    backend = RealNccl(store, rank, size, chosen)
+    with _lock:
+        _backends[id(backend)] = backend
+    return backend
+
+
+def connect(store: Any, rank: int, size: int, chosen: Any, stop: Callable[[], bool]) -> Any:
+    """A backend whose communicator is connected on the device of this rank."""
+    if store.add("keepstep/here", 1) == size:
+        store.set("keepstep/all", "")
+    store.wait(["keepstep/all"])
+    backend = build(store, rank, size, chosen)
+    try:
+        backend._set_sequence_number_for_group()
+        touch(backend, stop)
+    except BaseException:
+        drop([backend])
+        del backend
+        raise
+    return backend
+
+
+def touch(backend: Any, stop: Callable[[], bool]) -> None:
+    """Connect: NCCL does that in the first operation of each kind. On a stream of its own, behind
+    nothing that the user has queued."""
+    device = cuda.home or torch.device("cuda", torch.cuda.current_device())
+    new_stream: Any = torch.cuda.Stream  # untyped in torch
+    with torch.cuda.device(device), torch.cuda.stream(new_stream(device)):
+        one = torch.ones(1, device=device)
+        everyone = torch.empty(backend.size(), device=device)
+        for work in (backend.allreduce([one]), backend._allgather_base(everyone, one)):
+            work.wait()
+        done = cuda.new_event()
+        done.record()
+        cuda.wait_for(done, stop)
+
+
+def abort() -> None:
+    """Begin to abort every backend. Any thread; returns at once, and may be called again."""
+    with _lock:
+        for key, backend in _backends.items():
+            if key not in _aborts:
+                _aborts[key] = thread = _thread("abort", _abort, backend)
+                thread.start()
+
+
+def _thread(name: str, target: Callable[..., None], *args: Any) -> threading.Thread:
+    return threading.Thread(target=target, args=args, name=f"keepstep-{name}", daemon=True)
+
+
+def _abort(backend: Any) -> None:
+    # It may answer with the very error that it is asked to get rid of.
+    with (
+        cuda.deadline(cuda.DEADLINE_S, "an NCCL communicator is not aborted"),
+        contextlib.suppress(RuntimeError),
+    ):
+        backend.abort()
+
+
+def wait_until_aborted() -> None:
+    with _lock:
+        threads = list(_aborts.values())
+    for thread in threads:
+        thread.join()  # each has its deadline
+
+
+def drop(gone: list[Any]) -> None:
+    """Let go of backends that nobody uses. They are aborted (without peers it is the only way to
+    end one), and their destructors wait for torch's watchdog, which may take a minute after an
+    error: so nobody waits for that, and the list becomes the thread's, with the last references."""
+    keys = list(map(id, gone))
+    with _lock:
+        pending = [_aborts.pop(key, None) for key in keys]
+        for key in keys:
+            _backends.pop(key, None)
+    if gone:
+        _thread("drop", _drop, gone, pending).start()
+
+
+def _drop(gone: list[Any], pending: list[threading.Thread | None]) -> None:
+    for index, thread in enumerate(pending):
+        if thread is None:
+            pending[index] = thread = _thread("abort", _abort, gone[index])
+            thread.start()
+    for thread in pending:
+        assert thread is not None
+        thread.join()
+    gone.clear()

@@ -1,0 +1,116 @@
+"""Everything here needs a GPU and NCCL; two to five ranks share one. `--gpu-report FILE` keeps what
+happened. CI has no GPU, so reports of runs by hand are kept under benchmarks/results."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "chaos"))
+
+from harness import Job, Verdict, report, run_plain
+
+HERE = Path(__file__).parent
+SCRIPT = HERE / "train.py"
+# Ranks on one GPU talk as if they were on several machines.
+NCCL = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_MAX_NCHANNELS": "2",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu-report", default="", help="write a JSON report here")
+
+
+def _missing() -> str:
+    if not dist.is_nccl_available():
+        return "needs a torch with NCCL"
+    return "" if torch.cuda.is_available() else "needs a GPU"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = _missing()
+    for item in items:
+        if item.path.parent == HERE:
+            item.add_marker(pytest.mark.gpu)
+            if missing:
+                item.add_marker(pytest.mark.skip(reason=missing))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nccl_on_one_gpu() -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in NCCL}
+    os.environ.update(NCCL)
+    yield
+    for name, value in before.items():
+        os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
+    """What plain torchrun computes for the same arguments; once per set of arguments."""
+    known: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+
+    def get(world: int, *script_args: str) -> list[dict[str, Any]]:
+        words = iter(script_args)
+        key = (world, *(w for w in words if not (w == "--slow" and next(words))))
+        if key not in known:
+            folder = tmp_path_factory.mktemp("plain")
+            known[key] = run_plain(folder, world, list(key[1:]), SCRIPT)
+        return known[key]
+
+    return get
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def begin(*options: str, **kwargs: Any) -> Job:
+        jobs.append(Job(*options, script=SCRIPT, **kwargs))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.kill()
+
+
+@pytest.fixture
+def verdict(request: pytest.FixtureRequest) -> Verdict:
+    return Verdict(request.node.name)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    path = session.config.getoption("--gpu-report", default="")
+    if not path or not report:
+        return
+    summary = {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": "make test-gpu",
+        "machine": f"{torch.cuda.get_device_name()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "cells": len(report),
+        "faults": sum(e["faults"] for e in report),
+        "bit_identical": sum(1 for e in report if not e["different"]),
+        "exit_status": int(exitstatus),
+        "report": report,
+    }
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(summary, indent=1) + "\n")
