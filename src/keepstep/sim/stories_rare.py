@@ -117,6 +117,9 @@ def _fall_back(seed: int, draw: random.Random) -> Plan:
     """All state is lost at once, or what one rank alone had: the job goes back to a checkpoint, if
     it has one already. Something else breaks before, or on the way."""
     first = draw.randrange(2 * SECOND, 12 * SECOND)
+    if draw.random() < 0.1:  # nothing but a disk that is full for a while
+        full = Fault("disk", "full", at_ns=first, length_ns=draw.randrange(5 * SECOND, 20 * SECOND))
+        return Plan(seed=seed, migration="", checkpoint_ns=SECOND, faults=(full,))
     lost: tuple[Fault, ...] = (Fault("everyone", "crash", at_ns=first),)
     if draw.random() < 0.5:
         lost = (

@@ -39,6 +39,7 @@ def write(seat: Seat, command: m.Checkpoint) -> None:
     _write_side(directory, seat.rank, seat.page.held(-1), seat.page.held(command.tick))
     written = 0
     if command.lead:
+        _refuse_shards(seat)
         for rank in command.dead:
             _write_dead(directory, seat, rank, command)
         written = transfer.write_file(directory / "state", seat.state.export())
@@ -52,6 +53,17 @@ def write(seat: Seat, command: m.Checkpoint) -> None:
     seat.channel.send(
         m.Checkpointed(generation=command.generation, path=command.path, bytes_written=written)
     )
+
+
+def _refuse_shards(seat: Seat) -> None:
+    """One rank writes for all here; what a dead one had alone it can not write."""
+    spread = [kind for kind in seat.state.classes() if len(seat.replicas.ranks[kind]) < seat.world]
+    if spread:
+        raise PermanentError(
+            "the model is spread over the ranks, and some of them are gone: a just-in-time "
+            "checkpoint would not be complete",
+            hint="--checkpoint-dir writes complete ones while all ranks live",
+        )
 
 
 def _write_side(directory: Path, rank: int, init: bytes | None, side: bytes | None) -> None:

@@ -349,9 +349,9 @@ def remove_part(directory: Path, rank: int) -> None:
     own = [*directory.glob(f"state/__{rank}_*"), *directory.glob(f"rank-{rank}.*")]
     for path in own:
         path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # others' parts are there
-        (directory / "state").rmdir()
-        directory.rmdir()
+    for folder in (directory / "state", directory):
+        with contextlib.suppress(OSError):  # others' parts are there, or it is gone
+            folder.rmdir()
 
 
 def remove_others(parent: Path, keep: set[str]) -> None:
