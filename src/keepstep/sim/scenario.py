@@ -25,7 +25,7 @@ from keepstep.sim.table import (
 def draw_plan(seed: int) -> tuple[str, Plan]:
     """The world of a seed: half of them from the table or a story, half thrown together. Every
     fourth has understudies beside its standbys."""
-    if random.Random(f"{FALL_BACK} {seed}").random() < 0.03:
+    if random.Random(f"fallback {seed}").random() < 0.03:
         return FALL_BACK, STORIES[FALL_BACK](seed, random.Random(f"{FALL_BACK} {seed}"))
     name, plan = _draw(seed)
     understudies = random.Random(f"understudies {seed}").choice((0, 0, 0, 0, 0, 0, 2, 3))
