@@ -50,5 +50,5 @@ def test_a_part_of_the_shards_is_no_checkpoint(tmp_path: Path) -> None:
     order = m.Checkpoint(generation=3, path=path, lead=True, tick=5, world=3)
     Recovery(seat)._checkpoint(order)
     (failed,) = sent
-    assert isinstance(failed, m.CheckpointFailed) and "spread over the ranks" in failed.error
+    assert isinstance(failed, m.CheckpointFailed) and "different shards" in failed.error
     assert not (tmp_path / "checkpoint-5" / "manifest.json").exists()

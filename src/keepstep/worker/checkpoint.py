@@ -36,6 +36,7 @@ def put(path: Path, data: bytes) -> None:
 def write(seat: Seat, command: m.Checkpoint) -> None:
     directory = Path(command.path)
     directory.mkdir(parents=True, exist_ok=True)
+    _refuse_shards(seat)
     _write_side(directory, seat.rank, seat.page.held(-1), seat.page.held(command.tick))
     written = 0
     if command.lead:
@@ -56,13 +57,12 @@ def write(seat: Seat, command: m.Checkpoint) -> None:
 
 
 def _refuse_shards(seat: Seat) -> None:
-    """One rank writes for all here; what a dead one had alone it can not write."""
-    spread = [kind for kind in seat.state.classes() if len(seat.replicas.ranks[kind]) < seat.world]
-    if spread:
+    """One rank writes for all, so what it writes must be what all have."""
+    everybody = set(range(seat.world))
+    if any(set(seat.replicas.ranks[kind]) != everybody for kind in seat.state.classes()):
         raise PermanentError(
-            "the model is spread over the ranks, and some of them are gone: a just-in-time "
-            "checkpoint would not be complete",
-            hint="--checkpoint-dir writes complete ones while all ranks live",
+            "ranks of this job have different shards, which one cannot write",
+            hint="--checkpoint-dir writes all of them while all ranks live",
         )
 
 
