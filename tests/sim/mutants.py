@@ -692,6 +692,8 @@ REPLAYED = (
     r.Untainted,
     r.Deferred,
     r.CheckpointWritten,
+    r.CheckpointSealed,
+    r.FellBack,
 )
 
 
@@ -727,6 +729,9 @@ SAID = [
     "Resumed",
     "Checkpointed",
     "CheckpointFailed",
+    "Saved",
+    "SaveFailed",
+    "Sealed",
     "BuddyLost",
     "Done",
 ]
@@ -759,6 +764,8 @@ COMMANDS = [
     "Finish",
     "Buddy",
     "Checkpoint",
+    "Snapshot",
+    "Seal",
 ]
 
 
@@ -835,6 +842,13 @@ HINTS: dict[str, tuple[str, ...]] = {
     "not heard: CheckpointFailed": ("full-disk",),
     "timer forgotten: checkpoint": ("no-spare",),
     "record not replayed: CheckpointWritten": ("no-spare",),
+    "record not replayed: CheckpointSealed": ("fall-back",),
+    "record not replayed: FellBack": ("fall-back",),
+    "not heard: Saved": ("fall-back",),
+    "not heard: SaveFailed": ("fall-back",),
+    "not heard: Sealed": ("fall-back",),
+    "not told: Snapshot": ("fall-back",),
+    "not told: Seal": ("fall-back",),
     "timer forgotten: settle": ("absent-node",),
     "timer forgotten: join": ("absent-node",),
     "timer forgotten: attach": ("late-attach",),

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from keepstep.agent.blobs import BlobServer
 from keepstep.agent.page import PageReader, create_page
 from keepstep.core.agent.blobs import BlobStore
-from keepstep.model.messages import BlobData, BlobGet, BlobMissing, BlobOk, BlobPut, BlobRefused
+from keepstep.model.messages import (
+    SERIAL_BITS,
+    BlobData,
+    BlobGet,
+    BlobMissing,
+    BlobOk,
+    BlobPut,
+    BlobRefused,
+)
 from keepstep.model.page import (
     CAPACITY_DEFAULT,
     FIELDS,
@@ -120,3 +128,18 @@ def test_a_wrong_token_gets_nothing_and_changes_nothing(server: BlobServer, toke
 def test_impossible_side_state_is_refused(server: BlobServer, rank: int, tick: int) -> None:
     put = BlobPut(token="s3cret", rank=rank, tick=tick, data=b"x")
     assert isinstance(server.answer(put), BlobRefused)
+
+
+def test_copies_of_a_life_that_is_over_are_forgotten() -> None:
+    """The job went back: the same ticks come again, and the old ones must not be taken for them."""
+    server = BlobServer("t", lambda _: ())
+    for generation, ticks in ((2, (-1, 98, 99)), (5, (40, 41))):
+        for tick in ticks:
+            serial = (generation << SERIAL_BITS) + tick + 2
+            put = BlobPut(token="t", rank=1, tick=tick, data=b"%d" % tick, serial=serial)
+            assert server.answer(put) == BlobOk()
+    for _ in range(2):  # it may be told more than once
+        server.forget(5)
+        newest = server.answer(BlobGet(token="t", rank=1, tick=NEWEST))
+        assert isinstance(newest, BlobData) and newest.tick == 41
+        assert server.answer(BlobGet(token="t", rank=1, tick=99)) == BlobMissing(held=[41])

@@ -878,3 +878,25 @@ def test_side_state_of_a_rank_that_died_while_its_agent_was_away_is_not_forgotte
     ]
     assert all(i > committed for i in forgotten)
     world.assert_training()
+
+
+def test_an_init_record_that_nobody_has_is_asked_for_again_and_then_lost() -> None:
+    """Owner and buddy are gone: replacing the newcomer would not help, and no slot is to blame."""
+    world = trained(nodes="n0:1 n1:1 n2:1 n3:1 n4:1", world=3, local_world=1, spares=2)
+    assigned: list[str] = []
+
+    def refuse(worker: object, said: m.Message) -> m.Message | None:
+        if isinstance(said, m.Assign) and said.rank == 1:
+            assigned.append(worker.id)  # type: ignore[attr-defined]
+            return m.CopyFailed(
+                generation=said.generation, reason="side-state-missing", error="held by nobody"
+            )
+        return None
+
+    world.refuse = refuse
+    world.kill_node("n1")
+    world.kill_node("n2")
+    world.run(30)
+    assert len(assigned) == 2 and len(set(assigned)) == 1
+    assert (world.view.state, world.view.exit_code) == ("fell_back", 4)
+    assert not any(node.taints for node in world.view.nodes)

@@ -32,6 +32,7 @@ from keepstep.agent.vault import Vault
 from keepstep.core.agent.blobs import BlobStore
 from keepstep.errors import RemoteProtocolError
 from keepstep.model.messages import (
+    SERIAL_BITS,
     Address,
     BlobConfirm,
     BlobData,
@@ -192,6 +193,15 @@ class BlobServer:
             how = self._how.get(request.rank, {})
             if request.tick in how:
                 how[request.tick] = (False, how[request.tick][1])
+
+    def forget(self, before: int) -> None:
+        """Drop what ranks of generations before this one have put here."""
+        with self._lock:
+            for rank, how in self._how.items():
+                for tick in [t for t, (_, serial) in how.items() if serial >> SERIAL_BITS < before]:
+                    self._copies.drop(rank, tick)
+                    del how[tick]
+        self.vault.forget_before(before)
 
     def answer(self, request: BlobPut | BlobGet, connection: int = 0) -> BlobReply:
         """`connection` counts up: what a rank had sent over one that it has given up may be read

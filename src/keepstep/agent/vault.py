@@ -61,6 +61,10 @@ class Vault:
         with self._lock:
             self._store.forget(rank)
 
+    def forget_before(self, generation: int) -> None:
+        with self._lock:
+            self._store.forget_before(generation)
+
     def serve(self, connection: socket.socket, frames: Frames[Any], first: VaultRequest) -> None:
         """One connection to its end, from its first message on."""
         if not isinstance(first, VaultOpen | VaultFetch | VaultForget):

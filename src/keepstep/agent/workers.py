@@ -231,6 +231,7 @@ class Workers:
             stall_timeout_ns=setting.stall_timeout_ns,
             interface=setting.bind,
             tls=setting.tls,
+            checkpoints=start.checkpoints,
         )
         buddy = frame(Buddy(address=start.buddy)) if start.rank >= 0 else b""
         return frame(welcome) + buddy

@@ -58,6 +58,7 @@ def start_worker(
         buddy=buddy.blobs if buddy is not None else None,
         script=job.spec.script,
         env={**job.spec.env, "KEEPSTEP_REDUNDANCY": job.spec.redundancy},
+        checkpoints=job.spec.checkpoints,
     )
     out.record(
         Placed(
@@ -117,7 +118,14 @@ def ask_holders_again(job: Job) -> None:
     for worker in job.special.values():  # newcomers are
         if worker.lacks_holders:
             worker.lacks_holders = False
-            worker.asked.pop("copy", None)
+            look_again(worker)
+
+
+def look_again(worker: Worker) -> None:
+    """A newcomer lacks what its rank had published: all of it, or the record from before attach."""
+    worker.asked.pop("copy", None)
+    if not worker.arrived:
+        worker.asked.pop("assign", None)
 
 
 def node_lost(job: Job, out: Out, node: Node, why: str) -> None:

@@ -157,7 +157,8 @@ def retire(job: Job, out: Out, attempt: Attempt) -> None:
         return  # the next wave
     count = len(incident.moves)
     what = f"{count} rank{'s' if count != 1 else ''} moved" if count else "all ranks reconnected"
-    close_incident(job, out, incident, "RESOLVED", f"{what}, no step lost")
+    lost = f"{incident.steps_lost} steps lost" if incident.fell_back else "no step lost"
+    close_incident(job, out, incident, "RESOLVED", f"{what}, {lost}")
     job.reason = ""
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-from keepstep.core import breaker, understudies
+from keepstep.core import breaker, checkpoints, understudies
 from keepstep.core.faults import (
     FENCE_SLACK_NS,
     give_up_node,
@@ -68,6 +68,9 @@ def timers(job: Job) -> list[Timer]:
     deferred = breaker.deadline(job)
     if deferred is not None and job.mode == "running" and not job.replayed:
         rows.append((deferred, "breaker", ""))
+    save_at = checkpoints.deadline(job)
+    if save_at is not None:
+        rows.append((save_at, "settle", ""))
     if job.judge_at is not None:
         rows.append((job.judge_at, "stalls", ""))
     if job.rejoin_until is not None:
@@ -79,13 +82,19 @@ def timers(job: Job) -> list[Timer]:
 
 def _gone_timer(job: Job, node: Node) -> list[Timer]:
     """A node without its stream is not a dead node. As long as training gets on its ranks take part
-    in it; and if no rank is in reach, nobody could be rebuilt from anything: then we wait."""
+    in it; and if no rank is in reach, nobody could be rebuilt from anything: then we wait. But not
+    for ever if training stands (somebody is dead) and there is a checkpoint."""
     if not ranks_on(job, node.name):
         return [(node.gone_at + job.stall_ns, "node", node.name)]
+    if job.fallen:
+        return [(node.gone_at + job.stall_ns, "node", node.name)]
     owners = (worker for worker in job.seated() if worker.usable and not worker.done)
+    silent_ns = job.stall_ns
     if not any(job.nodes[worker.node].state == "connected" for worker in owners):
-        return []
-    return [(max(node.gone_at, job.progress_at) + job.stall_ns, "node", node.name)]
+        if job.saves.newest is None or not job.dead():
+            return []
+        silent_ns += ALL_SILENT_NS
+    return [(max(node.gone_at, job.progress_at) + silent_ns, "node", node.name)]
 
 
 def _fenced_timer(job: Job, node: Node) -> list[Timer]:

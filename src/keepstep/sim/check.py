@@ -21,6 +21,7 @@ from keepstep.core.state import Attempt, Job
 from keepstep.model import messages as m
 from keepstep.model import records as r
 from keepstep.sim.beliefs import Beliefs
+from keepstep.sim.losses import recoverable
 from keepstep.sim.net import SECOND
 from keepstep.sim.prompt import Prompt
 
@@ -52,6 +53,8 @@ class Checker:
         self.stage_failures: set[tuple[int, str]] = set()  # (generation, worker)
         self.job_ended: r.JobEnded | None = None
         self.open_incidents: dict[str, r.IncidentOpened] = {}
+        self.sealed: r.CheckpointSealed | None = None
+        self.resume_tick = world.plan.resume_tick  # of the checkpoint that ranks start from
         self.victims: dict[str, set[int]] = {}  # of every incident, with those it was widened by
         # what was sent
         self.killed: set[str] = set()
@@ -137,6 +140,25 @@ class Checker:
                 self.ensure(stopped, f"decided, but {worker} (rank {rank}) has not stopped for it")
         self.decided[record.generation] = record.tick
 
+    def _on_CheckpointSealed(self, record: r.CheckpointSealed) -> None:
+        self.ensure(record.path in self.world.saved, f"{record.path} is on record, not on disk")
+        self.sealed = record
+
+    def _on_FellBack(self, record: r.FellBack) -> None:
+        """Only if nothing else is left, and to the newest one. Then everything is as it was."""
+        needless = recoverable(self.world)
+        self.ensure(not needless, f"needless fall-back ({record.reason}): {needless}")
+        sealed = self.sealed
+        newest = sealed is not None and (sealed.path, sealed.tick) == (record.path, record.tick)
+        self.ensure(newest, f"back to {record.path}, and the newest one is {sealed}")
+        truth = self.world.truth.version
+        most = truth[max(self.best.values())] - truth[record.tick]
+        self.ensure(record.steps_lost <= most, f"{record.steps_lost} steps lost of {most}")
+        self.resume_tick = record.tick
+        self.best = dict.fromkeys(self.best, record.tick)
+        self.owners.clear()
+        self.gave.clear()
+
     def _on_Tainted(self, record: r.Tainted) -> None:
         self.tainted.add(record.target)
 
@@ -198,7 +220,7 @@ class Checker:
         known = self.world.orchestrator.core.state(self.world.plan.job).workers
         places = {known[worker].place for worker in workers}
         self.ensure(len(places) == len(workers), "one slot gives two seats")
-        tick = record.tick if kind != "resume" else self.world.plan.resume_tick
+        tick = record.tick if kind != "resume" else self.resume_tick
         whole = min((self.best.get(rank, 0) for rank in range(self.world.plan.ranks)), default=0)
         self.ensure(tick >= whole, f"committed tick {tick}, but all ranks had finished {whole}")
         if kind == "unplanned":

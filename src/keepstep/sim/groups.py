@@ -25,23 +25,25 @@ class Group:
         self.generation = generation
         self.members = members
         self.left: set[int] = set()
-        self.entered: dict[int, dict[int, tuple[int, int]]] = {}  # tick -> rank -> (value, hold)
-        # tick that all have entered -> values in order of ranks, and the newest hold
-        self._whole: dict[int, tuple[list[int], int]] = {}
+        # tick -> rank -> (value, hold word, snapshot word)
+        self.entered: dict[int, dict[int, tuple[int, int, int]]] = {}
+        # tick that all have entered -> values in order of ranks, the newest hold and snapshot
+        self._whole: dict[int, tuple[list[int], int, int]] = {}
 
-    def enter(self, rank: Member, value: int, hold: int) -> None:
+    def enter(self, rank: Member, value: int, hold: int, snapshot: int) -> None:
         if rank.rank in self.left or self.left:
             self._tell_broken(rank, 0)
             return
         here = self.entered.setdefault(rank.tick, {})
-        here[rank.rank] = (value, hold)
+        here[rank.rank] = (value, hold, snapshot)
         if len(self.entered) > 3:
             for tick in [tick for tick in self.entered if tick < rank.tick - 2]:
                 del self.entered[tick]
                 self._whole.pop(tick, None)
         if len(here) == len(self.members):
             given = [here[number] for number in sorted(here)]
-            self._whole[rank.tick] = [value for value, _ in given], max(word for _, word in given)
+            values, holds, snapshots = zip(*given, strict=True)
+            self._whole[rank.tick] = list(values), max(holds), max(snapshots)
             for member in self.members.values():
                 late = self.world.random.random() < 0.02
                 delay = 300_000 + self.world.random.randrange(150 * MS if late else 1_200_000)
@@ -55,6 +57,9 @@ class Group:
         """The newest counts: a rank whose agent was away may not have heard that an older move was
         given up."""
         return self._whole[tick][1]
+
+    def snapshot_word(self, tick: int) -> int:
+        return self._whole[tick][2]
 
     def _pass(self, member: Member, tick: int) -> None:
         if member.group is not self or not member.alive:

@@ -72,6 +72,7 @@ class Process:
         # channel
         self.abort_generation = -1
         self.hold_generation = -1
+        self.snapshot_asked = -1  # number of a checkpoint
         self.inbox: list[m.WorkerCommand] = []
         self.answers: dict[type[m.Message], m.Message] = {}
         self.buddy = start.buddy
@@ -88,6 +89,8 @@ class Process:
         self.in_fence = False
         self.fence_ns = 0  # since when it waits in it
         self.owed = -1
+        self.snapshot = -1  # number of the last one taken
+        self.saving = False
         self.alone = False
         self.done = False
         self.finished_script = False
@@ -214,7 +217,7 @@ class Process:
         if isinstance(command, m.Assign) and self.rank not in (-1, command.rank):
             self.exit(1)  # built as another rank
             return
-        if self._answered(kind, generation):
+        if self._answered(kind, generation) or self._saved_before(command):
             if isinstance(command, m.Swap) and not command.same_buddy:
                 self.buddy = command.buddy
             return
@@ -222,7 +225,7 @@ class Process:
             if self.world.echoes and generation > self.abort_generation:
                 self._echo()
             self.abort_generation = generation
-            self.hold_generation = -1
+            self.hold_generation = self.snapshot_asked = -1
             self.inbox = [c for c in self.inbox if not self._stale(c)]
             self._on_abort()
         elif kind is m.Stage:
@@ -230,6 +233,10 @@ class Process:
             if self.stage_asked != generation:
                 self.stage_asked = generation
                 self._meet(generation, command.store)
+        elif isinstance(command, m.Snapshot):
+            self.snapshot_asked = command.number
+        elif isinstance(command, m.Seal):
+            self.seal(command)
         elif kind is m.Hold:
             self.hold_generation = generation
         elif kind is m.Buddy:
@@ -259,11 +266,22 @@ class Process:
         self.node.said(self, answer)  # type: ignore[arg-type]
         return True
 
+    def _saved_before(self, command: m.WorkerCommand) -> bool:
+        saved = self.answers.get(m.Saved)
+        if not isinstance(command, m.Snapshot) or not isinstance(saved, m.Saved):
+            return False
+        if saved.number == command.number:
+            self.node.said(self, saved)
+        return saved.number == command.number
+
     def _stale(self, command: m.WorkerCommand) -> bool:
         generation: int = getattr(command, "generation", self.abort_generation)
         return generation < self.abort_generation and not isinstance(command, SURVIVES_ABORT)
 
     def _on_abort(self) -> None:
+        raise NotImplementedError
+
+    def seal(self, command: m.Seal) -> None:
         raise NotImplementedError
 
     def _meet(self, generation: int, store: m.Address) -> None:

@@ -46,8 +46,8 @@ class Prompt:
 
     def durable(self, record: r.Record) -> None:
         if isinstance(record, r.JobStarted):
-            self.started = True
-            late = self.world.now - self.begun_ns > BUILD_NS + SLACK_NS
+            again, self.started = self.started, True
+            late = not again and self.world.now - self.begun_ns > BUILD_NS + SLACK_NS
             self.checker.ensure(
                 self.slow_start or not late or self.world.plan.from_start,
                 "nobody was told that the start takes long",
@@ -160,7 +160,7 @@ class Prompt:
         if attempt is None or commit is None or attempt.generation != commit.generation:
             return
         owners = [self.world.ranks[worker] for worker in self.checker.owners.values()]
-        steps = min(p.tick for p in owners) - max(commit.tick, self.world.plan.resume_tick)
+        steps = min(p.tick for p in owners) - max(commit.tick, self.checker.resume_tick)
         self.checker.ensure(steps < 3, f"{steps} steps in {commit.generation} and it is not over")
 
     # ------------------------------------------------------------------ nodes

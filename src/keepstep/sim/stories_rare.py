@@ -8,6 +8,8 @@ from collections.abc import Callable
 from keepstep.sim.net import MS, SECOND
 from keepstep.sim.plan import Fault, Plan
 
+FALL_BACK = "fall-back"
+
 
 def _full_disk(seed: int, draw: random.Random) -> Plan:
     """Newcomers fail until the job is given up, and a rank cannot write its part of the state:
@@ -111,6 +113,40 @@ def _dark_resume(seed: int, draw: random.Random) -> Plan:
     return Plan(seed=seed, migration="", from_start=True, resume_tick=7, faults=(fault,))
 
 
+def _fall_back(seed: int, draw: random.Random) -> Plan:
+    """All state is lost at once, or what one rank alone had: the job goes back to a checkpoint, if
+    it has one already. Something else breaks before, or on the way."""
+    first = draw.randrange(2 * SECOND, 12 * SECOND)
+    if draw.random() < 0.1:  # nothing but a disk that is full for a while
+        full = Fault("disk", "full", at_ns=first, length_ns=draw.randrange(5 * SECOND, 20 * SECOND))
+        return Plan(seed=seed, migration="", checkpoint_ns=SECOND, faults=(full,))
+    lost: tuple[Fault, ...] = (Fault("everyone", "crash", at_ns=first),)
+    if draw.random() < 0.5:
+        lost = (
+            Fault("agent", "crash", at_ns=first),
+            Fault("buddy", "crash", phase="RESERVE"),
+        )
+    late = first + draw.randrange(12 * SECOND)
+    others = (
+        (),
+        (Fault("orchestrator", "crash", at_ns=late, length_ns=SECOND),),
+        (Fault("orchestrator", "crash", at_ns=first + 3 * SECOND, length_ns=SECOND),),
+        (Fault("spare", "crash", at_ns=late),),
+        (Fault("agent", "crash", at_ns=late),),
+        (Fault("bystander", "crash", at_ns=draw.randrange(20 * SECOND)),),
+        (Fault("disk", draw.choice(("full", "stuck")), length_ns=draw.randrange(20 * SECOND)),),
+        (Fault("link", "hang", at_ns=late, length_ns=30 * SECOND),),
+        (Fault("everyone", "crash", at_ns=late + 5 * SECOND),),
+    )
+    return Plan(
+        seed=seed,
+        migration=draw.choice(("", "", "planned")),
+        spare_nodes=draw.choice((2, 3, 5)),
+        checkpoint_ns=draw.choice((1, 3)) * SECOND,
+        faults=(*lost, *draw.choice(others)),
+    )
+
+
 def _dead_store(seed: int, draw: random.Random) -> Plan:
     """The store of a generation dies after it was opened: at the start, in a move, or while the
     ranks train and need it no more."""
@@ -212,4 +248,5 @@ RARE: dict[str, Callable[[int, random.Random], Plan]] = {
     "cut-off-twice": _cut_off_twice,
     "lost-swap": _lost_swap,
     "hung-asking": _hung_asking,
+    FALL_BACK: _fall_back,
 }

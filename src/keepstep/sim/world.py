@@ -25,6 +25,7 @@ from keepstep.sim.node import SimNode
 from keepstep.sim.orchestrator import SimOrchestrator
 from keepstep.sim.plan import Plan
 from keepstep.sim.rank import Rank
+from keepstep.sim.saver import Saved
 
 EVENTS_MAX = 150_000  # a standby that hangs is given up after 300 virtual seconds
 SAYING = ("reason", "why", "message", "detail")  # fields of records that carry words
@@ -58,6 +59,8 @@ class World:
         self.spawn_failures = 0
         self.echoes = False  # old answers arrive once more in the next attempt
         self.bad_slots: dict[str, int] = {}  # place -> how many have been started there
+        self.parts: dict[int, dict[int, Saved]] = {}  # on a shared disk: tick -> rank -> part
+        self.saved: dict[str, dict[int, Saved]] = {}  # complete ones, by path
         self.store_failure = ""  # of the next store to be opened: "refuse" or "mute"
 
     # ------------------------------------------------------------------ clock

@@ -54,6 +54,7 @@ class Channel:
         self.inbox: list[m.WorkerCommand] = []
         self.abort_generation = -1  # newest Abort seen
         self.hold_generation = -1  # newest Hold that is neither released nor aborted
+        self.snapshot = -1  # number of the checkpoint to raise the word for
         self.buddy: m.Address | None = None
         self.buddy_known = False
         self.armed: list[m.Arm] = []
@@ -62,6 +63,7 @@ class Channel:
         # called in the daemon thread; set by the session before it matters
         self.on_abort: Callable[[m.Abort], None] = lambda _: None
         self.on_stage: Callable[[m.Stage], None] = lambda _: None
+        self.on_seal: Callable[[m.Seal], None] = lambda _: None
         self.welcome = self._read_welcome()
         peers.use(self.welcome.tls)
         self._thread = threading.Thread(target=self._run, name="keepstep", daemon=True)
@@ -153,12 +155,14 @@ class Channel:
             case m.Abort():
                 with self.changed:
                     self.abort_generation = generation
-                    self.hold_generation = -1
+                    self.hold_generation = self.snapshot = -1
                     self.inbox = [c for c in self.inbox if not self._stale(c)]
                     self.changed.notify_all()
                 self.on_abort(command)
             case m.Stage():
                 self.on_stage(command)
+            case m.Seal():
+                self.on_seal(command)
             case _:
                 with self.changed:
                     self._note(command)
@@ -168,6 +172,10 @@ class Channel:
         kind = type(command)
         if kind in _ANSWERED_ONCE:
             return self._answers.get(_ANSWERED_ONCE[kind])
+        if isinstance(command, m.Snapshot):
+            saved = self._answers.get(m.Saved)
+            same = isinstance(saved, m.Saved) and saved.number == command.number
+            return saved if same else None
         answer = self._answers.get(_ANSWERS[kind]) if kind in _ANSWERS else None
         if answer is None or getattr(answer, "generation", None) != generation:
             return None
@@ -185,6 +193,8 @@ class Channel:
         match command:
             case m.Hold():
                 self.hold_generation = command.generation
+            case m.Snapshot():
+                self.snapshot = command.number
             case m.Release():
                 if self.hold_generation <= command.generation:
                     self.hold_generation = -1

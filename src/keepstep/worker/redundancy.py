@@ -172,12 +172,17 @@ class Redundancy:
         """Bytes in the vault at most."""
         bases = sum(unit.size for unit in self.units)
         largest = max((unit.size for unit in self.units), default=0)
-        gradients = sum(
-            shards.local(unit.parameter).nbytes for unit in self.units if unit.parameter is not None
-        )
+        gradients = self._gradients
         if self._whole:
             return 2 * bases + (RENEW + 2) * gradients + (1 << 20)
         return bases + bases // RENEW + largest + (RENEW // 2 + 3) * gradients + (1 << 20)
+
+    @property
+    def _gradients(self) -> int:
+        """Bytes of those of one step."""
+        return sum(
+            shards.local(unit.parameter).nbytes for unit in self.units if unit.parameter is not None
+        )
 
     def digest(self) -> bytes:
         digest = xxhash.xxh3_128()
@@ -215,6 +220,9 @@ class Redundancy:
         reaches = line.open(self.layout, units, self.reserve, fresh=fresh)
         same = old is not None and old.address == address
         if not same or reaches < seat.version:
+            if seat.version > 0 and not fresh:
+                # All bases at once, beside those of an earlier writer until the next fence.
+                line.open(self.layout, units, self.reserve + self.kept_bytes + self._gradients)
             for unit in self.units:
                 unit.version = -1
             self._begun = -1

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,6 +30,9 @@ from keepstep.worker.position import Tracker
 from keepstep.worker.redundancy import Redundancy
 from keepstep.worker.shards import Replicas
 from keepstep.worker.state import StateSet
+
+if TYPE_CHECKING:
+    from keepstep.worker.periodic import Periodic
 
 STAGE_TIMEOUT_S = 60.0
 BUDDY_AGAIN_S = 5  # until a lost buddy is tried again, if nobody has named another one
@@ -155,6 +158,12 @@ class Seat:
         self.redundancy = Redundancy(self)
         self.natural = b""  # digest of what only this rank has, as the script built it
         self.state = self._new_state()
+        self.periodic: Periodic | None = None
+        if self.welcome.checkpoints:
+            from keepstep.worker.periodic import Periodic  # takes a while to be imported
+
+            self.periodic = Periodic(self, self.welcome.checkpoints)
+            self.channel.on_seal = self.periodic.seal
         self.channel.on_abort = self._on_abort
         self.channel.on_stage = self.stager.begin
 

@@ -76,6 +76,24 @@ def empty_local(described: Spec, dtype: torch.dtype, device: torch.device) -> to
     return torch.empty(size, dtype=dtype, device=device)
 
 
+def box(described: Spec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Sizes and offsets of this rank's part in the whole tensor; None: it is no part of it."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    key, packed, shape, _ = described
+    placements = [_unpacked(placement) for placement in packed]
+    if any(placement.is_partial() for placement in placements):
+        return None
+    size, offset = compute_local_shape_and_global_offset(
+        torch.Size(shape), _meshes[key], placements
+    )
+    return tuple(size), tuple(offset)
+
+
+def mesh_ranks(described: Spec) -> tuple[int, ...]:
+    return tuple(sorted(_meshes[described[0]].mesh.flatten().tolist()))
+
+
 def mesh_key(mesh: Any) -> str:
     key = _keys.get(mesh)
     if key is None:

@@ -21,6 +21,9 @@ class BlobStore:
             steps.remove(oldest)
             del ticks[oldest]
 
+    def drop(self, rank: int, tick: int) -> None:
+        del self._ranks[rank][tick]
+
     def get(self, rank: int, tick: int) -> tuple[int, bytes] | None:
         ticks = self._ranks.get(rank, {})
         if tick == NEWEST:

@@ -250,6 +250,12 @@ class Drop(Effect, frozen=True):
     worker: str
 
 
+class DropCopies(Effect, frozen=True):
+    """Nobody needs what ranks of generations before this one have put here as their buddy."""
+
+    before: int
+
+
 class EndWorkers(Effect, frozen=True):
     """Answered by Emptied. `finished`: they are ending by themselves."""
 
@@ -277,6 +283,7 @@ AnyEffect = (
     | HostStore
     | DropStore
     | Drop
+    | DropCopies
     | EndWorkers
     | End
     | KillSession
@@ -460,6 +467,8 @@ class AgentMachine:
                 self._effects.append(DropStore(command.generation))
             case Forget():
                 self._forget(command.workers)
+                if command.before:
+                    self._effects.append(DropCopies(command.before))
             case Stop():
                 self._stop(command.grace_ns, command.finished)
             case KillNode():

@@ -251,6 +251,12 @@ class VaultStore:
             raise Refusal("fenced", f"the vault of rank {rank} is of generation {seen} already")
         self._shelves.pop(rank, None)
 
+    def forget_before(self, generation: int) -> None:
+        """The job went back behind what earlier writers have put."""
+        for rank, shelf in list(self._shelves.items()):
+            if shelf.fence[0] < generation:
+                del self._shelves[rank]
+
     def held(self) -> dict[int, tuple[int, int]]:
         return {rank: (shelf.held, shelf.reserved) for rank, shelf in self._shelves.items()}
 
