@@ -22,17 +22,25 @@ from keepstep.model.messages import (
     BlobPut,
     BlobRefused,
 )
-from keepstep.model.page import CAPACITY_DEFAULT, FIELDS, MAGIC, NEWEST, PAGE_BYTES, SLOT_HEADER
+from keepstep.model.page import (
+    CAPACITY_DEFAULT,
+    FIELDS,
+    MAGIC,
+    NEWEST,
+    PAGE_BYTES,
+    SLOT_HEADER,
+    TICKS_KEPT,
+)
 
 
-def test_the_two_newest_ticks_and_the_init_record_are_kept() -> None:
+def test_the_newest_ticks_and_the_init_record_are_kept() -> None:
     store = BlobStore()
     for tick in (-1, 0, 1, 2, 3):
         store.put(5, tick, b"%d" % tick)
-    assert store.ticks(5) == [-1, 2, 3]
+    assert store.ticks(5) == [-1, 1, 2, 3]
     assert store.get(5, NEWEST) == (3, b"3")
     assert store.get(5, -1) == (-1, b"-1")
-    assert store.get(5, 1) is None
+    assert store.get(5, 0) is None
     assert store.get(6, NEWEST) is None
 
 
@@ -51,7 +59,7 @@ def test_what_was_just_acknowledged_is_there(ticks: list[int]) -> None:
     for tick in ticks:
         store.put(0, tick, b"%d" % tick)
         assert store.get(0, tick) == (tick, b"%d" % tick)
-        assert len([kept for kept in store.ticks(0) if kept >= 0]) <= 2
+        assert len([kept for kept in store.ticks(0) if kept >= 0]) <= TICKS_KEPT
     assert (-1 in store.ticks(0)) == (-1 in ticks)
 
 
@@ -66,7 +74,8 @@ def pages() -> Iterator[list[PageReader]]:
         for tick in ticks:
             data = f"{name} {tick}".encode()
             header = SLOT_HEADER.pack(2, tick, len(data), zlib.crc32(data))
-            os.pwrite(fd, header + data, PAGE_BYTES + (tick % 2) * CAPACITY_DEFAULT)
+            at = PAGE_BYTES + (tick % TICKS_KEPT) * CAPACITY_DEFAULT
+            os.pwrite(fd, header + data, at)
         made.append(PageReader(fd))
     yield made
     for page in made:

@@ -178,6 +178,27 @@ def test_a_worker_of_a_node_declared_dead_is_killed_when_its_agent_returns() -> 
     world.assert_training()
 
 
+def test_nobody_is_called_fenced_while_no_rank_is_in_reach() -> None:
+    world = trained(nodes="n0:2 n1:2 n2:2", spares=2)
+    world.lose_agent("n0")
+    world.run(world.spec.stall_timeout_ns / 1e9 + 1)
+    assert world.core.state("j").nodes["n0"].state == "unreachable"
+    world.lose_agent("n1", lose_answers=True)
+    world.run(500)
+    assert not world.recorded(r.NodeLost), "all of them may train on"
+    for worker in world.owners():
+        worker.tick += 7
+    back = world.now
+    world.join("n1")
+    for worker in world.workers.values():
+        worker.alive = worker.alive and worker.node != "n0"
+    world.run()
+    (lost,) = world.recorded(r.NodeLost)
+    assert lost.at_ns >= back + world.spec.stall_timeout_ns
+    world.assert_training()
+    assert world.last.victims == [0, 1]
+
+
 def test_the_store_is_not_opened_where_ranks_die() -> None:
     world = trained(spares=2)
     world.kill_node("n0")

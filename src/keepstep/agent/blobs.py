@@ -29,7 +29,7 @@ from keepstep.adapters.transport.stream import HANDSHAKE_S_MAX, SILENT_PEER_S, c
 from keepstep.adapters.transport.tls import server_context
 from keepstep.agent.page import PageReader
 from keepstep.agent.vault import Vault
-from keepstep.core.agent.blobs import TICKS_KEPT, BlobStore
+from keepstep.core.agent.blobs import BlobStore
 from keepstep.errors import RemoteProtocolError
 from keepstep.model.messages import (
     SERIAL_BITS,
@@ -74,8 +74,7 @@ class BlobServer:
         self._decoder: msgspec.msgpack.Decoder[BlobRequest | VaultRequest]
         self._decoder = msgspec.msgpack.Decoder(BlobRequest | VaultRequest)
         self._lock = threading.Lock()
-        # One that is sent ahead of its fence must not drive out one that may still be needed.
-        self._copies = BlobStore(TICKS_KEPT + 1)
+        self._copies = BlobStore()
         self._how: dict[int, dict[int, tuple[bool, int]]] = {}  # rank -> tick -> ahead, serial
         self._writers: dict[int, int] = {}  # rank -> number of the connection that put last
         self._listener: socket.socket | None = None

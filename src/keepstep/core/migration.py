@@ -22,7 +22,7 @@ from keepstep.core.phases import (
     newcomers,
     phase_now,
 )
-from keepstep.core.processes import NOWHERE, close_stores, give_buddy, may_get_spare
+from keepstep.core.processes import NOWHERE, close_stores, give_buddy, may_get_spare, swap_of
 from keepstep.core.state import SECOND, Attempt, Incident, Job, Kind, Out, Worker
 from keepstep.core.together import ask_ranks
 from keepstep.core.triage import group_mismatch, headline, judge_reports, name_ranks
@@ -114,7 +114,7 @@ def abort_row(job: Job, out: Out, attempt: Attempt) -> None:
         if worker.resync and worker.rank in attempt.members and not has_reported(worker, attempt):
             if worker.swap is not None and worker.swapped < worker.swap.generation:
                 # Committed, but it may not know: a newcomer only reports once it is a rank.
-                out.tell(worker, worker.swap)
+                out.tell(worker, swap_of(job, out, worker))
             worker.resync = False
             out.ask(worker, "abort", attempt.generation, command)
     if attempt.members:

@@ -12,6 +12,7 @@ from itertools import chain
 
 from keepstep.core import breaker, checkpoints, understudies
 from keepstep.core.faults import (
+    FENCE_SLACK_NS,
     give_up_node,
     lose_node,
     newcomer_failed,
@@ -49,7 +50,7 @@ def timers(job: Job) -> list[Timer]:
         if node.state == "disconnected":
             rows += _gone_timer(job, node)
         elif node.state == "unreachable":
-            rows.append((node.fenced_at, "fenced", node.name))
+            rows += _fenced_timer(job, node)
     for worker in job.special.values():
         if not worker.alive or job.nodes[worker.node].state != "connected":
             continue
@@ -94,6 +95,16 @@ def _gone_timer(job: Job, node: Node) -> list[Timer]:
             return []
         silent_ns += ALL_SILENT_NS
     return [(max(node.gone_at, job.progress_at) + silent_ns, "node", node.name)]
+
+
+def _fenced_timer(job: Job, node: Node) -> list[Timer]:
+    """Its ranks can make a step only together with all others. If some live and none of those is in
+    reach, all may train on, this node's too; whoever comes back first shows it, and is aborted."""
+    states = {job.nodes[worker.node].state for worker in job.seated() if worker.usable}
+    if states and "connected" not in states:
+        return []
+    stands_ns = job.stall_ns + FENCE_SLACK_NS
+    return [(max(node.fenced_at, job.progress_at + stands_ns), "fenced", node.name)]
 
 
 def _start_timers(job: Job) -> list[Timer]:

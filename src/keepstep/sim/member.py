@@ -173,12 +173,12 @@ class Member(Saver):
 
     def _buddy_lost(self, why: str, blob: Blob, then: Callable[[], None]) -> None:
         self.say(m.BuddyLost(generation=self.generation, error=why))
-        self.hold = True
+        self.hold, self.asked_ns = True, self.world.now
         self.after(SECOND, self._put, blob, self._published(then), self.epoch)
 
     def _published(self, then: Callable[[], None]) -> Callable[[], None]:
         def go_on() -> None:
-            self.hold = False
+            self.hold, self.asked_ns = False, 0
             then()
 
         return go_on
@@ -269,7 +269,7 @@ class Member(Saver):
 
     def _announce(self) -> None:
         self.go("failing")
-        self.hold = True
+        self.hold, self.asked_ns = True, self.world.now
         self.after(5 * SECOND, self._announce)
         kind: Any = self.error_kind
         self.say(
@@ -287,7 +287,7 @@ class Member(Saver):
         if self.hung:
             return
         self.leave_group()
-        self.hold = True
+        self.hold, self.asked_ns = True, 0
         self.report_generation = self.abort_generation
         self.go("deciding")
         kind: Any = self.error_kind
@@ -395,7 +395,9 @@ class Member(Saver):
                 self._swap(command)
                 return
             elif isinstance(command, m.Release):
-                self.hold, self.staged = False, None
+                self.hold = False
+                if self.staged is not None and self.staged.generation <= command.generation:
+                    self.staged = None
                 self._begin()
                 return
             else:

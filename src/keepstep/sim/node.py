@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from keepstep.core.agent import machine as core
 from keepstep.core.agent.blobs import BlobStore
 from keepstep.model import messages as m
+from keepstep.model.page import TICKS_KEPT
 from keepstep.sim.groups import Store
 from keepstep.sim.net import MS, SECOND, SILENT_NS, Connection
 from keepstep.sim.process import Blob, Process, newest
@@ -313,7 +314,7 @@ class SimNode:
         self.handle(core.Exited(exited))
 
     def publish(self, process: Process, blob: Blob) -> None:
-        self.pages.setdefault(process.id, {})[blob[0] % 2] = blob
+        self.pages.setdefault(process.id, {})[blob[0] % TICKS_KEPT] = blob
 
     def blob(self, rank: int, tick: int) -> Blob | None:
         """As the agent's blob server: pages of all workers of the rank, then copies."""

@@ -24,7 +24,7 @@ class Fault:
 
 FOREVER_NS = 1 << 60
 SAVED = "/saved/j"
-PROCESSES = ("victim", "source", "spare", "bystander", "understudy", "waiting")
+PROCESSES = ("victim", "source", "spare", "bystander", "understudy", "waiting", "asking")
 CRASHES = ("crash", "record", "effect", "full")
 
 

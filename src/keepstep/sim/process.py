@@ -104,6 +104,7 @@ class Process:
         self.marks = self.tick_marks = 0
         self.stepping = False
         self.hold = False
+        self.asked_ns = 0
         self.commit_ns = 0
         self.master = start.master
         wait = SECOND // 2 + world.random.randrange(SECOND)
@@ -197,6 +198,7 @@ class Process:
             step_ns=0,
             hold=self.hold,
             tick_marks=self.tick_marks,
+            asked_ns=self.asked_ns,
         )
 
     def _started(self) -> None:
@@ -208,7 +210,7 @@ class Process:
     # ------------------------------------------------------------------ daemon thread
 
     def take(self, command: m.WorkerCommand) -> None:
-        generation: int = getattr(command, "generation", -1)
+        generation = _generation(command)
         if 0 <= generation < self.abort_generation:
             return
         kind = type(command)
@@ -216,6 +218,8 @@ class Process:
             self.exit(1)  # built as another rank
             return
         if self._answered(kind, generation) or self._saved_before(command):
+            if isinstance(command, m.Swap) and not command.same_buddy:
+                self.buddy = command.buddy
             return
         if kind is m.Abort:
             if self.world.echoes and generation > self.abort_generation:
@@ -243,6 +247,9 @@ class Process:
         else:
             if kind is m.Release and self.hold_generation <= generation:
                 self.hold_generation = -1
+            if kind is m.Swap:
+                told = (m.Swap, generation)
+                self.inbox = [c for c in self.inbox if (type(c), _generation(c)) != told]
             self.inbox.append(command)
             self.pump()
 
@@ -305,6 +312,11 @@ class Process:
                 del self.inbox[index]
                 return command
         return None
+
+
+def _generation(command: m.WorkerCommand) -> int:
+    generation: int = getattr(command, "generation", -1)
+    return generation
 
 
 def newest(blobs: list[Blob], tick: int) -> Blob | None:

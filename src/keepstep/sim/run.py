@@ -88,14 +88,14 @@ class Run:
         world.submit()
         if plan.from_start:
             self._disturb()
-            world.run(lambda: world.over or self._calm(), world.now + QUIET_NS)
+            world.run(self._calm, world.now + QUIET_NS)
             self._heal()
         self._must(lambda: self._tick() >= plan.resume_tick + 3, plan.start_ns_max, "no start")
         if not plan.from_start:
             if plan.understudies:
                 self._must(self._understudied, QUIET_NS, "no understudy")
             self._disturb()
-        world.run(lambda: world.over or self._calm(), world.now + 4 * QUIET_NS)
+        world.run(self._calm, world.now + 4 * QUIET_NS)
         if world.over:
             self._check_end()
             self._check_gone()
@@ -117,9 +117,9 @@ class Run:
     def _must(self, reached: Callable[[], bool], ns: int, what: str) -> None:
         world = self.world
         if not world.run(lambda: world.over or reached(), world.now + ns):
-            owners = [world.ranks[worker] for worker in world.checker.owners.values()]
-            vanished = any(not process.node.alive for process in owners)
-            if vanished and not faults.owners(world) and world.checker.sealed is None:
+            owners = world.checker.owners.values()
+            gone = owners and not any(world.nodes[w.rsplit(".w", 1)[0]].alive for w in owners)
+            if gone and world.checker.sealed is None:
                 raise Hopeless
             job = faults.facts(world)
             view = world.orchestrator.core.job(self.plan.job) if job is not None else None
@@ -372,7 +372,8 @@ class Run:
         """A job that has ended leaves no agent and no process behind."""
         world = self.world
         self._mend()
-        world.run(lambda: not any(n.alive for n in world.nodes.values()), world.now + GONE_NS)
+        limit_ns = world.now + GONE_NS
+        world.run(lambda: not any(n.alive for n in world.nodes.values()), limit_ns, ended=True)
         for node in world.nodes.values():
             if node.alive:
                 raise Violation(f"{node.name} is still there {GONE_NS // SECOND} s after the end")

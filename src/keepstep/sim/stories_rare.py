@@ -192,6 +192,43 @@ def _cut_off(seed: int, draw: random.Random) -> Plan:
     return Plan(seed=seed, migration="", faults=faults)
 
 
+def _cut_off_twice(seed: int, draw: random.Random) -> Plan:
+    """A node is cut off from everybody and given up; before it must have ended its ranks nobody
+    reaches the orchestrator, the node is back, and all train on together."""
+    faults = (
+        Fault("partition", "hang", at_ns=draw.randrange(SECOND), length_ns=45 * SECOND),
+        Fault(
+            "orchestrator",
+            "blackout",
+            at_ns=draw.randrange(25 * SECOND, 33 * SECOND),
+            length_ns=draw.randrange(40, 60) * SECOND,
+        ),
+    )
+    return Plan(seed=seed, migration="", faults=faults)
+
+
+def _lost_swap(seed: int, draw: random.Random) -> Plan:
+    """A move is committed and nobody hears of it: all streams are cut, the orchestrator is
+    restarted, and gives up waiting for its agents."""
+    crash = draw.randrange(20 * SECOND, 30 * SECOND)
+    faults = (
+        Fault("orchestrator", "blackout", phase="REWIRE", length_ns=45 * SECOND),
+        Fault("orchestrator", "crash", phase="REWIRE", delay_ns=crash, length_ns=SECOND),
+    )
+    return Plan(seed=seed, migration=draw.choice(("planned", "unplanned")), faults=faults)
+
+
+def _hung_asking(seed: int, draw: random.Random) -> Plan:
+    """A rank that is cut off with its node waits for another buddy, and comes to a stop."""
+    length = draw.randrange(22, 30) * SECOND
+    at = draw.randrange(12 * SECOND, 20 * SECOND)
+    faults = (
+        Fault("partition", "crash", at_ns=draw.randrange(SECOND), length_ns=length),
+        Fault("asking", draw.choice(("hang", "freeze")), at_ns=at, length_ns=300 * SECOND),
+    )
+    return Plan(seed=seed, migration="", faults=faults)
+
+
 RARE: dict[str, Callable[[int, random.Random], Plan]] = {
     "full-disk": _full_disk,
     "no-spare": _no_spare,
@@ -208,5 +245,8 @@ RARE: dict[str, Callable[[int, random.Random], Plan]] = {
     "refused": _refused,
     "long-steps": _long_steps,
     "cut-off": _cut_off,
+    "cut-off-twice": _cut_off_twice,
+    "lost-swap": _lost_swap,
+    "hung-asking": _hung_asking,
     FALL_BACK: _fall_back,
 }

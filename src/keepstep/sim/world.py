@@ -73,11 +73,12 @@ class World:
         self._sequence += 1
         heapq.heappush(self._heap, (self.now + ns, self._sequence, work, args))
 
-    def run(self, until: Callable[[], bool], limit_ns: int) -> bool:
-        """True when `until` came true before the virtual time was over."""
+    def run(self, until: Callable[[], bool], limit_ns: int, *, ended: bool = False) -> bool:
+        """True when `until` came true, or the job ended, before the virtual time was over.
+        `ended`: it has ended already."""
         heap = self._heap
         while heap:
-            if until():
+            if (self.over and not ended) or until():
                 return True
             time, _, work, args = heapq.heappop(heap)
             if time > limit_ns:
@@ -89,7 +90,7 @@ class World:
             if self.events > EVENTS_MAX:
                 raise Violation(f"{EVENTS_MAX} events and no end")
             work(*args)
-        return until()
+        return (self.over and not ended) or until()
 
     def next_pid(self) -> int:
         self._pid += 1
@@ -154,7 +155,8 @@ class World:
             if view is not None:
                 self.said.add(view.reason)
         self._listen()
-        self.checker.handled(self.orchestrator.core)
+        progress = isinstance(given, AgentSaid) and isinstance(given.message, m.Progress)
+        self.checker.handled(self.orchestrator.core, progress and not outcome.records)
         for send in outcome.sends:
             line += f" > {_command(send.command)}"
         self.trace(line)

@@ -147,6 +147,8 @@ class Channel:
             self.seat = command.rank
         answer = self._answer(command, generation)
         if answer is not None:
+            if isinstance(command, m.Swap) and not command.same_buddy:
+                self.buddy = command.buddy  # it may be another one than in the first Swap
             self.send(answer)
             return
         match command:
@@ -202,5 +204,12 @@ class Channel:
                 self.buddy_known = True
             case m.Arm():
                 self.armed.append(command)
+            case m.Swap():
+                # Said again, it replaces the first: its buddy may be another one.
+                same = command.generation
+                self.inbox = [
+                    c for c in self.inbox if not (isinstance(c, m.Swap) and c.generation == same)
+                ]
+                self.inbox.append(command)
             case _:
                 self.inbox.append(command)

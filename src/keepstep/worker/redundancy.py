@@ -126,6 +126,16 @@ class Redundancy:
         for name in objects:
             self._add(Unit(0, f"object/{name}", object=name))
 
+    def settle(self) -> None:
+        """At the first step: objects may have been registered since attach."""
+        before = self.layout
+        self.units.clear()
+        self.survey()
+        if self._line is not None and self.layout != before:
+            self._open(self._line.address, fresh=True)
+        elif self._line is None and self._seat.line.assigned is None:
+            self.connect()
+
     def _add(self, unit: Unit) -> None:
         unit.index = len(self.units)
         self.units.append(unit)
@@ -194,7 +204,7 @@ class Redundancy:
             with contextlib.suppress(OSError, KeepstepError):
                 self._open(self._target())
 
-    def _open(self, address: Address) -> None:
+    def _open(self, address: Address, fresh: bool = False) -> None:
         """What the vault has is good until it has something newer."""
         seat = self._seat
         old, self._line = self._line, None
@@ -202,7 +212,7 @@ class Redundancy:
             old.close()
         line = vault.VaultLine(address, seat.welcome.token, seat.rank, max(seat.generation, 0))
         units = [unit.index for unit in self.units]
-        reaches = line.open(self.layout, units, self.reserve)
+        reaches = line.open(self.layout, units, self.reserve, fresh=fresh)
         same = old is not None and old.address == address
         if not same or reaches < seat.version:
             for unit in self.units:

@@ -175,6 +175,7 @@ class Session(PlainSession):
         if not self._begun:
             self._begun = True
             groups.refuse_new_groups("process group created after the first step")
+            self._seat.redundancy.settle()
 
     def _run(self, site: str, step: bool, function: Callable[[], Any]) -> Any:
         transactions = self._transactions
