@@ -71,7 +71,9 @@ class Transactions:
             if self._passed and groups.ddp_modules():
                 self.refuse_collective("backward through a DistributedDataParallel model")
             self._backward_begins()
-            return backward(*args, **kwargs)
+            result = backward(*args, **kwargs)
+            self.seat.redundancy.backward_done()
+            return result
 
         ddp._pre_forward, autograd.backward = watched_forward, watched_backward
 
@@ -79,7 +81,9 @@ class Transactions:
         """The last pass of a step, going by the step before: what will be published is known."""
         if self.running and self._step and not self._fenced and not self.warming:
             self._backwards += 1
-            if self._backwards == self._usual.get(self.running):
+            last = self._backwards == self._usual.get(self.running)
+            self.seat.redundancy.backward(last)
+            if last:
                 self.seat.publish_ahead(self.running)
 
     def refuse_collective(self, what: str) -> None:
@@ -241,7 +245,7 @@ class Transactions:
 
     def _publish(self, updating: bool) -> None:
         seat = self.seat
-        self._fenced = True
+        self._fenced, self._updating = True, updating
         self._usual[self.running] = self._backwards
         seat.ahead.wait()
         if seat.injector:
@@ -267,6 +271,8 @@ class Transactions:
         passed = True
         try:
             wait_for_device(seat.aborted)
+            if self._step:
+                seat.secured(self._updating, self._let_device_go)
             seat.page.where("fence")
             self._in_fence = True
             self._all_ranks_here()
@@ -280,6 +286,10 @@ class Transactions:
         self._passed = True
         seat.page.where("apply")
         return passed
+
+    def _let_device_go(self) -> None:
+        """An update that it holds back is not made, but later and by the host."""
+        self._guard.decide(guard.SKIP)
 
     def _all_ranks_here(self) -> None:
         seat = self.seat
