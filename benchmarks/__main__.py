@@ -1,4 +1,4 @@
-"""python -m benchmarks [overhead|pause|restart|memory|scale|transfer|redundancy|gpu|all] [--quick]"""
+"""python -m benchmarks [PART] [--quick]; without PART all of them."""
 
 from __future__ import annotations
 
