@@ -15,7 +15,7 @@ import xxhash
 
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
-from keepstep.worker import fsdp, groups, rng
+from keepstep.worker import cuda, fsdp, groups, rng
 from keepstep.worker.batches import Batches, Loop
 from keepstep.worker.newcomer import Newcomer
 from keepstep.worker.objects import registered
@@ -174,6 +174,7 @@ class Session(PlainSession):
     def _begin(self) -> None:
         if not self._begun:
             self._begun = True
+            cuda.settle_in(self._seat.parameters)  # the model may have been moved since attach
             groups.refuse_new_groups("process group created after the first step")
             self._seat.redundancy.settle()
 
