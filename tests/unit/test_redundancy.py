@@ -93,11 +93,11 @@ def sharded(place: Place) -> Iterator[Place]:
 class Rank:
     """One of two ranks, whose tensors the other one does not have; and what a step does to it."""
 
-    def __init__(self, place: Place, make: Make, average: bool = False) -> None:
+    def __init__(self, place: Place, make: Make, average: bool = False, model: Any = None) -> None:
         self.place, self.address = place, place.address
         torch.manual_seed(3)
         # As large as a put that is not packed together with others, and as small as one that is.
-        self.model = nn.Sequential(nn.Linear(16, 1500), nn.ReLU(), nn.Linear(1500, 3))
+        self.model = model or nn.Sequential(nn.Linear(16, 1500), nn.ReLU(), nn.Linear(1500, 3))
         self.spare = nn.Linear(16, 2)  # has no gradient in most steps
         self.model.to(place.device), self.spare.to(place.device)
         if place.sharded:
@@ -262,6 +262,17 @@ def test_replay_of_shards_is_exact_with_clipping_and_without(sharded: Place, mak
         check(rank, make)
 
 
+def test_the_reservation_is_enough(place: Place) -> None:
+    layers = nn.Sequential(*(nn.Linear(360, 360) for _ in range(24)))
+    rank = Rank(place, adamw, model=layers).training()
+    for _ in range(10):
+        rank.redundancy.begin()
+        for parameter in rank.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        rank.publish()
+        rank.update()
+
+
 def hidden(rank: Rank) -> None:
     """Writes that no version of a tensor counts."""
     for parameter in rank.model.parameters():
@@ -388,5 +399,16 @@ def test_gradients_that_change_after_the_first_update_are_refused(place: Place) 
     rank.compute()
     rank.publish()
     seen(rank)
+    with pytest.raises(UsageError, match="changed after the step's first optimizer update"):
+        rank.update()
+
+
+def test_shards_that_change_after_the_first_update_are_refused(sharded: Place) -> None:
+    rank = Rank(sharded, two).training()
+    rank.step()
+    rank.redundancy.begin()
+    rank.compute()
+    rank.publish()
+    clip(rank)  # which no version of a DTensor counts
     with pytest.raises(UsageError, match="changed after the step's first optimizer update"):
         rank.update()

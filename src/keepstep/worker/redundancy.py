@@ -36,7 +36,7 @@ from keepstep.errors import KeepstepError, PermanentError, UsageError
 from keepstep.model.messages import Address
 from keepstep.worker import blobs, codec, cuda, shards, vault
 from keepstep.worker.early import Early, multiply, same_kind, watch_clipping
-from keepstep.worker.staging import Staging
+from keepstep.worker.staging import Staging, numbers
 from keepstep.worker.state import dense, flat, memory, on_cpu, set_hyper
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Redundancy:
         self._former: vault.VaultLine | None = None  # to be forgotten when the new one has all
         self._suspended = ""  # why nothing is kept at present
         self._begun = -1  # version whose share of bases was put
-        self._published: dict[int, tuple[int, int]] = {}  # unit -> id and version of its gradient
+        self._published: dict[int, Any] = {}  # unit -> what its gradient was at the fence
         self._early = Early()
         self._staging: Staging | None = None  # on a GPU
         self._unconfirmed: _Unconfirmed | None = None
@@ -211,13 +211,18 @@ class Redundancy:
 
     @property
     def reserve(self) -> int:
-        """Bytes in the vault at most."""
+        """Bytes in the vault at most. A base is there beside the one before it until the fence of
+        the next step: two shares are, each of them up to one unit larger than it should be. Then
+        there is the log, of RENEW / 2 + 2.5 steps on average. What is put again is there twice
+        until it was received."""
         bases = sum(unit.size for unit in self.units)
         largest = max((unit.size for unit in self.units), default=0)
         gradients = self._gradients
+        notes = 1 << 20
         if self._whole:
-            return 2 * bases + (RENEW + 2) * gradients + (1 << 20)
-        return bases + bases // RENEW + largest + (RENEW // 2 + 3) * gradients + (1 << 20)
+            return 2 * bases + largest + (RENEW + 2) * gradients + notes
+        shares = 2 * (bases // RENEW + largest)
+        return bases + shares + largest + (RENEW // 2 + 3) * gradients + notes
 
     @property
     def _gradients(self) -> int:
@@ -387,7 +392,8 @@ class Redundancy:
             found[unit.index] = gradient
             if gradient is not None:
                 _require_same_kind(unit.name, unit.parameter, gradient)
-                self._published[unit.index] = (id(gradient), gradient._version)
+                if len(self._seat.optimizers) > 1:
+                    self._published[unit.index] = _content(gradient)
             if self._early.look(line, unit.index, gradient):
                 continue
             if gradient is None:
@@ -457,7 +463,7 @@ class Redundancy:
             if unit.optimizer != name or unit.parameter is None:
                 continue
             gradient = unit.parameter.grad
-            now = (id(gradient), gradient._version) if gradient is not None else None
+            now = _content(gradient) if gradient is not None else None
             if now != self._published.get(unit.index):
                 raise UsageError(
                     f"the gradient of {unit.name} changed after the step's first optimizer update",
@@ -629,6 +635,14 @@ def _fill(part: torch.Tensor, data: memoryview) -> None:
     landing = torch.empty_like(dense)
     memory(landing)[:] = data
     part.copy_(landing)
+
+
+def _content(gradient: torch.Tensor) -> Any:
+    """Versions of sharded tensors do not count what `_foreach` operations do to them."""
+    part = shards.local(gradient).detach()
+    if part.device.type == "cpu" or not part.numel():
+        return xxhash.xxh3_128_digest(_view(part))
+    return tuple(int(number) for number in numbers(part))
 
 
 def _require_same_kind(name: str, parameter: Any, gradient: torch.Tensor) -> None:

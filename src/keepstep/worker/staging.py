@@ -155,7 +155,8 @@ class Staging:
 
         def give() -> None:
             self._given[unit] = line.put_grad(unit, version, memory(target))
-            staged.numbers = tuple(int(number) for number in _numbers(target, part.dtype))
+            copy = target.view(part.dtype)
+            staged.numbers = tuple(int(number) for number in numbers(copy))
 
         self._copy([(target, _raw(part))], give)
         return staged
@@ -174,7 +175,7 @@ class Staging:
 
     def look(self, gradient: torch.Tensor) -> int:
         part = shards.local(gradient).detach()
-        self._looks.append(_numbers(_raw(part), part.dtype))
+        self._looks.append(numbers(part))
         return len(self._looks) - 1
 
     def bring(self, scales: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -208,8 +209,8 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def _numbers(raw: torch.Tensor, dtype: torch.dtype) -> Numbers:
-    words = raw.view(_WORDS[dtype.itemsize])
+def numbers(part: torch.Tensor) -> Numbers:
+    words = part.reshape(-1).view(_WORDS[part.dtype.itemsize])
     low, high = torch.aminmax(words)
     return words.sum(dtype=torch.int64), low, high
 
