@@ -890,6 +890,7 @@ HINTS: dict[str, tuple[str, ...]] = {
     "row skipped: processes.replace_buddy": ("late-news",),
     "row skipped: job._seen_resumed": ("lost-words",),
     "fence: an unreachable node is dead at once": ("unseen-hang",),
+    "agent: never fences itself": ("unseen-hang",),
     "gate open: unplanned COPY all_fenced": ("unseen-hang",),
     "spares: surplus is kept": ("operators", "migrate-back"),
     "record not replayed: IncidentClosed": ("RETIRE/planned/orchestrator/crash", "disk-full"),
