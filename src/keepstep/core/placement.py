@@ -6,6 +6,8 @@
   slot reusable; a dead node's slots are gone; a tainted one waits for `untaint`.
 * A rank's buddy is the blob server of the next live node in node order, so that every node is
   somebody's buddy and the load is even.
+* A parity is kept for ranks with the same place on up to PARITY_MEMBERS nodes that follow each
+  other at home, by the next live node on which none of them is.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from keepstep.model.job import JobSpec
 from keepstep.model.messages import Address
 
 CRASHES_MAX = 3  # in one slot, without any training in between
+PARITY_MEMBERS = 3
 
 
 def choose_spare(
@@ -118,6 +121,45 @@ def buddy_node(nodes: Sequence[Node], own: Node, avoid: str = "") -> Node | None
     for step in range(1, count):
         node = nodes[(own.index + step) % count]
         if node.state == "connected" and node.blobs is not None and node.name != avoid:
+            return node
+    return None
+
+
+def parity_group(spec: JobSpec, rank: int) -> list[int]:
+    """Who shares a parity with `rank`, itself included. Groups are as even as they can be."""
+    homes = spec.world // spec.local_world
+    count = -(-homes // _parity_members(spec))
+    size, larger = divmod(homes, count)
+    node, place = divmod(rank, spec.local_world)
+    first = 0
+    for group in range(count):
+        following = first + size + (group < larger)
+        if node < following:
+            break
+        first = following
+    return [home * spec.local_world + place for home in range(first, following)]
+
+
+def _parity_members(spec: JobSpec) -> int:
+    return max(1, min(PARITY_MEMBERS, spec.world // spec.local_world, len(spec.nodes) - 1))
+
+
+def parity_trouble(spec: JobSpec) -> str:
+    """Why the nodes do not do for parities; empty if they do."""
+    if _parity_members(spec) >= 2:
+        return ""
+    homes = spec.world // spec.local_world
+    return (
+        "a parity needs ranks on two nodes and a third node that keeps it; there are "
+        f"{len(spec.nodes)} node{'s' if len(spec.nodes) != 1 else ''}, {homes} of them with ranks"
+    )
+
+
+def parity_node(nodes: Sequence[Node], start: int, members: Container[str]) -> Node | None:
+    """The next live node from index `start` on that none of `members` is on."""
+    for step in range(len(nodes)):
+        node = nodes[(start + step) % len(nodes)]
+        if node.state == "connected" and node.blobs is not None and node.name not in members:
             return node
     return None
 

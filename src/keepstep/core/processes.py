@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from keepstep.core import placement
+from keepstep.core import parities, placement
 from keepstep.core.incidents import warn
 from keepstep.core.state import Job, Node, Out, Role, Worker
 from keepstep.model.messages import (
@@ -43,6 +43,7 @@ def start_worker(
     job.add_worker(worker)
     buddy = placement.buddy_node(job.order, job.nodes[node]) if rank >= 0 else None
     worker.buddy = buddy.name if buddy is not None else ""
+    parity = parities.give(job, worker) if rank >= 0 else None
     generation = job.generation_max if rank >= 0 else job.generation
     worker.start = StartWorker(
         worker=worker.id,
@@ -55,6 +56,7 @@ def start_worker(
         buddy=buddy.blobs if buddy is not None else None,
         script=job.spec.script,
         env={**job.spec.env, "KEEPSTEP_REDUNDANCY": job.spec.redundancy},
+        parity=parity,
     )
     out.record(
         Placed(
@@ -229,8 +231,21 @@ def replace_buddy(job: Job, out: Out, worker: Worker, error: str) -> None:
         # The only other node is there as far as we know: a passing failure, try it again.
         address = give_buddy(job, out, worker)
     warn(job, out, f"rank {worker.rank} lost its buddy {lost or '(none)'}: {error}")
-    out.tell(worker, Buddy(address=address))
+    out.tell(worker, Buddy(address=address, parity=parities.give(job, worker)))
     worker.buddy_due = True
+
+
+def replace_parity(job: Job, out: Out, worker: Worker, error: str) -> None:
+    """It goes on without. All members get another one, and begin there with their next bases."""
+    lost = worker.parity
+    warn(job, out, f"rank {worker.rank} lost its parity on {lost or '(no node)'}: {error}")
+    parities.replace(job, worker.rank, lost)
+    for rank in placement.parity_group(job.spec, worker.rank):
+        member = job.owner(rank)
+        if member is not None and member.usable and not member.done:
+            address = job.nodes[member.buddy].blobs if member.buddy else None
+            out.tell(member, Buddy(address=address, parity=parities.give(job, member)))
+            member.buddy_due = True
 
 
 def close_stores(job: Job, out: Out, keep: set[int]) -> None:

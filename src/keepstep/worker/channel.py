@@ -56,6 +56,7 @@ class Channel:
         self.hold_generation = -1  # newest Hold that is neither released nor aborted
         self.buddy: m.Address | None = None
         self.buddy_known = False
+        self.parity: m.Parity | None = None
         self.armed: list[m.Arm] = []
         self.seat = -1  # rank that a standby was given
         self._answers: dict[type[m.Message], m.WorkerMessage] = {}
@@ -188,7 +189,7 @@ class Channel:
                     self.hold_generation = -1
                 self.inbox.append(command)
             case m.Buddy():
-                self.buddy = command.address
+                self.buddy, self.parity = command.address, command.parity
                 self.buddy_known = True
             case m.Arm():
                 self.armed.append(command)

@@ -243,7 +243,7 @@ class Recovery:
         if seat.channel.hold_generation <= command.generation:
             seat.channel.hold_generation = -1
         if not command.same_buddy:
-            seat.channel.buddy = command.buddy
+            seat.channel.buddy, seat.channel.parity = command.buddy, command.parity
         elapsed = time.monotonic_ns() - began
         seat.channel.send(m.Swapped(generation=command.generation, swap_ns=elapsed))
         if not seat.done:

@@ -14,6 +14,9 @@ What the user keeps besides (averages of sharded weights) is not an optimizer's 
 object must say how it follows from the parameters (`after_update`), and then all bases are of one
 version, because it may depend on any of them.
 
+With `parity` the vault is that of the own agent, and the parity of several ranks is kept besides
+(parity.py). Then all bases are of one version, too, and all ranks renew them at the same ones.
+
 Main thread only, but for `interrupt`.
 """
 
@@ -32,7 +35,7 @@ import xxhash
 
 from keepstep.errors import KeepstepError, PermanentError, UsageError
 from keepstep.model.messages import Address
-from keepstep.worker import blobs, codec, shards, vault
+from keepstep.worker import blobs, codec, parity, shards, vault
 from keepstep.worker.state import flat, memory, on_cpu, set_hyper
 
 if TYPE_CHECKING:
@@ -66,8 +69,12 @@ class Redundancy:
         self.unprotected = 0  # tensors that are nowhere else
         self.first_unprotected = ""
         self._whole = False  # all bases are of one version
-        self._line: vault.VaultLine | None = None
-        self._former: vault.VaultLine | None = None  # to be forgotten when the new one has all
+        self._parity = parity.ParityLine(seat) if self.mode == "parity" else None
+        self._realign = True  # all ranks put bases at the same version now
+        self._line: vault.VaultLine | parity.Both | None = None
+        self._former: vault.VaultLine | parity.Both | None = (
+            None  # to be forgotten when the new one has all
+        )
         self._suspended = ""  # why nothing is kept at present
         self._begun = -1  # version whose share of bases was put
         self._published: dict[int, tuple[int, int]] = {}  # unit -> id and version of its gradient
@@ -107,8 +114,8 @@ class Redundancy:
         if self.mode == "off" or not (lonely or objects):
             return
         self._refuse_objects(objects)
-        self._whole = bool(objects)
-        wanted = tensors if self._whole else {n: t for n, t in tensors.items() if n in lonely}
+        self._whole = bool(objects) or self._parity is not None
+        wanted = tensors if objects else {n: t for n, t in tensors.items() if n in lonely}
         owners = {
             id(p): (name, place)
             for name, optimizer in seat.optimizers.items()
@@ -165,6 +172,8 @@ class Redundancy:
         gradients = sum(
             shards.local(unit.parameter).nbytes for unit in self.units if unit.parameter is not None
         )
+        if self._parity is not None:  # faults one after the other may add bases between the common
+            return 3 * bases + (RENEW + 4) * gradients + (1 << 20)
         if self._whole:
             return 2 * bases + (RENEW + 2) * gradients + (1 << 20)
         return bases + bases // RENEW + largest + (RENEW // 2 + 3) * gradients + (1 << 20)
@@ -178,13 +187,15 @@ class Redundancy:
 
     # ------------------------------------------------------------------ the line
 
-    def _target(self) -> Address:
-        return self._seat.channel.buddy or self._seat.welcome.blobs
+    def _target(self, buddy: Address | None) -> Address:
+        own = self._seat.welcome.blobs
+        return own if self._parity is not None else buddy or own
 
     def connect(self) -> None:
         """Before training begins, so that too little memory is known in time."""
         if self.needed:
-            self._open(self._target())
+            self._open(self._target(self._seat.channel.buddy))
+            self._align()
 
     def reconnect(self) -> None:
         """After a swap: the step that follows can send while it computes. If it fails, the fence
@@ -192,7 +203,13 @@ class Redundancy:
         self._suspended = ""
         if self.needed:
             with contextlib.suppress(OSError, KeepstepError):
-                self._open(self._target())
+                self._open(self._target(self._seat.channel.buddy))
+                self._align()
+
+    def _align(self) -> None:
+        if self._parity is not None:
+            self._realign, self._begun = True, -1
+            self._parity.open(self.layout, [unit.index for unit in self.units], self.reserve)
 
     def _open(self, address: Address) -> None:
         """What the vault has is good until it has something newer."""
@@ -200,7 +217,14 @@ class Redundancy:
         old, self._line = self._line, None
         if old is not None:
             old.close()
-        line = vault.VaultLine(address, seat.welcome.token, seat.rank, max(seat.generation, 0))
+        own = vault.VaultLine(
+            address,
+            seat.welcome.token,
+            seat.rank,
+            max(seat.generation, 0),
+            own=address == seat.welcome.blobs,
+        )
+        line = own if self._parity is None else parity.Both(own, self._parity)
         units = [unit.index for unit in self.units]
         reaches = line.open(self.layout, units, self.reserve)
         same = old is not None and old.address == address
@@ -228,15 +252,24 @@ class Redundancy:
             return
         self._put_bases(line, version)
 
-    def _put_bases(self, line: vault.VaultLine, version: int) -> None:
+    def _put_bases(self, line: vault.VaultLine | parity.Both, version: int) -> None:
         self._begun = version
-        if self._whole:
+        if self._parity is not None:
+            due = self._due_with_others(self._parity, version)
+        elif self._whole:
             due = self.units if self._oldest() <= version - RENEW else []
         else:
             due = self._share()
         for unit in due:
             line.put_base(unit.index, version, self._base(unit))
             unit.version = version
+
+    def _due_with_others(self, line: parity.ParityLine, version: int) -> list[Unit]:
+        if not self._realign and version % RENEW:
+            return [unit for unit in self.units if unit.version < 0]
+        self._realign = False
+        line.begin(version)
+        return self.units
 
     def _oldest(self) -> int:
         low = min(unit.version for unit in self.units)
@@ -274,7 +307,7 @@ class Redundancy:
         seat = self._seat
         if not self.units or self._suspended:
             return
-        target = address or seat.welcome.blobs
+        target = self._target(address)
         version = seat.version
         line = self._line
         if line is None or line.address != target or line.broken:
@@ -350,27 +383,37 @@ class Redundancy:
         if not missing <= known:
             names = ", ".join(sorted(missing - known)[:3])
             raise ShardsMissing(f"no rank has {names}, and redundancy is {self.mode}")
-        fetched = self._fetch(holders, version)
+        fetched, where = self._fetch(holders, version)
         if fetched.layout != self.layout:
             raise ShardsMissing("the vault holds another layout than this process has built")
         oldest = self._replay(fetched, version, updated)
         steps = version - oldest
         return (
-            f"{fetched.bytes} bytes of {len(self.units)} units from the vault of the buddy "
+            f"{fetched.bytes} bytes of {len(self.units)} units from {where} "
             f"(up to {steps} step{'s' if steps != 1 else ''} replayed)"
         )
 
-    def _fetch(self, holders: list[Address], version: int) -> vault.Fetched:
+    def _fetch(self, holders: list[Address], version: int) -> tuple[vault.Fetched, str]:
+        """And from where, in words."""
         seat = self._seat
         silent: list[str] = []
         why = "nobody holds a vault"
         for holder in holders:
             try:
-                return vault.fetch(holder, seat.welcome.token, seat.rank, version)
+                found = vault.fetch(holder, seat.welcome.token, seat.rank, version)
+                whose = "the buddy" if self._parity is None else "its own agent"
+                return found, f"the vault of {whose}"
             except OSError as error:
                 silent.append(f"{holder.host}:{holder.port}: {error}")
             except vault.VaultLacks as error:
                 why = str(error)
+        if self._parity is not None:
+            try:
+                return parity.rebuild(holders, seat.welcome.token, seat.rank, version)
+            except parity.NotRebuilt as error:
+                why = f"{why}; {error}"
+            except OSError as error:
+                silent.append(str(error))
         if silent:
             raise blobs.HoldersUnreachable(f"the vault of rank {seat.rank}: {'; '.join(silent)}")
         raise ShardsMissing(f"state of rank {seat.rank} at step {version} is in no vault: {why}")
@@ -500,7 +543,7 @@ def _require_same_kind(name: str, parameter: Any, gradient: torch.Tensor) -> Non
         )
 
 
-def _forget_later(line: vault.VaultLine, token: str) -> None:
+def _forget_later(line: vault.VaultLine | parity.Both, token: str) -> None:
     """The memory of a vault that is not used any more is freed beside the training."""
 
     def ask() -> None:

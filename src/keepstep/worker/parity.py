@@ -1,0 +1,364 @@
+"""A rank's part of a parity, and the way back from one: see keepstep.core.agent.parity.
+
+With `--redundancy parity` a rank writes everything twice: to the vault of its own agent, and to
+the parity of its group on another node. `Both` is these two lines as if they were one. They are not
+alike: without the vault the rank waits in its fence, and without the parity it goes on, because
+what is lost then is a node already. It asks for another holder, and the parity begins again where
+all members put bases: at versions that are multiples of RENEW, and behind every swap.
+
+Main thread only, but for `interrupt`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from keepstep.adapters.transport.blocking import landing, pieces
+from keepstep.core.agent.parity import xor
+from keepstep.errors import KeepstepError, PermanentError, RemoteProtocolError
+from keepstep.model import messages as m
+from keepstep.model import vault as v
+from keepstep.worker.statefile import DigestMismatch
+from keepstep.worker.vault import Fetched, VaultLacks, VaultLine, View, asking, fetch, forget
+from keepstep.worker.vault import raise_refusal as _raise
+
+if TYPE_CHECKING:
+    from keepstep.worker.seat import Seat
+
+
+class NotRebuilt(PermanentError):
+    """More was lost than a parity can make up for."""
+
+
+# ------------------------------------------------------------------------------------ writing
+
+
+class ParityLine:
+    """To the holder of the parity, whoever that is at present."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+        self._line: VaultLine | None = None
+        self._common = -1  # version of the last bases that all members put; -1: nothing is kept
+        self._step: list[Callable[[VaultLine], int]] = []  # puts since the last sync
+        self._former: tuple[VaultLine, int] | None = None  # and the version from which on it is
+        self._layout, self._units, self._reserve = b"", list[int](), 0
+
+    def open(self, layout: bytes, units: Collection[int], reserve: int) -> None:
+        """Before training begins: UsageError if the holder has too little memory."""
+        self._layout, self._units, self._reserve = layout, sorted(units), reserve
+        self._common = -1
+        where = self._seat.channel.parity
+        if where is not None and not self._is_open(where):
+            self._open(where)
+
+    def _is_open(self, where: m.Parity) -> bool:
+        line, generation = self._line, max(self._seat.generation, 0)
+        return (
+            line is not None
+            and not line.broken
+            and (line.address, line.generation) == (where.holder, generation)
+        )
+
+    def _open(self, where: m.Parity) -> None:
+        seat, old = self._seat, self._line
+        self._line = None
+        if old is not None:
+            old.close()
+            if old.address != where.holder and self._former is None:
+                self._former = (old, seat.version)
+        generation = max(seat.generation, 0)
+        line = VaultLine(
+            where.holder, seat.welcome.token, seat.rank, generation, group=where.members
+        )
+        line.open(self._layout, self._units, self._reserve)
+        self._line = line
+
+    def begin(self, version: int) -> None:
+        """All members put bases of this version: from here on, all are in the parity."""
+        where = self._seat.channel.parity
+        self._step.clear()
+        self._common = -1
+        if where is None:
+            return
+        try:
+            if not self._is_open(where):
+                self._open(where)
+        except (OSError, KeepstepError) as error:
+            self._lost(error)
+            return
+        self._common = version
+
+    def put(self, kind: v.Kind, version: int, put: Callable[[VaultLine], int]) -> None:
+        """A base that is not of all members is none of the parity's."""
+        if self._common < 0 or self._line is None or (kind == "base" and version != self._common):
+            return
+        self._step.append(put)
+        put(self._line)
+
+    def sync(self, version: int, aborted: Callable[[], bool]) -> None:
+        """Only an Abort is raised (as OSError)."""
+        if self._common < 0 or self._line is None:
+            return
+        try:
+            try:
+                self._line.sync(version, aborted)
+            except OSError:
+                if aborted() or self._seat.channel.parity is None:
+                    raise
+                self._once_more(version, aborted)
+        except (OSError, KeepstepError) as error:
+            self._step.clear()
+            if aborted():
+                raise ConnectionAbortedError("writing to the parity was aborted") from error
+            self._lost(error)
+            return
+        self._step.clear()
+        if self._former is not None and version > self._former[1]:
+            # All members have reached the fence before this one, with bases at the new holder.
+            _forget_later(self._former[0], self._seat.welcome.token)
+            self._former = None
+
+    def _once_more(self, version: int, aborted: Callable[[], bool]) -> None:
+        """Connections break. What had come there counts once."""
+        line = self._line
+        assert line is not None
+        line.open(self._layout, self._units, self._reserve)
+        for put in self._step:
+            put(line)
+        line.sync(version, aborted)
+
+    def _lost(self, error: Exception) -> None:
+        self._common = -1
+        self._step.clear()
+        seat = self._seat
+        seat.channel.send(m.BuddyLost(generation=seat.generation, error=str(error), parity=True))
+
+    def interrupt(self) -> None:
+        line = self._line
+        if line is not None:
+            line.interrupt()
+
+    def wait_read(self) -> None:
+        if self._line is not None:
+            self._line.wait_read(self._line.last)
+
+    def drained(self) -> bool:
+        return self._line is None or self._line.drained()
+
+
+class Both:
+    """The vault of the own agent, and the parity: a VaultLine to whoever writes to it."""
+
+    def __init__(self, own: VaultLine, parity: ParityLine) -> None:
+        self._own, self.parity = own, parity
+        self.address, self.rank, self.generation = own.address, own.rank, own.generation
+
+    def open(self, layout: bytes, units: Collection[int], reserve: int) -> int:
+        return self._own.open(layout, units, reserve)
+
+    @property
+    def broken(self) -> bool:
+        return self._own.broken
+
+    def interrupt(self) -> None:
+        self._own.interrupt()
+        self.parity.interrupt()
+
+    def close(self) -> None:
+        self._own.close()
+
+    def put_base(self, unit: int, version: int, tensors: Sequence[View]) -> int:
+        self.parity.put("base", version, lambda line: line.put_base(unit, version, tensors))
+        return self._own.put_base(unit, version, tensors)
+
+    def put_grad(self, unit: int, version: int, view: View) -> int:
+        self.parity.put("grad", version, lambda line: line.put_grad(unit, version, view))
+        return self._own.put_grad(unit, version, view)
+
+    def put_absent(self, unit: int, version: int) -> int:
+        self.parity.put("absent", version, lambda line: line.put_absent(unit, version))
+        return self._own.put_absent(unit, version)
+
+    def note(self, version: int, data: bytes) -> int:
+        self.parity.put("note", version, lambda line: line.note(version, data))
+        return self._own.note(version, data)
+
+    def sync(self, version: int, aborted: Callable[[], bool]) -> None:
+        self._own.sync(version, aborted)
+        self.parity.sync(version, aborted)
+
+    def drained(self) -> bool:
+        return self._own.drained() and self.parity.drained()
+
+    def wait_read(self, ticket: int) -> None:
+        """The tickets are those of the own line; the parity's are all waited for."""
+        self._own.wait_read(ticket)
+        self.parity.wait_read()
+
+
+def _forget_later(line: VaultLine, token: str) -> None:
+    def ask() -> None:
+        with contextlib.suppress(OSError, KeepstepError):
+            forget(line.address, token, line.rank, line.generation, parity=True)
+
+    threading.Thread(target=ask, name="keepstep-forget", daemon=True).start()
+
+
+# ------------------------------------------------------------------------------------ way back
+
+_Key = tuple[v.Kind, int]
+
+
+@dataclass
+class _Cell:
+    described: v.ParityCell
+    data: memoryview
+
+
+def rebuild(
+    holders: Sequence[m.Address], token: str, rank: int, version: int
+) -> tuple[Fetched, str]:
+    """What `rank` had in the vault that was lost, and how, in words. Raises NotRebuilt, or OSError
+    if somebody did not answer who might have made it possible."""
+    bases, why, silent = [-1], "no node keeps a parity", ""
+    tried: set[int] = set()
+    while bases:
+        base = bases.pop(0)
+        tried.add(base)
+        try:
+            at, reply, cells = _fetch_parity(holders, token, rank, version, base)
+            tried.add(reply.bases[0] if base < 0 else base)
+            bases += [one for one in reply.bases if one not in tried and one not in bases]
+            others = sorted({r for cell in reply.cells for r in cell.parts if r != rank})
+            for other in others:
+                _take_out(holders, token, other, version, cells)
+            fetched = _assembled(reply.layout, rank, cells)
+        except (VaultLacks, DigestMismatch) as error:
+            why = str(error)
+        except OSError as error:
+            silent = str(error)
+        else:
+            names = ", ".join(map(str, others)) or "nobody else"
+            where = f"the parity at {at.host}:{at.port} and the vaults of ranks {names}"
+            return fetched, where
+    if silent:
+        raise OSError(silent)
+    raise NotRebuilt(f"a parity makes up for the loss of one member, and {why}")
+
+
+def _fetch_parity(
+    holders: Sequence[m.Address], token: str, rank: int, version: int, base: int
+) -> tuple[m.Address, v.VaultParity, dict[_Key, _Cell]]:
+    ask = v.VaultFetch(token=token, rank=rank, version=version, base=base, parity=True)
+    why: Exception = VaultLacks(f"no node keeps a parity with rank {rank}")
+    for holder in holders:
+        try:
+            with asking(holder, ask) as frames:
+                reply = frames.receive()
+                if not isinstance(reply, v.VaultParity):
+                    _raise(reply, rank)
+                cells = {}
+                for cell in reply.cells:
+                    memory = landing(_checked(cell, rank))
+                    for part in pieces(memory):
+                        frames.receive_into(part)
+                    cells[cell.kind, cell.version] = _Cell(cell, memory)
+                return holder, reply, cells
+        except VaultLacks as error:
+            why = error if not isinstance(why, OSError) else why
+        except OSError as error:
+            why = error
+    raise why
+
+
+def _checked(cell: v.ParityCell, rank: int) -> int:
+    sizes = [size for parts in cell.parts.values() for part in parts for size in part.sizes]
+    longest = max(
+        (sum(size for part in parts for size in part.sizes) for parts in cell.parts.values()),
+        default=0,
+    )
+    if min(sizes, default=0) < 0 or longest != cell.size or rank not in cell.parts:
+        raise RemoteProtocolError(f"a parity of rank {rank} that makes no sense")
+    return cell.size
+
+
+def _take_out(
+    holders: Sequence[m.Address],
+    token: str,
+    rank: int,
+    version: int,
+    cells: dict[_Key, _Cell],
+) -> None:
+    """XOR the bytes of another member away, if they are those that were added."""
+    base = min(at for _, at in cells)
+    fetched = _from_vault(holders, token, rank, version, base)
+    for (kind, at), cell in cells.items():
+        start = 0
+        for part in cell.described.parts.get(rank, ()):
+            views = _bytes_of(fetched, kind, at, part.unit)
+            if [xxhash.xxh3_128_digest(view) for view in views] != part.digests:
+                what = f"{kind} {at} of unit {part.unit} of rank {rank}"
+                raise DigestMismatch(rank, f"{what} is another one than that in the parity")
+            for view in filter(len, views):
+                xor(cell.data[start : start + len(view)], memoryview(view))
+                start += len(view)
+
+
+def _from_vault(
+    holders: Sequence[m.Address], token: str, rank: int, version: int, base: int
+) -> Fetched:
+    why: Exception = VaultLacks(f"no vault has anything of rank {rank}")
+    for holder in holders:
+        try:
+            return fetch(holder, token, rank, version, base)
+        except VaultLacks as error:
+            if not isinstance(why, OSError) and "nothing of rank" not in str(error):
+                why = error
+        except OSError as error:
+            why = error
+    raise why
+
+
+def _bytes_of(fetched: Fetched, kind: v.Kind, version: int, unit: int) -> Sequence[View]:
+    if kind == "note":
+        return [fetched.notes[version]] if version in fetched.notes else []
+    if unit not in fetched.units:
+        return []
+    _, tensors, log = fetched.units[unit]
+    if kind == "base":
+        return tensors
+    gradient = log.get(version)
+    return [] if gradient is None else [gradient]
+
+
+def _assembled(layout: bytes, rank: int, cells: dict[_Key, _Cell]) -> Fetched:
+    """What is left is the lost member's; its digests are on record."""
+    units: dict[int, tuple[int, list[memoryview], dict[int, memoryview | None]]] = {}
+    notes: dict[int, bytes] = {}
+    total = 0
+    for (kind, version), cell in cells.items():  # the base comes first
+        start = 0
+        for part in cell.described.parts[rank]:
+            views = []
+            for size, digest in zip(part.sizes, part.digests, strict=True):
+                view = cell.data[start : start + size]
+                if xxhash.xxh3_128_digest(view) != digest:
+                    what = f"{kind} {version} of unit {part.unit} of rank {rank}"
+                    raise DigestMismatch(rank, f"{what} came out of the parity as another one")
+                views.append(view)
+                start += size
+            if kind == "note":
+                notes[version] = bytes(views[0])
+            elif kind == "base":
+                units[part.unit] = (version, views, {})
+            else:
+                units[part.unit][2][version] = views[0] if views else None
+        total += start
+    return Fetched(layout, units, notes, total)
