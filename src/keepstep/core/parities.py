@@ -11,7 +11,7 @@ from __future__ import annotations
 from keepstep.core import placement
 from keepstep.core.state import Job, Worker
 from keepstep.core.triage import name_ranks
-from keepstep.model.messages import Parity
+from keepstep.model.messages import Address, Parity
 
 
 def give(job: Job, worker: Worker) -> Parity | None:
@@ -33,12 +33,13 @@ def holder_of(job: Job, members: list[int]) -> str:
     return _choose(job, members, places)
 
 
-def replace(job: Job, rank: int, lost: str) -> None:
+def replace(job: Job, rank: int, lost: Address) -> None:
     """Another one, unless a member has said the same before; the same one if there is no other."""
     members = placement.parity_group(job.spec, rank)
-    if job.parities.get(members[0], "") == lost:
-        other = _choose(job, members, {*nodes_of(job, members), lost})
-        job.parities[members[0]] = other or lost
+    kept = job.nodes.get(job.parities.get(members[0], ""))
+    if kept is not None and kept.blobs == lost:
+        other = _choose(job, members, {*nodes_of(job, members), kept.name})
+        job.parities[members[0]] = other or kept.name
 
 
 def _choose(job: Job, members: list[int], avoid: set[str]) -> str:

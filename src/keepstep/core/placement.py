@@ -149,10 +149,9 @@ def parity_trouble(spec: JobSpec) -> str:
     if _parity_members(spec) >= 2:
         return ""
     homes = spec.world // spec.local_world
-    return (
-        "a parity needs ranks on two nodes and a third node that keeps it; there are "
-        f"{len(spec.nodes)} node{'s' if len(spec.nodes) != 1 else ''}, {homes} of them with ranks"
-    )
+    there = "there is 1 node" if len(spec.nodes) == 1 else f"there are {len(spec.nodes)} nodes"
+    needs = "a parity needs ranks on two nodes and a third node that keeps it"
+    return f"{needs}; {there}, {homes} of them with ranks"
 
 
 def parity_node(nodes: Sequence[Node], start: int, members: Container[str]) -> Node | None:

@@ -235,11 +235,12 @@ def replace_buddy(job: Job, out: Out, worker: Worker, error: str) -> None:
     worker.buddy_due = True
 
 
-def replace_parity(job: Job, out: Out, worker: Worker, error: str) -> None:
+def replace_parity(job: Job, out: Out, worker: Worker, holder: Address, error: str) -> None:
     """It goes on without. All members get another one, and begin there with their next bases."""
-    lost = worker.parity
-    warn(job, out, f"rank {worker.rank} lost its parity on {lost or '(no node)'}: {error}")
-    parities.replace(job, worker.rank, lost)
+    if job.spec.redundancy != "parity":
+        return
+    warn(job, out, f"rank {worker.rank} lost its parity at {holder.host}:{holder.port}: {error}")
+    parities.replace(job, worker.rank, holder)
     for rank in placement.parity_group(job.spec, worker.rank):
         member = job.owner(rank)
         if member is not None and member.usable and not member.done:

@@ -57,9 +57,9 @@ def worker_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> None
     elif isinstance(said, InjectFired):
         _inject_fired(job, out, worker, said)
     elif isinstance(said, BuddyLost):
-        if said.parity:
+        if said.parity is not None:
             if worker.role == "rank":
-                replace_parity(job, out, worker, said.error)
+                replace_parity(job, out, worker, said.parity, said.error)
         elif worker.role in ("rank", "newcomer"):
             replace_buddy(job, out, worker, said.error)
     elif worker.role == "newcomer":

@@ -193,12 +193,12 @@ class CheckpointFailed(Message, frozen=True):
 
 
 class BuddyLost(Message, frozen=True):
-    """Publishing to the buddy failed; the rank waits inside its fence for another Buddy. Or, with
-    `parity`, its parity could not be written, and it goes on without."""
+    """Publishing to the buddy failed; the rank waits inside its fence for another Buddy. Or the
+    parity that `parity` holds could not be written, and it goes on without."""
 
     generation: int
     error: str
-    parity: bool = False
+    parity: Address | None = None
 
 
 class Done(Message, frozen=True):

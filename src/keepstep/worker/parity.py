@@ -91,7 +91,7 @@ class ParityLine:
             if not self._is_open(where):
                 self._open(where)
         except (OSError, KeepstepError) as error:
-            self._lost(error)
+            self._lost(where.holder, error)
             return
         self._common = version
 
@@ -104,20 +104,21 @@ class ParityLine:
 
     def sync(self, version: int, aborted: Callable[[], bool]) -> None:
         """Only an Abort is raised (as OSError)."""
-        if self._common < 0 or self._line is None:
+        line = self._line
+        if self._common < 0 or line is None:
             return
         try:
             try:
-                self._line.sync(version, aborted)
+                line.sync(version, aborted)
             except OSError:
-                if aborted() or self._seat.channel.parity is None:
+                if aborted():
                     raise
-                self._once_more(version, aborted)
+                self._once_more(line, version, aborted)
         except (OSError, KeepstepError) as error:
             self._step.clear()
             if aborted():
                 raise ConnectionAbortedError("writing to the parity was aborted") from error
-            self._lost(error)
+            self._lost(line.address, error)
             return
         self._step.clear()
         if self._former is not None and version > self._former[1]:
@@ -125,20 +126,18 @@ class ParityLine:
             _forget_later(self._former[0], self._seat.welcome.token)
             self._former = None
 
-    def _once_more(self, version: int, aborted: Callable[[], bool]) -> None:
+    def _once_more(self, line: VaultLine, version: int, aborted: Callable[[], bool]) -> None:
         """Connections break. What had come there counts once."""
-        line = self._line
-        assert line is not None
         line.open(self._layout, self._units, self._reserve)
         for put in self._step:
             put(line)
         line.sync(version, aborted)
 
-    def _lost(self, error: Exception) -> None:
+    def _lost(self, holder: m.Address, error: Exception) -> None:
         self._common = -1
         self._step.clear()
-        seat = self._seat
-        seat.channel.send(m.BuddyLost(generation=seat.generation, error=str(error), parity=True))
+        generation = self._seat.generation
+        self._seat.channel.send(m.BuddyLost(generation=generation, error=str(error), parity=holder))
 
     def interrupt(self) -> None:
         line = self._line
