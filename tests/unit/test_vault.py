@@ -740,3 +740,21 @@ def test_at_every_fence_all_versions_that_may_be_asked_for_can_be_rebuilt(
         assert min(unit.log) >= min(unit.bases)
     with pytest.raises(Refusal):
         store.fetch(0, step + 2)
+
+
+def test_what_a_job_went_back_behind_is_forgotten() -> None:
+    store = VaultStore()
+    for rank, generation in ((0, 3), (1, 7)):
+        ask = v.VaultOpen(
+            token="t",
+            rank=rank,
+            generation=generation,
+            serial=1,
+            layout=b"l",
+            units=[0],
+            reserve=10,
+        )
+        store.open(ask, 100)
+    for _ in range(2):
+        store.forget_before(7)
+        assert store.held() == {1: (0, 10)}

@@ -229,6 +229,8 @@ class Agent:
                 self._stores.close(effect.generation)
             case core.Drop():
                 self._drop(effect.worker)
+            case core.DropCopies():
+                self._blobs.forget(effect.before)
             case _:
                 worker = self._workers.get(effect.worker)
                 if worker is not None:

@@ -96,6 +96,11 @@ class Vault:
         with self._shelves.lock:
             self._store.left(rank)
 
+    def forget_before(self, generation: int) -> None:
+        with self._shelves.lock, self._groups.lock:
+            self._store.forget_before(generation)
+            self._parity.forget_before(generation)
+
     def serve(self, connection: socket.socket, frames: Frames[Any], first: VaultRequest) -> None:
         """One connection to its end, from its first message on."""
         if not isinstance(first, VaultOpen | VaultFetch | VaultForget):

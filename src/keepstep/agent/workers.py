@@ -231,6 +231,7 @@ class Workers:
             stall_timeout_ns=setting.stall_timeout_ns,
             interface=setting.bind,
             tls=setting.tls,
+            checkpoints=start.checkpoints,
         )
         if start.rank < 0:
             return frame(welcome)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
+
 from keepstep.core import parities, placement
 from keepstep.core.incidents import warn
 from keepstep.core.state import Job, Node, Out, Role, Worker
@@ -19,6 +21,7 @@ from keepstep.model.messages import (
     CloseStore,
     Signal,
     StartWorker,
+    Swap,
 )
 from keepstep.model.records import InjectDone, NodeLost, Placed, Tainted, WorkerEnded
 
@@ -56,6 +59,7 @@ def start_worker(
         buddy=buddy.blobs if buddy is not None else None,
         script=job.spec.script,
         env={**job.spec.env, "KEEPSTEP_REDUNDANCY": job.spec.redundancy},
+        checkpoints=job.spec.checkpoints,
         parity=parity,
     )
     out.record(
@@ -116,7 +120,14 @@ def ask_holders_again(job: Job) -> None:
     for worker in job.special.values():  # newcomers are
         if worker.lacks_holders:
             worker.lacks_holders = False
-            worker.asked.pop("copy", None)
+            look_again(worker)
+
+
+def look_again(worker: Worker) -> None:
+    """A newcomer lacks what its rank had published: all of it, or the record from before attach."""
+    worker.asked.pop("copy", None)
+    if not worker.arrived:
+        worker.asked.pop("assign", None)
 
 
 def node_lost(job: Job, out: Out, node: Node, why: str) -> None:
@@ -220,6 +231,16 @@ def give_buddy(job: Job, out: Out, worker: Worker, avoid: str = "") -> Address |
     buddy = placement.buddy_node(job.order, job.nodes[worker.node], avoid)
     worker.buddy = buddy.name if buddy is not None else ""
     return buddy.blobs if buddy is not None else None
+
+
+def swap_of(job: Job, out: Out, worker: Worker) -> Swap:
+    """What it is told alone. Its buddy may be another one than when the Swap was decided, and has
+    been told so with a command that the Swap follows: it must not take that back."""
+    assert worker.swap is not None
+    if job.nodes[worker.node].state == "connected":
+        buddy = give_buddy(job, out, worker)
+        worker.swap = msgspec.structs.replace(worker.swap, buddy=buddy)
+    return worker.swap
 
 
 def replace_buddy(job: Job, out: Out, worker: Worker, error: str) -> None:

@@ -49,7 +49,10 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     script: list[str]
     env: dict[str, str] = {}
     directory: str  # logs and just-in-time checkpoints of this job
-    resume: str = ""  # just-in-time checkpoint to start from
+    resume: str = ""  # checkpoint to start from
+    checkpoints: str = ""  # directory of this job's periodic checkpoints; "": none are written
+    checkpoint_interval_ns: int = 0  # 0: from what one costs, and mttf_ns
+    mttf_ns: int = 0  # of the job; 0: from the number of its nodes
     inject: list[InjectSpec] = []
 
 

@@ -192,6 +192,31 @@ class CheckpointFailed(Message, frozen=True):
     error: str
 
 
+class Saved(Message, frozen=True):
+    """This rank's part of the periodic checkpoint `number` is on disk. It was taken at `tick`."""
+
+    number: int
+    tick: int
+    version: int
+    snapshot_ns: int  # how long it held training up
+    write_ns: int
+    bytes_written: int
+
+
+class SaveFailed(Message, frozen=True):
+    """This rank's part of it could not be written, or it could not be completed."""
+
+    number: int
+    error: str
+
+
+class Sealed(Message, frozen=True):
+    """The periodic checkpoint `number` is complete in `path`."""
+
+    number: int
+    path: str
+
+
 class BuddyLost(Message, frozen=True):
     """Publishing to the buddy failed; the rank waits inside its fence for another Buddy. Or the
     parity that `parity` holds could not be written, and it goes on without."""
@@ -232,6 +257,9 @@ WorkerMessage = (
     | Resumed
     | Checkpointed
     | CheckpointFailed
+    | Saved
+    | SaveFailed
+    | Sealed
     | BuddyLost
     | Done
     | InjectFired
@@ -266,6 +294,7 @@ class Welcome(Message, frozen=True):
     stall_timeout_ns: int
     interface: str  # address to bind state servers to
     tls: TlsFiles | None = None  # of the node; None: everything is on loopback
+    checkpoints: str = ""  # directory of the job's periodic checkpoints; "": there are none
 
 
 class Assign(Message, frozen=True):
@@ -378,6 +407,24 @@ class Checkpoint(Message, frozen=True):
     dead: dict[int, list[Address]] = {}
 
 
+class Snapshot(Message, frozen=True):
+    """Raise the snapshot word in the next fence: all ranks take their part of the periodic
+    checkpoint `number` at the boundary behind it, write it beside training and say Saved."""
+
+    generation: int
+    number: int
+
+
+class Seal(Message, frozen=True):
+    """Every part of the periodic checkpoint `number` is there: complete it, and remove all others
+    but those in `keep`."""
+
+    number: int
+    tick: int
+    world: int
+    keep: list[str] = []
+
+
 class Leave(Message, frozen=True):
     """The rank has moved elsewhere: exit quietly."""
 
@@ -410,6 +457,8 @@ WorkerCommand = (
     | Swap
     | Release
     | Checkpoint
+    | Snapshot
+    | Seal
     | Leave
     | Finish
     | Arm
@@ -578,6 +627,7 @@ class StartWorker(Message, frozen=True):
     script: list[str]  # script or -m module, and its arguments
     env: dict[str, str] = {}
     parity: Parity | None = None
+    checkpoints: str = ""  # as in Welcome
 
 
 class KillWorker(Message, frozen=True):
@@ -626,9 +676,11 @@ class CloseStore(Message, frozen=True):
 
 
 class Forget(Message, frozen=True):
-    """Drop the side state kept for these dead workers."""
+    """Drop the side state kept for these dead workers, and all copies for other nodes' ranks that
+    were put in generations before `before`: the job went back behind them."""
 
     workers: list[str]
+    before: int = 0
 
 
 class Stop(Message, frozen=True):
@@ -658,6 +710,9 @@ AgentCommand = (
 
 
 # --------------------------------------------------------------------------- blobs (side state)
+
+
+SERIAL_BITS = 40  # of a serial; above them stands the generation
 
 
 class BlobPut(Message, frozen=True):

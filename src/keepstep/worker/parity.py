@@ -52,10 +52,11 @@ class ParityLine:
 
     def open(self, layout: bytes, units: Collection[int], reserve: int) -> None:
         """Before training begins: UsageError if the holder has too little memory."""
-        self._layout, self._units, self._reserve = layout, sorted(units), reserve
+        same, self._layout = layout == self._layout, layout
+        self._units, self._reserve = sorted(units), reserve
         self._common = -1
         where = self._seat.channel.parity
-        if where is not None and not self._is_open(where):
+        if where is not None and not (same and self._is_open(where)):
             self._open(where)
 
     def _is_open(self, where: m.Parity) -> bool:
@@ -159,8 +160,10 @@ class Both:
         self._own, self.parity = own, parity
         self.address, self.rank, self.generation = own.address, own.rank, own.generation
 
-    def open(self, layout: bytes, units: Collection[int], reserve: int) -> int:
-        return self._own.open(layout, units, reserve)
+    def open(
+        self, layout: bytes, units: Collection[int], reserve: int, *, fresh: bool = False
+    ) -> int:
+        return self._own.open(layout, units, reserve, fresh=fresh)
 
     @property
     def broken(self) -> bool:

@@ -133,6 +133,17 @@ class Redundancy:
         for name in objects:
             self._add(Unit(0, f"object/{name}", object=name))
 
+    def settle(self) -> None:
+        """At the first step: objects may have been registered since attach."""
+        before = self.layout
+        self.units.clear()
+        self.survey()
+        if self._line is not None and self.layout != before:
+            self._open(self._line.address, fresh=True)
+            self._align()
+        elif self._line is None and self._seat.line.assigned is None:
+            self.connect()
+
     def _add(self, unit: Unit) -> None:
         unit.index = len(self.units)
         self.units.append(unit)
@@ -211,7 +222,7 @@ class Redundancy:
             self._realign, self._begun = True, -1
             self._parity.open(self.layout, [unit.index for unit in self.units], self.reserve)
 
-    def _open(self, address: Address) -> None:
+    def _open(self, address: Address, fresh: bool = False) -> None:
         """What the vault has is good until it has something newer."""
         seat = self._seat
         old, self._line = self._line, None
@@ -226,7 +237,7 @@ class Redundancy:
         )
         line = own if self._parity is None else parity.Both(own, self._parity)
         units = [unit.index for unit in self.units]
-        reaches = line.open(self.layout, units, self.reserve)
+        reaches = line.open(self.layout, units, self.reserve, fresh=fresh)
         same = old is not None and old.address == address
         if not same or reaches < seat.version:
             for unit in self.units:

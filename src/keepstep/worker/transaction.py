@@ -41,7 +41,7 @@ class Transactions:
         self._fenced = False
         self._passed = False
         self._in_fence = False
-        self._hold = -1
+        self._hold = self._snapshot = -1
         self._updated: list[str] = []  # optimizers, in the order of their updates
         self._backwards = 0
         self._usual: dict[str, int] = {}  # site -> backward passes of its last step
@@ -183,7 +183,7 @@ class Transactions:
         self.running, self._step = site, step
         self._fenced = self._passed = self._in_fence = False
         self._refused: KeepstepError | None = None
-        self._hold = -1
+        self._hold = self._snapshot = -1
         self._backwards = 0
         self._updated = []
         seat.tracker.in_txn = True
@@ -274,18 +274,20 @@ class Transactions:
 
     def _all_ranks_here(self) -> None:
         seat = self.seat
-        held = seat.channel.hold_generation
         # Before the second step DDP has not settled its buckets: no planned boundary there.
-        word = held >= 0 and seat.version + self._step >= 2
+        word = seat.version + self._step >= 2
+        held = seat.channel.hold_generation if word else -1
+        snapshot = seat.channel.snapshot if word else -1
         if seat.alone:
-            self._hold = held if word else -1
+            self._hold, self._snapshot = held, snapshot
             return
         # Words of all ranks, and of each the least and the greatest.
         mine = (
             seat.tick,
             seat.generation,
             zlib.crc32(self.running.encode()),
-            held if word else -1,
+            held,
+            snapshot,
         )
         if seat.injector:
             seat.injector.point("in_fence", seat.version)
@@ -300,6 +302,7 @@ class Transactions:
             )
         # One planned move runs at a time; a lower number is of one that has been given up.
         self._hold = high[3]
+        self._snapshot = high[4]
 
     def _fence_failed(self, error: BaseException) -> None:
         in_fence, undo = self._in_fence, self._undo
@@ -312,7 +315,7 @@ class Transactions:
 
     def _commit(self, site: str, step: bool, result: Any) -> None:
         seat = self.seat
-        hold = self._hold
+        hold, snapshot = self._hold, self._snapshot
         self._end()
         seat.tracker.commit(site, step, results.keep(result))
         version = seat.version
@@ -326,6 +329,8 @@ class Transactions:
             self.recovery.settle_debt()
         elif hold >= 0:
             self.recovery.hold(hold)
+        elif snapshot >= 0 and seat.periodic is not None:
+            seat.periodic.take(snapshot)
 
     def _end(self) -> None:
         self.seat.ahead.wait()

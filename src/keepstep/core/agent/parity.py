@@ -168,7 +168,8 @@ class ParityStore:
         group = self._groups.get(ranks) or Group(ranks)
         units = frozenset(ask.units)
         old = group.members.get(rank)
-        if old is not None and (old.layout, old.units) != (ask.layout, units):
+        inside = any(rank in cell.parts for cell in group.cells.values())
+        if old is not None and inside and (old.layout, old.units) != (ask.layout, units):
             raise Refusal("layout", f"the parity has other units of rank {rank} than this writer")
         needed = max(ask.reserve - max(group.reserved, group.held), 0)
         if needed > available - self.promised():
@@ -291,6 +292,13 @@ class ParityStore:
                     "fenced", f"the parity of rank {rank} is of generation {seen} already"
                 )
             del self._groups[ranks]
+
+    def forget_before(self, generation: int) -> None:
+        """The job went back behind what earlier writers have put."""
+        for ranks, group in list(self._groups.items()):
+            group.drop([key for key in group.cells if key[2] < generation])
+            if all(member.fence[0] < generation for member in group.members.values()):
+                del self._groups[ranks]
 
 
 def _lack(fit: list[int], base: int) -> str:

@@ -266,6 +266,12 @@ class VaultStore:
         if shelf is not None and shelf.own:
             del self._shelves[rank]
 
+    def forget_before(self, generation: int) -> None:
+        """The job went back behind what earlier writers have put."""
+        for rank, shelf in list(self._shelves.items()):
+            if shelf.fence[0] < generation:
+                del self._shelves[rank]
+
     def held(self) -> dict[int, tuple[int, int]]:
         return {rank: (shelf.held, shelf.reserved) for rank, shelf in self._shelves.items()}
 
