@@ -20,7 +20,8 @@ from keepstep.errors import PermanentError, UsageError
 from keepstep.model.job import JobSpec, NodeSpec
 from keepstep.model.messages import Address, BuddyLost, Parity
 from keepstep.worker import vault
-from keepstep.worker.parity import Both, NotRebuilt, ParityLine, rebuild
+from keepstep.worker.parity import Both, ParityLine
+from keepstep.worker.rebuild import NotRebuilt, rebuild
 from keepstep.worker.vault import VaultLine, fetch
 
 RENEW = 4

@@ -35,7 +35,7 @@ import xxhash
 
 from keepstep.errors import KeepstepError, PermanentError, UsageError
 from keepstep.model.messages import Address
-from keepstep.worker import blobs, codec, parity, shards, vault
+from keepstep.worker import blobs, codec, parity, rebuild, shards, vault
 from keepstep.worker.state import flat, memory, on_cpu, set_hyper
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ class Redundancy:
         self.first_unprotected = ""
         self._whole = False  # all bases are of one version
         self._parity = parity.ParityLine(seat) if self.mode == "parity" else None
-        self._realign = True  # all ranks put bases at the same version now
+        self._realign = True  # all ranks put bases at the version that they have now
+        self._aligned = -1  # version at which they did last
         self._line: vault.VaultLine | parity.Both | None = None
         self._former: vault.VaultLine | parity.Both | None = (
             None  # to be forgotten when the new one has all
@@ -243,6 +244,8 @@ class Redundancy:
             for unit in self.units:
                 unit.version = -1
             self._begun = -1
+        if self._parity is not None:
+            self._begun = -1  # of common bases none may be missing: others need them
         if old is not None and not same:
             self._former = old
         self._line = line
@@ -276,9 +279,11 @@ class Redundancy:
             unit.version = version
 
     def _due_with_others(self, line: parity.ParityLine, version: int) -> list[Unit]:
-        if not self._realign and version % RENEW:
+        """Of the multiples of RENEW, and of what follows a swap, all ranks have bases."""
+        if self._realign or version % RENEW == 0:
+            self._realign, self._aligned = False, version
+        if self._aligned != version:
             return [unit for unit in self.units if unit.version < 0]
-        self._realign = False
         line.begin(version)
         return self.units
 
@@ -420,8 +425,8 @@ class Redundancy:
                 why = str(error)
         if self._parity is not None:
             try:
-                return parity.rebuild(holders, seat.welcome.token, seat.rank, version)
-            except parity.NotRebuilt as error:
+                return rebuild.rebuild(holders, seat.welcome.token, seat.rank, version)
+            except rebuild.NotRebuilt as error:
                 why = f"{why}; {error}"
             except OSError as error:
                 silent.append(str(error))

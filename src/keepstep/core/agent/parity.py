@@ -30,14 +30,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from keepstep.core.agent.vault import Pieces, Refusal
-from keepstep.model.vault import (
-    Kind,
-    ParityCell,
-    ParityPart,
-    VaultOpen,
-    VaultParity,
-    VaultPut,
-)
+from keepstep.model.vault import Kind, ParityCell, ParityPart, VaultOpen, VaultParity, VaultPut
 
 NOTE = frozenset({0})  # the one unit of a note
 
@@ -263,9 +256,8 @@ class ParityStore:
             raise Refusal("lacks", f"no parity that rank {rank} has a part in is kept here")
         fit = [one for one in group.bases(rank) if one <= version <= group.reach(rank, one)]
         if not fit or (base >= 0 and base not in fit):
-            raise Refusal(
-                "lacks", f"rank {rank} cannot be brought to {version}: {_lack(fit, base)}"
-            )
+            why = f"no base {base}" if fit else "no base from which all gradients are there"
+            raise Refusal("lacks", f"rank {rank} cannot be brought to {version}: {why}")
         # A base of this very version may have been sent by some members only.
         order = sorted(fit, key=lambda one: (one < version, one), reverse=True)
         first = base if base >= 0 else order[0]
@@ -299,9 +291,3 @@ class ParityStore:
             group.drop([key for key in group.cells if key[2] < generation])
             if all(member.fence[0] < generation for member in group.members.values()):
                 del self._groups[ranks]
-
-
-def _lack(fit: list[int], base: int) -> str:
-    if fit:
-        return f"the parity has no base {base}, only {fit}"
-    return "the parity has no base from which all gradients are there"
