@@ -87,9 +87,8 @@ class Rank:
             ),
         )
         self.units = range(units)
-        self.own = VaultLine(where.addresses[rank], "t", rank, generation, own=True)
         self.parity = ParityLine(self.seat)
-        self.line = Both(self.own, self.parity)
+        self.line = Both(self.parity, where.addresses[rank], "t", rank, generation)
         self.renewed = -1
 
     def open(self, reserve: int = 1 << 20) -> None:
@@ -130,11 +129,11 @@ class Rank:
     def retried(self, generation: int) -> None:
         """A swap: everything is opened anew."""
         self.seat.generation = generation
-        self.own.generation = generation
+        self.line.generation = generation
         self.open()
 
     def close(self) -> None:
-        self.own.close()
+        self.line.close()
         if self.parity._line is not None:
             self.parity._line.close()
 
@@ -211,7 +210,7 @@ def test_whatever_is_sent_again_or_made_again_one_loss_is_made_up_for(data: st.D
                 member.fence(version)
         for member in members[: data.draw(st.integers(0, 3), "ranks that go on")]:
             member.begin(last)
-            member.line.wait_read(member.own.last)
+            member.line.wait_read(member.line.last)
         assert not any(member.said for member in members)
         victim = data.draw(st.integers(0, 2), "victim")
         expected = {}
@@ -312,8 +311,8 @@ def test_bytes_that_are_not_those_that_were_added_are_refused() -> None:
     with nodes() as where, ranks(where) as members:
         for member in members:
             member.step(0)
-        members[2].own.put_grad(0, 0, b"other")
-        members[2].own.sync(0, going_on)
+        VaultLine._put(members[2].line, "grad", 0, 0, [b"other"])
+        VaultLine.sync(members[2].line, 0, going_on)
         where.lose(1)
         with pytest.raises(NotRebuilt, match="of rank 2 is another one than that in the parity"):
             rebuild(where.alive, "t", 1, 1)

@@ -139,56 +139,30 @@ class ParityLine:
         return self._line is None or self._line.drained()
 
 
-class Both:
-    """The vault of the own agent, and the parity: a VaultLine to whoever writes to it."""
+class Both(VaultLine):
+    """The vault of the own agent, and all that is put there into the parity as well."""
 
-    def __init__(self, own: VaultLine, parity: ParityLine) -> None:
-        self._own, self.parity = own, parity
-        self.address, self.rank, self.generation = own.address, own.rank, own.generation
+    def __init__(
+        self, parity: ParityLine, address: m.Address, token: str, rank: int, generation: int
+    ) -> None:
+        super().__init__(address, token, rank, generation, own=True)
+        self._parity = parity
 
-    def open(
-        self, layout: bytes, units: Collection[int], reserve: int, *, fresh: bool = False
-    ) -> int:
-        return self._own.open(layout, units, reserve, fresh=fresh)
-
-    @property
-    def broken(self) -> bool:
-        return self._own.broken
-
-    def interrupt(self) -> None:
-        self._own.interrupt()
-        self.parity.interrupt()
-
-    def close(self) -> None:
-        self._own.close()
-
-    def put_base(self, unit: int, version: int, tensors: Sequence[View]) -> int:
-        self.parity.put("base", version, lambda line: line.put_base(unit, version, tensors))
-        return self._own.put_base(unit, version, tensors)
-
-    def put_grad(self, unit: int, version: int, view: View) -> int:
-        self.parity.put("grad", version, lambda line: line.put_grad(unit, version, view))
-        return self._own.put_grad(unit, version, view)
-
-    def put_absent(self, unit: int, version: int) -> int:
-        self.parity.put("absent", version, lambda line: line.put_absent(unit, version))
-        return self._own.put_absent(unit, version)
-
-    def note(self, version: int, data: bytes) -> int:
-        self.parity.put("note", version, lambda line: line.note(version, data))
-        return self._own.note(version, data)
+    def _put(self, kind: v.Kind, unit: int, version: int, data: Sequence[View]) -> int:
+        self._parity.put(kind, version, lambda line: line._put(kind, unit, version, data))
+        return super()._put(kind, unit, version, data)
 
     def sync(self, version: int, aborted: Callable[[], bool]) -> None:
-        self._own.sync(version, aborted)
-        self.parity.sync(version, aborted)
+        super().sync(version, aborted)
+        self._parity.sync(version, aborted)
 
     def drained(self) -> bool:
-        return self._own.drained() and self.parity.drained()
+        return super().drained() and self._parity.drained()
 
     def wait_read(self, ticket: int) -> None:
         """The tickets are those of the own line; the parity's are all waited for."""
-        self._own.wait_read(ticket)
-        self.parity.wait_read()
+        super().wait_read(ticket)
+        self._parity.wait_read()
 
 
 def _forget_later(line: VaultLine, token: str) -> None:

@@ -72,10 +72,8 @@ class Redundancy:
         self._parity = parity.ParityLine(seat) if self.mode == "parity" else None
         self._realign = True  # all ranks put bases at the version that they have now
         self._aligned = -1  # version at which they did last
-        self._line: vault.VaultLine | parity.Both | None = None
-        self._former: vault.VaultLine | parity.Both | None = (
-            None  # to be forgotten when the new one has all
-        )
+        self._line: vault.VaultLine | None = None
+        self._former: vault.VaultLine | None = None  # to be forgotten when the new one has all
         self._suspended = ""  # why nothing is kept at present
         self._begun = -1  # version whose share of bases was put
         self._published: dict[int, tuple[int, int]] = {}  # unit -> id and version of its gradient
@@ -229,14 +227,10 @@ class Redundancy:
         old, self._line = self._line, None
         if old is not None:
             old.close()
-        own = vault.VaultLine(
-            address,
-            seat.welcome.token,
-            seat.rank,
-            max(seat.generation, 0),
-            own=address == seat.welcome.blobs,
-        )
-        line = own if self._parity is None else parity.Both(own, self._parity)
+        who = (address, seat.welcome.token, seat.rank, max(seat.generation, 0))
+        line = vault.VaultLine(*who, own=address == seat.welcome.blobs)
+        if self._parity is not None:
+            line = parity.Both(self._parity, *who)
         units = [unit.index for unit in self.units]
         reaches = line.open(self.layout, units, self.reserve, fresh=fresh)
         same = old is not None and old.address == address
@@ -254,6 +248,8 @@ class Redundancy:
         line = self._line
         if line is not None:
             line.interrupt()
+        if self._parity is not None:
+            self._parity.interrupt()
 
     # ------------------------------------------------------------------ in a step
 
@@ -266,7 +262,7 @@ class Redundancy:
             return
         self._put_bases(line, version)
 
-    def _put_bases(self, line: vault.VaultLine | parity.Both, version: int) -> None:
+    def _put_bases(self, line: vault.VaultLine, version: int) -> None:
         self._begun = version
         if self._parity is not None:
             due = self._due_with_others(self._parity, version)
@@ -559,7 +555,7 @@ def _require_same_kind(name: str, parameter: Any, gradient: torch.Tensor) -> Non
         )
 
 
-def _forget_later(line: vault.VaultLine | parity.Both, token: str) -> None:
+def _forget_later(line: vault.VaultLine, token: str) -> None:
     """The memory of a vault that is not used any more is freed beside the training."""
 
     def ask() -> None:
