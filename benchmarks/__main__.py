@@ -1,4 +1,4 @@
-"""python -m benchmarks [overhead|pause|restart|memory|scale|transfer|gpu|all] [--quick]"""
+"""python -m benchmarks [PART] [--quick]; without PART all of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ import signal
 import sys
 from collections.abc import Callable
 
-from benchmarks import gpu, memory, overhead, pause, report, restart, scale, transfer
+from benchmarks import (
+    gpu,
+    memory,
+    overhead,
+    pause,
+    redundancy,
+    report,
+    restart,
+    scale,
+    transfer,
+)
 
 PARTS: dict[str, Callable[..., list[str]]] = {
     "overhead": overhead.run,
@@ -18,6 +28,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "scale": scale.run,
     "transfer": transfer.run,
     "gpu": gpu.run,
+    "redundancy": redundancy.run,
 }
 
 
@@ -31,6 +42,8 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=1,
                         help="pause: jobs at a time (four cores for each)")  # fmt: skip
     parser.add_argument("--rounds", type=int, help="the other parts: rounds of measurement")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu",
+                        help="redundancy: cuda puts all ranks on one GPU")  # fmt: skip
     args = parser.parse_args()
     # As an exception, so that jobs under way are ended with us.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -45,6 +58,8 @@ def main() -> None:
             if part == "pause"
             else {"rounds": args.rounds}
         )
+        if part == "redundancy":
+            options["device"] = args.device
         for text in PARTS[part](args.quick, **options):
             print(text + "\n", flush=True)
 

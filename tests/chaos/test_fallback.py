@@ -17,7 +17,7 @@ from test_planned import resolved
 Start = Callable[..., Job]
 Reference = Callable[..., list[dict[str, Any]]]
 
-ARGS = ["--epochs", "3", "--steps-per-epoch", "12", "--slow", "yes"]
+ARGS = ["--epochs", "6", "--steps-per-epoch", "20", "--slow", "yes"]
 
 
 def kill_nodes(job: Job, *names: str) -> None:
@@ -31,6 +31,15 @@ def saved_step(status: dict[str, Any]) -> int:
     return int(status["checkpoints"]["step"]) if status.get("checkpoints") else 0
 
 
+def steps_without_a_checkpoint(job: Job) -> None:
+    """Two steps after a new one: the next is some seconds away."""
+    before = saved_step(job.status())
+    new = job.until(
+        lambda s: saved_step(s) if saved_step(s) >= max(3, before + 1) else 0, "a new checkpoint"
+    )
+    job.until(lambda s: s["committed_step"] >= new + 2, "steps that no checkpoint has")
+
+
 @pytest.mark.cost(45)
 def test_owner_and_buddy_lost_go_back_to_a_checkpoint(
     start: Start, reference: Reference, verdict: Verdict, tmp_path: Path
@@ -39,18 +48,16 @@ def test_owner_and_buddy_lost_go_back_to_a_checkpoint(
     Rank 0 lives and has all parameters, which does not help."""
     job = start(
         "--local-nodes", "3", "--nproc-per-node", "1", "--spare-nodes", "2",
-        "--checkpoint-dir", str(tmp_path / "saved"), "--checkpoint-interval", "1",
+        "--checkpoint-dir", str(tmp_path / "saved"), "--checkpoint-interval", "5",
         script_args=ARGS,
     )  # fmt: skip
     job.spare_parked(2)
-    job.until(lambda s: saved_step(s) >= 3, "a checkpoint of a step after the third")
-    step = saved_step(job.status())
-    job.until(lambda s: s["committed_step"] >= step + 2, "steps that no checkpoint has")
+    steps_without_a_checkpoint(job)
     kill_nodes(job, "n1", "n2")
     job.finish()
     (incident,) = job.incidents()
     assert incident["outcome"] == "FELL_BACK" and incident["cause"] == "node-lost", incident
-    assert 0 < incident["steps_lost"] < 36, incident
+    assert 0 < incident["steps_lost"] < 120, incident
     assert f"{incident['steps_lost']} steps lost" in job.output()
     assert differences(job.results(), reference(3, *ARGS)) == []
     kept = sorted((tmp_path / "saved" / job.job).iterdir())
@@ -93,16 +100,14 @@ def test_shards_come_from_a_checkpoint(
     """Every rank reads its own parts of it; and what is kept in agents is good for the new life:
     a rank that is lost after it is replaced without another loss."""
     world, _ = SHAPES[layout]
-    args = ["--layout", layout, "--steps", "40", "--slow", "yes"]
+    args = ["--layout", layout, "--steps", "120", "--slow", "yes"]
     job = start(
         "--local-nodes", str(world), "--nproc-per-node", "1", "--spare-nodes", "3",
-        "--checkpoint-dir", str(tmp_path / "saved"), "--checkpoint-interval", "1",
+        "--checkpoint-dir", str(tmp_path / "saved"), "--checkpoint-interval", "5",
         script=LAYOUTS, script_args=args, world=world,
     )  # fmt: skip
     job.spare_parked(3)
-    job.until(lambda s: saved_step(s) >= 3, "a checkpoint of a step after the third")
-    step = saved_step(job.status())
-    job.until(lambda s: s["committed_step"] >= step + 2, "steps that no checkpoint has")
+    steps_without_a_checkpoint(job)
     kill_nodes(job, "n1", "n2")
     resolved(job, 1)
     job.spare_parked()

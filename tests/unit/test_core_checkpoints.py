@@ -150,6 +150,22 @@ def test_a_sealer_that_dies_is_replaced() -> None:
     assert len(world.told(m.Seal)) == 2 and world.recorded(r.CheckpointSealed)
 
 
+def test_a_seal_that_is_lost_with_a_stream_is_asked_for_again() -> None:
+    """Also if the agent comes back while something else is going on."""
+    world = saving()
+    ask(world)
+    assert world.before(m.Sealed)
+    home = world.rank(0).node
+    world.kill(2)
+    world.lose_agent(home, lose_answers=True)
+    world.pump()
+    assert world.core.state("j").attempt is not None
+    world.join(home, 1)
+    world.run(20)
+    world.assert_training()
+    assert len(world.told(m.Seal)) == 2 and world.recorded(r.CheckpointSealed)
+
+
 def test_what_was_said_is_said_again_when_an_agent_comes_back() -> None:
     world = saving()
     ask(world)

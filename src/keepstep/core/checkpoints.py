@@ -34,7 +34,7 @@ def advance(job: Job, out: Out) -> None:
     if saves.now is not None:
         if saves.now.parts.left == 0:
             _seal(job, out, saves.now)
-        elif not saves.now.late and out.now >= saves.now.asked_at + saves.interval_ns:
+        if not saves.now.late and out.now >= saves.now.asked_at + saves.interval_ns:
             saves.now.late = True
             saves.put_off += 1
             waited_s = (out.now - saves.now.asked_at) // SECOND
@@ -58,8 +58,7 @@ def deadline(job: Job) -> int | None:
         return None
     if saves.now is None:
         return saves.due_at
-    waits = saves.now.parts.left and not saves.now.late
-    return saves.now.asked_at + saves.interval_ns if waits else None
+    return saves.now.asked_at + saves.interval_ns if not saves.now.late else None
 
 
 def _listener(job: Job) -> Worker | None:
@@ -147,12 +146,14 @@ def interrupted(job: Job, now: int) -> None:
 def agent_joined(job: Job, out: Out, name: str) -> None:
     """What was told or said may be lost with the stream. Whoever has said it says it again."""
     saving = job.saves.now
-    if saving is None or job.attempt is not None:
+    if saving is None:
+        return
+    if any(worker.id == saving.sealer for worker in job.owners_on(name)):
+        saving.sealer = ""
+    if job.attempt is not None:
         return
     command = Snapshot(generation=job.generation, number=saving.number)
     for worker in job.owners_on(name):
         due = worker.id == saving.worker or saving.tick is not None
         if due and worker.usable and saving.parts.lacks(worker.rank):
             out.tell(worker, command)
-        if worker.id == saving.sealer:
-            saving.sealer = ""

@@ -359,6 +359,7 @@ class Member(Saver):
         self.generation = self.resumed = command.generation
         if self.hold_generation <= command.generation:
             self.hold_generation = -1
+        self.snapshot_asked = -1
         if not command.same_buddy:
             self.buddy = command.buddy
         self.error_kind = ""

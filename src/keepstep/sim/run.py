@@ -117,9 +117,10 @@ class Run:
     def _must(self, reached: Callable[[], bool], ns: int, what: str) -> None:
         world = self.world
         if not world.run(lambda: world.over or reached(), world.now + ns):
-            owners = world.checker.owners.values()
-            gone = owners and not any(world.nodes[w.rsplit(".w", 1)[0]].alive for w in owners)
-            if gone and world.checker.sealed is None:
+            owners = [world.ranks[worker] for worker in world.checker.owners.values()]
+            vanished = any(not process.node.alive for process in owners)
+            # Some have died and the others vanished: nobody has anything, and nobody can know.
+            if vanished and not faults.owners(world) and world.checker.sealed is None:
                 raise Hopeless
             job = faults.facts(world)
             view = world.orchestrator.core.job(self.plan.job) if job is not None else None

@@ -80,16 +80,16 @@ def _become_standby(line: Any) -> None:
     if line.channel.welcome.checkpoints:
         import torch.distributed.checkpoint  # noqa: F401
 
-    from keepstep.worker import cuda, parking
+    from keepstep.worker import parking
 
-    cuda.warm_up()
     parking.park_at_questions(lambda where: _wait_for_seat(line, where))
 
 
 def _wait_for_seat(line: Any, where: str) -> None:
     from keepstep.model import messages as m
-    from keepstep.worker import codec
+    from keepstep.worker import codec, cuda
 
+    cuda.warm_up()
     line.page.where("parked")
     line.channel.send(m.Parked(where=where, warm_ns=time.monotonic_ns() - _STARTED_NS))
     data: bytes | None = b""

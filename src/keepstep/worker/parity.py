@@ -148,9 +148,11 @@ class Both(VaultLine):
         super().__init__(address, token, rank, generation, own=True)
         self._parity = parity
 
-    def _put(self, kind: v.Kind, unit: int, version: int, data: Sequence[View]) -> int:
+    def _put(
+        self, kind: v.Kind, unit: int, version: int, data: Sequence[View], early: bool = False
+    ) -> int:
         self._parity.put(kind, version, lambda line: line._put(kind, unit, version, data))
-        return super()._put(kind, unit, version, data)
+        return super()._put(kind, unit, version, data, early)
 
     def sync(self, version: int, aborted: Callable[[], bool]) -> None:
         super().sync(version, aborted)

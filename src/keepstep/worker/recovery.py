@@ -246,6 +246,7 @@ class Recovery:
         seat.page.new_tick()
         if seat.channel.hold_generation <= command.generation:
             seat.channel.hold_generation = -1
+        seat.channel.snapshot = -1  # what was asked for before the move was dropped with it
         if not command.same_buddy:
             seat.channel.buddy, seat.channel.parity = command.buddy, command.parity
         elapsed = time.monotonic_ns() - began

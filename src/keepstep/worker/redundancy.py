@@ -8,7 +8,8 @@ hyperparameters, on the same kind of device. That is exact, and nothing is compu
 
 Bases are renewed in turn, one share per step, so that a step costs the same every time: gradients
 of everything, and 1/RENEW of all bases. They are read where they lie while the step computes;
-before the update, which changes them, the fence waits until they have been read.
+before the update, which changes them, the fence waits until they have been read. Gradients are sent
+during the last backward pass (early.py); at the fence those that are not there as they are now.
 
 What the user keeps besides (averages of sharded weights) is not an optimizer's business: such an
 object must say how it follows from the parameters (`after_update`), and then all bases are of one
@@ -26,17 +27,20 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
+from torch.distributed.tensor import DTensor
 
 from keepstep.errors import KeepstepError, PermanentError, UsageError
 from keepstep.model.messages import Address
-from keepstep.worker import blobs, codec, parity, rebuild, shards, vault
-from keepstep.worker.state import flat, memory, on_cpu, set_hyper
+from keepstep.worker import blobs, codec, cuda, parity, rebuild, shards, vault
+from keepstep.worker.early import Early, multiply, same_kind, watch_clipping
+from keepstep.worker.staging import Staging
+from keepstep.worker.state import dense, flat, memory, on_cpu, set_hyper
 
 if TYPE_CHECKING:
     from keepstep.worker.seat import Seat
@@ -61,6 +65,16 @@ class Unit:
     size: int = 0
 
 
+@dataclass
+class _Unconfirmed:
+    """What `publish` has put."""
+
+    line: vault.VaultLine
+    version: int
+    update: bytes
+    gradients: dict[int, torch.Tensor | None]
+
+
 class Redundancy:
     def __init__(self, seat: Seat) -> None:
         self._seat = seat
@@ -77,6 +91,9 @@ class Redundancy:
         self._suspended = ""  # why nothing is kept at present
         self._begun = -1  # version whose share of bases was put
         self._published: dict[int, tuple[int, int]] = {}  # unit -> id and version of its gradient
+        self._early = Early()
+        self._staging: Staging | None = None  # on a GPU
+        self._unconfirmed: _Unconfirmed | None = None
         self.updated: list[str] = []  # optimizers that made the last step's updates, in order
 
     @property
@@ -131,6 +148,25 @@ class Redundancy:
             self._add(Unit(0, "buffers", buffers=buffers))
         for name in objects:
             self._add(Unit(0, f"object/{name}", object=name))
+        watch_clipping(self._early)
+        self._stage()
+
+    def _stage(self) -> None:
+        home = cuda.home
+        gradients = {
+            unit.index: shards.local(unit.parameter).nbytes
+            for unit in self.units
+            if unit.parameter is not None and unit.parameter.device == home
+        }
+        if home is None or not gradients:
+            return
+        sizes = [unit.size for unit in self.units]
+        try:
+            self._staging = Staging(home, gradients, sum(sizes) // RENEW + max(sizes))
+        except RuntimeError as error:  # everything works without, only slower
+            print(f"keepstep: copies to the vault are waited for: {error}", file=sys.stderr)
+            return
+        self._early.ways.insert(0, self._staging)
 
     def settle(self) -> None:
         """At the first step: objects may have been registered since attach."""
@@ -147,6 +183,12 @@ class Redundancy:
         unit.index = len(self.units)
         self.units.append(unit)
         unit.size = sum(len(view) for view in self._base(unit)) + self._state_to_come(unit)
+        parameter = unit.parameter
+        if parameter is None or not unit.optimizer or not parameter.requires_grad:
+            return
+        # DDP reduces gradients behind the back of hooks.
+        if isinstance(parameter, DTensor) or not self._seat.replicas.described(parameter):
+            self._early.watch(unit.index, parameter)
 
     def _state_to_come(self, unit: Unit) -> int:
         """Optimizers make their state at the first update: room for twice the parameter, which is
@@ -179,14 +221,19 @@ class Redundancy:
         """Bytes in the vault at most."""
         bases = sum(unit.size for unit in self.units)
         largest = max((unit.size for unit in self.units), default=0)
-        gradients = sum(
-            shards.local(unit.parameter).nbytes for unit in self.units if unit.parameter is not None
-        )
+        gradients = self._gradients
         if self._parity is not None:  # faults one after the other may add bases between the common
             return 3 * bases + (RENEW + 4) * gradients + (1 << 20)
         if self._whole:
             return 2 * bases + (RENEW + 2) * gradients + (1 << 20)
         return bases + bases // RENEW + largest + (RENEW // 2 + 3) * gradients + (1 << 20)
+
+    @property
+    def _gradients(self) -> int:
+        """Bytes of those of one step."""
+        return sum(
+            shards.local(unit.parameter).nbytes for unit in self.units if unit.parameter is not None
+        )
 
     def digest(self) -> bytes:
         digest = xxhash.xxh3_128()
@@ -214,6 +261,7 @@ class Redundancy:
         if self.needed:
             with contextlib.suppress(OSError, KeepstepError):
                 self._open(self._target(self._seat.channel.buddy))
+            with contextlib.suppress(OSError, KeepstepError):
                 self._align()
 
     def _align(self) -> None:
@@ -235,6 +283,9 @@ class Redundancy:
         reaches = line.open(self.layout, units, self.reserve, fresh=fresh)
         same = old is not None and old.address == address
         if not same or reaches < seat.version:
+            if seat.version > 0 and not fresh:
+                # All bases at once, beside those of an earlier writer until the next fence.
+                line.open(self.layout, units, self.reserve + self.kept_bytes + self._gradients)
             for unit in self.units:
                 unit.version = -1
             self._begun = -1
@@ -256,14 +307,32 @@ class Redundancy:
     def begin(self) -> None:
         """A step begins: put the bases that are due. Whatever is wrong with the line shows in the
         fence, where it can be waited for."""
+        self._early.forget()
+        if self._staging is not None:
+            self._staging.turn()
         line = self._line
         version = self._seat.version
         if line is None or self._begun == version:
             return
         self._put_bases(line, version)
 
+    def backward(self, last: bool) -> None:
+        """A backward pass begins; `last`: of this step, as it seems."""
+        # What was added to a parity cannot be taken back: it gets gradients that are final.
+        wanted = last and self._parity is None and not self._suspended
+        if wanted and self._line is not None:
+            self._early.open(self._line, self._seat.version)
+        else:
+            self._early.close()
+
+    def backward_done(self) -> None:
+        if self._staging is not None:
+            self._staging.hold_back()
+
     def _put_bases(self, line: vault.VaultLine, version: int) -> None:
         self._begun = version
+        if self._staging is not None:
+            self._staging.turn()
         if self._parity is not None:
             due = self._due_with_others(self._parity, version)
         elif self._whole:
@@ -271,7 +340,9 @@ class Redundancy:
         else:
             due = self._share()
         for unit in due:
-            line.put_base(unit.index, version, self._base(unit))
+            parts, staging = self._parts(unit), self._staging
+            if staging is None or not staging.put_base(line, unit.index, version, parts):
+                line.put_base(unit.index, version, _views(parts))
             unit.version = version
 
     def _due_with_others(self, line: parity.ParityLine, version: int) -> list[Unit]:
@@ -301,22 +372,29 @@ class Redundancy:
         return due
 
     def _base(self, unit: Unit) -> list[memoryview | bytes]:
+        return _views(self._parts(unit))
+
+    def _parts(self, unit: Unit) -> list[memoryview | bytes | torch.Tensor]:
+        """What lies on a device is for somebody else to fetch."""
         if unit.parameter is not None:
             optimizer = self._seat.optimizers.get(unit.optimizer)
             entry = optimizer.state.get(unit.parameter) if optimizer is not None else None
             data, found = codec.dumps(entry)
-            return [data, *map(_view, [unit.parameter, *found]), *map(_described, found)]
+            return [data, *map(_part, [unit.parameter, *found]), *map(_described, found)]
         if unit.object:
             data, found = codec.dumps(self._seat.objects[unit.object].save())
-            return [data, *map(_view, found), *map(_described, found)]
+            return [data, *map(_part, found), *map(_described, found)]
         named = self._seat.state.named_tensors()
         found = [named[name] for name in unit.buffers]
-        return [b"", *map(_view, found), *map(_described, found)]
+        # A forward pass may write to them while the line reads.
+        copies = [shards.local(tensor).detach().clone() for tensor in found]
+        return [b"", *map(_view, copies), *map(_described, found)]
 
     def publish(self, address: Address | None, updating: bool) -> None:
-        """At the fence: returns when the vault has all that leads to the next version. OSError
-        when it cannot be had."""
+        """At the fence: all that leads to the next version is on its way to the vault. The device
+        is not waited for. OSError when there is no vault."""
         seat = self._seat
+        self._unconfirmed = None
         if not self.units or self._suspended:
             return
         target = self._target(address)
@@ -328,20 +406,61 @@ class Redundancy:
             assert line is not None
         if self._begun != version:
             self._put_bases(line, version)
+        gradients = self._put_gradients(line, version, updating)
+        if self._staging is not None:
+            self._early.bring(self._staging.bring)
+            self._staging.hold_back()
+        self._unconfirmed = _Unconfirmed(line, version, self._update_of(updating), gradients)
+
+    def _put_gradients(
+        self, line: vault.VaultLine, version: int, updating: bool
+    ) -> dict[int, torch.Tensor | None]:
+        self._early.close()
         self._published.clear()
+        found: dict[int, torch.Tensor | None] = {}
         for unit in self.units:
             gradient = unit.parameter.grad if unit.parameter is not None else None
-            if not updating or gradient is None or not unit.optimizer:
-                line.put_absent(unit.index, version)
+            if not updating or not unit.optimizer:
+                gradient = None
+            found[unit.index] = gradient
+            if gradient is not None:
+                _require_same_kind(unit.name, unit.parameter, gradient)
+                self._published[unit.index] = (id(gradient), gradient._version)
+            if self._early.look(line, unit.index, gradient):
                 continue
-            _require_same_kind(unit.name, unit.parameter, gradient)
-            self._published[unit.index] = (id(gradient), gradient._version)
-            line.put_grad(unit.index, version, _view(gradient))
-        line.note(version, self._note(updating))
-        line.sync(version, seat.aborted)
+            if gradient is None:
+                line.put_absent(unit.index, version)
+            elif self._staging is not None and self._staging.suits(gradient):
+                self._staging.put(line, unit.index, version, gradient)
+            else:
+                line.put_grad(unit.index, version, _view(gradient))
+        return found
+
+    def confirm(self, let_go: Callable[[], None]) -> None:
+        """Behind the device: returns when the vault has all. OSError when it cannot be had.
+        `let_go`: the device may wait for the host; after this it does not."""
+        done, staging = self._unconfirmed, self._staging
+        if done is None:
+            return
+        if staging is not None:
+            staging.flush()
+        for unit in self._early.changed(done.line):
+            gradient = done.gradients[unit]
+            if gradient is None:
+                done.line.put_absent(unit, done.version)
+            elif staging is not None and staging.suits(gradient):
+                staging.put_again(done.line, unit, done.version, gradient)
+            else:
+                if gradient.device.type != "cpu":
+                    let_go()
+                done.line.put_grad(unit, done.version, _view(gradient))
+        note = {"update": done.update, "clipped": self._early.scales}
+        done.line.note(done.version, codec.dumps_inline(note))
+        done.line.sync(done.version, self._seat.aborted)
+        self._unconfirmed = None
         former, self._former = self._former, None
         if former is not None:
-            _forget_later(former, seat.welcome.token)
+            _forget_later(former, self._seat.welcome.token)
 
     def suspend(self, why: str) -> None:
         """No vault takes it. Training goes on; the guarantee does not."""
@@ -353,7 +472,7 @@ class Redundancy:
             flush=True,
         )
 
-    def _note(self, updating: bool) -> bytes:
+    def _update_of(self, updating: bool) -> bytes:
         """What the update of this step will be made with, and which optimizers made the last."""
         optimizers = self._seat.optimizers
         hyper = {
@@ -436,6 +555,7 @@ class Redundancy:
         final = {name: [dict(g) for g in o.param_groups] for name, o in optimizers.items()}
         had = {id(p): p.grad is not None for p in seat.parameters}
         notes = {step: codec.loads_inline(data) for step, data in fetched.notes.items()}
+        updates = {step: codec.loads_inline(note["update"]) for step, note in notes.items()}
         oldest = min(base for base, _, _ in fetched.units.values())
         for step in range(oldest, version + 1):
             for unit in self.units:
@@ -444,10 +564,10 @@ class Redundancy:
                     self._install(unit, tensors)
             if step == version:
                 break
-            self._set_gradients(fetched, step)
-            following = notes.get(step + 1)
+            self._set_gradients(fetched, step, notes[step]["clipped"])
+            following = updates.get(step + 1)
             made = following["before"] if following is not None and step + 1 < version else updated
-            self._update(notes[step], made)
+            self._update(updates[step], made)
         for name, groups in final.items():
             hyper = [{k: v for k, v in g.items() if k != "params"} for g in groups]
             set_hyper(optimizers[name], hyper)
@@ -456,9 +576,10 @@ class Redundancy:
         self.updated = updated
         return oldest
 
-    def _set_gradients(self, fetched: vault.Fetched, step: int) -> None:
+    def _set_gradients(self, fetched: vault.Fetched, step: int, clipped: Any) -> None:
         for parameter in self._seat.parameters:
             parameter.grad = None
+        found: dict[int, torch.Tensor] = {}
         for unit in self.units:
             base, _, log = fetched.units[unit.index]
             data = log.get(step) if base <= step else None
@@ -466,6 +587,8 @@ class Redundancy:
                 part = torch.empty_like(shards.local(unit.parameter).detach())
                 _fill(part, data)
                 unit.parameter.grad = shards.wrap(part, shards.spec(unit.parameter))
+                found[unit.index] = part
+        multiply(found, clipped)
 
     def _update(self, note: dict[str, Any], made: list[str]) -> None:
         optimizers = self._seat.optimizers
@@ -512,15 +635,25 @@ def _view(tensor: torch.Tensor) -> memoryview:
     return memory(on_cpu(shards.local(tensor)))
 
 
+def _part(tensor: torch.Tensor) -> memoryview | torch.Tensor:
+    part = shards.local(tensor)
+    return _view(part) if part.device.type == "cpu" else part.detach()
+
+
+def _views(parts: Iterable[memoryview | bytes | torch.Tensor]) -> list[memoryview | bytes]:
+    return [_view(part) if isinstance(part, torch.Tensor) else part for part in parts]
+
+
 def _described(tensor: torch.Tensor) -> bytes:
     """What makes a tensor of its bytes again."""
     part = shards.local(tensor)
-    dense = on_cpu(part)
+    in_place = part.device.type == "cpu" and dense(part)  # see `on_cpu`
+    stride = part.stride() if in_place else torch.empty(part.shape, device="meta").stride()
     return codec.dumps_inline(
         (
             codec.dtype_name(part.dtype),
             tuple(part.shape),
-            tuple(dense.stride()),
+            tuple(stride),
             part.device.type,
             shards.spec(tensor),
         )
@@ -547,7 +680,7 @@ def _fill(part: torch.Tensor, data: memoryview) -> None:
 
 
 def _require_same_kind(name: str, parameter: Any, gradient: torch.Tensor) -> None:
-    if gradient.layout is not torch.strided or gradient.dtype != parameter.dtype:
+    if not same_kind(parameter, gradient):
         raise UsageError(
             f"the gradient of {name} is {gradient.layout} {gradient.dtype}, and the parameter is "
             f"{parameter.dtype}: it has no replica, and such a gradient cannot be kept",

@@ -310,12 +310,31 @@ class Seat:
         self._at_buddy(put)
 
     def secure(self, updating: bool) -> None:
-        """State that no other rank has goes where it outlives this one; as `publish`."""
+        """State that no other rank has begins to go where it outlives this one; as `publish`."""
         if not self.redundancy.needed:
             return
         try:
             self._at_buddy(lambda address: self.redundancy.publish(address, updating))
         except UsageError as error:  # there is not enough memory at the only place that is left
+            self.redundancy.suspend(str(error))
+
+    def secured(self, updating: bool, let_go: Callable[[], None]) -> None:
+        """It is there. If not, another place is looked for, which the device shall not wait for:
+        `let_go` sees to that."""
+        if not self.redundancy.needed:
+            return
+
+        def again(address: m.Address | None) -> None:
+            self.redundancy.publish(address, updating)
+            self.redundancy.confirm(let_go)
+
+        try:
+            try:
+                self.redundancy.confirm(let_go)
+            except OSError:
+                let_go()
+                self._at_buddy(again)
+        except UsageError as error:
             self.redundancy.suspend(str(error))
 
     def _at_buddy(self, action: Callable[[m.Address | None], None]) -> None:

@@ -71,7 +71,9 @@ class Transactions:
             if self._passed and groups.ddp_modules():
                 self.refuse_collective("backward through a DistributedDataParallel model")
             self._backward_begins()
-            return backward(*args, **kwargs)
+            result = backward(*args, **kwargs)
+            self.seat.redundancy.backward_done()
+            return result
 
         ddp._pre_forward, autograd.backward = watched_forward, watched_backward
 
@@ -79,7 +81,9 @@ class Transactions:
         """The last pass of a step, going by the step before: what will be published is known."""
         if self.running and self._step and not self._fenced and not self.warming:
             self._backwards += 1
-            if self._backwards == self._usual.get(self.running):
+            last = self._backwards == self._usual.get(self.running)
+            self.seat.redundancy.backward(last)
+            if last:
                 self.seat.publish_ahead(self.running)
 
     def refuse_collective(self, what: str) -> None:
@@ -112,27 +116,44 @@ class Transactions:
         if self._fenced:
             self.seat.redundancy.before_update(name)
             self._insist()
-        elif self._guard.suits(optimizer):
-            self._publish(updating=True)
-            if not self._guard.begin(optimizer):
-                self._wait_and_meet()
         else:
-            self._fence(updating=True)
+            self._fence_update(optimizer)
         self._updated.append(name)
 
+    def _fence_update(self, optimizer: Any) -> None:
+        guarded = self._guard.suits(optimizer)
+        self._publish(updating=True)
+        if guarded and self._guard.begin(optimizer, self.seat.aborted):
+            return  # the rest of the fence is in the post-hook
+        self._meet(cuda.wait_for_queue)
+        self._update_begins()
+        self._guard.rehearse(optimizer)
+
     def _after_update(self, optimizer: Any, _: Any, __: Any) -> None:
-        """The update is queued and held back by the device: decide it."""
-        if not self._guard.holds(optimizer):
+        """The update is queued, and if it is guarded the device holds it back: decide it."""
+        if not self._guard.end(optimizer):
             return
         try:
             met = self._meet(self._guard.wait)
+            went = met and self._guard.decide(guard.GO)
         finally:
-            self._guard.decide(guard.SKIP)
-        if not met:  # decided to commit all the same, and the gradients are as they were
+            self._guard.close()
+        if not went:  # to be committed all the same, and the gradients are as they were
             guard.apply_unguarded(optimizer)
+        self._update_begins()
+
+    def _update_begins(self) -> None:
+        seat = self.seat
+        if seat.injector and self._step:
+            seat.injector.point("in_optimizer", seat.version, seat.parameters[0])
 
     def _insist(self) -> None:
         """What the fence raised was for us: an `except:` of the user's must not swallow it."""
+        if self._guard.close():
+            raise UsageError(
+                f"an exception inside the optimizer's step was caught in {self.running!r}",
+                hint="let it leave the step: what the optimizer has done cannot be known",
+            )
         if not self._passed:
             raise self._refused or Retry
 
@@ -153,7 +174,9 @@ class Transactions:
                     seat.injector.point(point, seat.version)
                 result = function()
                 if not self._fenced:
-                    self._fence(updating=False)
+                    self._publish(updating=False)
+                    self._meet(cuda.wait_for_queue)
+                    self._update_begins()
                 self._insist()
                 if step:
                     seat.after_update()
@@ -168,7 +191,7 @@ class Transactions:
                 if self._passed:
                     self._end()
                     raise  # after the fence nothing can be undone: the user's error stands
-                self._guard.decide(guard.SKIP)
+                self._guard.close()
                 seat.ahead.wait()
                 problem = error
             if problem is not None:
@@ -220,13 +243,9 @@ class Transactions:
             loop.retry()
         rng.restore(undo.rng)
 
-    def _fence(self, updating: bool) -> None:
-        self._publish(updating)
-        self._wait_and_meet()
-
     def _publish(self, updating: bool) -> None:
         seat = self.seat
-        self._fenced = True
+        self._fenced, self._updating = True, updating
         self._usual[self.running] = self._backwards
         seat.ahead.wait()
         if seat.injector:
@@ -245,9 +264,6 @@ class Transactions:
         except (RuntimeError, OSError) as error:
             self._fence_failed(error)
 
-    def _wait_and_meet(self) -> None:
-        self._meet(cuda.wait_for_queue)
-
     def _meet(self, wait_for_device: Callable[[Callable[[], bool]], None]) -> bool:
         """Whether the fence was passed. If it was not, it was decided to commit all the same;
         otherwise Retry is raised."""
@@ -255,22 +271,25 @@ class Transactions:
         passed = True
         try:
             wait_for_device(seat.aborted)
+            if self._step:
+                seat.secured(self._updating, self._let_device_go)
             seat.page.where("fence")
             self._in_fence = True
             self._all_ranks_here()
-            self._guard.decide(guard.GO)
         except KeepstepError as error:
             self._refused = error
             raise
         except (RuntimeError, OSError) as error:
-            self._guard.decide(guard.SKIP)  # recovery waits for the device
             passed = False
+            self._guard.close()  # recovery waits for the device
             self._fence_failed(error)
         self._passed = True
         seat.page.where("apply")
-        if seat.injector and self._step:
-            seat.injector.point("in_optimizer", seat.version, seat.parameters[0])
         return passed
+
+    def _let_device_go(self) -> None:
+        """An update that it holds back is not made, but later and by the host."""
+        self._guard.decide(guard.SKIP)
 
     def _all_ranks_here(self) -> None:
         seat = self.seat
@@ -333,6 +352,7 @@ class Transactions:
             seat.periodic.take(snapshot)
 
     def _end(self) -> None:
+        self._guard.close()
         self.seat.ahead.wait()
         self.running = ""
         self._function = None

@@ -3,7 +3,9 @@
 The main thread says what is to be kept and goes on; a sender thread has the socket for itself,
 reads the memory that it was given, hashes it and sends it. So nothing is copied, and a view must
 not be written to before it was read: every put gives a ticket, and `wait_read` waits for it.
-How far the main thread may run ahead is bounded in bytes.
+How far the main thread may run ahead is bounded in bytes. A put that comes so early that its
+memory may be written to meanwhile is copied by the sender, which keeps the digest of what it sent:
+the caller compares, and puts it again if need be.
 
 Nothing of the network is raised by a put, which may be called in the middle of a backward pass. A
 line that breaks takes no more, all its tickets count as read, and the next `sync` says why. What
@@ -14,13 +16,14 @@ can bring all units to.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import msgspec
@@ -57,11 +60,14 @@ class _Item:
     message: v.VaultPut | v.VaultTruncate | v.VaultSync
     views: Sequence[memoryview] = ()
     size: int = 0
+    early: bool = False
 
-    def framed(self) -> bytes:
+    def digests(self) -> list[bytes]:
+        return [xxhash.xxh3_128_digest(view) for view in self.views]
+
+    def framed(self, digests: list[bytes]) -> bytes:
         message = self.message
         if isinstance(message, v.VaultPut):
-            digests = [xxhash.xxh3_128_digest(view) for view in self.views]
             message = msgspec.structs.replace(message, digests=digests)
         return wire.frame(message)
 
@@ -94,6 +100,8 @@ class VaultLine:
         self._sender: threading.Thread | None = None
         self._interrupted = False
         self._error: Exception | None = None
+        self._scratch = bytearray()  # of the sender
+        self._early: dict[int, bytes] = {}  # ticket -> digest
 
     # ----------------------------------------------------------------- opening and ending
 
@@ -171,8 +179,9 @@ class VaultLine:
     def put_base(self, unit: int, version: int, tensors: Sequence[View]) -> int:
         return self._put("base", unit, version, tensors)
 
-    def put_grad(self, unit: int, version: int, view: View) -> int:
-        return self._put("grad", unit, version, [view])
+    def put_grad(self, unit: int, version: int, view: View, *, early: bool = False) -> int:
+        """`early`: the memory may be written to at any time; see `digest_sent`."""
+        return self._put("grad", unit, version, [view], early)
 
     def put_absent(self, unit: int, version: int) -> int:
         return self._put("absent", unit, version, [])
@@ -216,19 +225,28 @@ class VaultLine:
         with self._turn:
             self._turn.wait_for(lambda: self._read >= ticket)
 
+    def digest_sent(self, ticket: int) -> bytes | None:
+        """Of an early put since the last fence, when it was read; None if the line broke."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._read >= ticket)
+            return self._early.get(ticket) if self._error is None else None
+
     # ----------------------------------------------------------------- sending
 
-    def _put(self, kind: v.Kind, unit: int, version: int, data: Sequence[View]) -> int:
+    def _put(
+        self, kind: v.Kind, unit: int, version: int, data: Sequence[View], early: bool = False
+    ) -> int:
         views = [_flat(one) for one in data]
         sizes = [len(view) for view in views]
         put = v.VaultPut(kind=kind, unit=unit, version=version, sizes=sizes)
-        return self._enqueue(put, views, sum(sizes))
+        return self._enqueue(put, views, sum(sizes), early)
 
     def _enqueue(
         self,
         message: v.VaultPut | v.VaultTruncate | v.VaultSync,
         views: Sequence[memoryview] = (),
         size: int = 0,
+        early: bool = False,
     ) -> int:
         with self._turn:
             self._turn.wait_for(
@@ -239,7 +257,7 @@ class VaultLine:
                 self._error = self._error or ConnectionError("the line is not open")
                 self._read = self._last
                 return self._last
-            self._queue.append(_Item(self._last, message, views, size))
+            self._queue.append(_Item(self._last, message, views, size, early))
             self._queued += size
             self._turn.notify_all()
             return self._last
@@ -253,6 +271,7 @@ class VaultLine:
                     reply = frames.receive()
                     if reply != v.VaultSynced(version=item.message.version):
                         raise_refusal(reply, self.rank)
+                    self._early.clear()
                 with self._turn:
                     self._read = item.ticket
                     self._queued -= item.size
@@ -277,7 +296,12 @@ class VaultLine:
 
     def _send(self, connection: socket.socket, item: _Item, packed: bytearray) -> None:
         """What is small waits in `packed` for company, as long as there is more to send."""
-        packed += item.framed()
+        if item.early:
+            item = replace(item, views=[self._copied(view) for view in item.views])
+        digests = item.digests()
+        if item.early:
+            self._early[item.ticket] = digests[0]
+        packed += item.framed(digests)
         for view in item.views:
             if len(view) < SMALL_BYTES:
                 packed += view
@@ -290,6 +314,19 @@ class VaultLine:
         if awaited or len(packed) >= SMALL_BYTES:
             connection.sendall(packed)
             packed.clear()
+
+    def _copied(self, view: memoryview) -> memoryview:
+        """One at a time. Copied by a foreign function, which leaves the interpreter to others."""
+        if len(self._scratch) < len(view):
+            self._scratch = bytearray(len(view))
+        copy = memoryview(self._scratch)[: len(view)]
+        if len(view):
+            ctypes.memmove(_address(copy), _address(view), len(view))
+        return copy
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def _flat(data: View) -> memoryview:

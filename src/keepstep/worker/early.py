@@ -1,0 +1,253 @@
+"""Gradients that go to the vault before the fence, while the backward pass computes.
+
+Each is final, as a rule, when it was accumulated for the last time in a step. A hook puts it then
+(FSDP2 calls the same hook when it has reduced a shard); which backward pass is a step's last one is
+guessed from the step before. Nobody tells when a gradient is changed afterwards: versions of
+tensors do not count writes through `.data`, by collectives, by foreign kernels, nor those of
+`_foreach` operations on sharded tensors. So at the fence what is there now is compared with what
+was sent. What differs is put again, under the same version, and takes the place of the early one: a
+wrong guess costs time and nothing else.
+
+Clipping by the norm multiplies nearly all gradients of a step by one number. It is recognised, the
+number goes into the step's note, and whoever replays the step multiplies by it in the same way.
+
+How bytes get from a kind of device to the line, and how they are compared, is a `Way`: here the one
+of host memory, in staging.py that of a GPU. Hooks run in the main thread or, while that waits for a
+backward pass, in threads of autograd's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import xxhash
+from torch.nn.utils import clip_grad
+from torch.overrides import TorchFunctionMode
+
+from keepstep.worker import shards
+from keepstep.worker.state import memory, on_cpu
+from keepstep.worker.vault import VaultLine
+
+PAUSE = 64  # steps without a guess after a wrong one
+SCALES_MAX = 64  # of one step
+
+Scales = list[tuple[torch.Tensor, list[int]]]
+"""Numbers that gradients of the vault are to be multiplied by, one after the other, and the units
+that they belong to."""
+
+
+class Way(Protocol):
+    def suits(self, gradient: torch.Tensor) -> bool: ...
+    def put(self, line: VaultLine, unit: int, version: int, gradient: torch.Tensor) -> Any:
+        """Gives a ticket. The gradient may be written to at any time."""
+
+    def before_write(self, line: VaultLine, ticket: Any) -> None:
+        """The gradient is about to be written to, and what was sent shall be as it is now."""
+
+    def look(self, gradient: torch.Tensor) -> Any:
+        """What it is now, to be compared later."""
+
+    def seen(self, look: Any) -> Any:
+        """Behind the device: what a look has seen. Equal values, equal bytes."""
+
+    def sent(self, line: VaultLine, ticket: Any) -> Any:
+        """The same of what was sent. None: it was lost."""
+
+
+class HostWay:
+    """The line reads it where it lies, and copies it, because it may be written to meanwhile."""
+
+    def suits(self, gradient: torch.Tensor) -> bool:
+        return gradient.device.type == "cpu"
+
+    def put(self, line: VaultLine, unit: int, version: int, gradient: torch.Tensor) -> Any:
+        return line.put_grad(unit, version, _view(gradient), early=True)
+
+    def before_write(self, line: VaultLine, ticket: Any) -> None:
+        line.wait_read(ticket)
+
+    def look(self, gradient: torch.Tensor) -> Any:
+        return xxhash.xxh3_128_digest(_view(gradient))
+
+    def seen(self, look: Any) -> Any:
+        return look
+
+    def sent(self, line: VaultLine, ticket: Any) -> Any:
+        return line.digest_sent(ticket)
+
+
+def _view(tensor: torch.Tensor) -> memoryview:
+    return memory(on_cpu(shards.local(tensor)))
+
+
+@dataclass
+class _Sent:
+    parameter: torch.Tensor
+    way: Way
+    ticket: Any
+    # Looks before and after each clipping, and at the fence. Nobody else has written to it if the
+    # first is what was sent, the third what the second was, and so on.
+    looks: list[Any] = field(default_factory=list)
+
+
+class Early:
+    def __init__(self) -> None:
+        self.ways: list[Way] = [HostWay()]
+        self._line: VaultLine | None = None  # open for puts
+        self._version = -1
+        self._sent_by: VaultLine | None = None
+        self._sent: dict[int, _Sent] = {}  # by unit
+        self._scales: Scales = []
+        self._wrong = False
+        self._pause = 0
+
+    def watch(self, unit: int, parameter: torch.nn.Parameter) -> None:
+        register: Any = parameter.register_post_accumulate_grad_hook  # untyped in torch
+        register(lambda one: self._accumulated(unit, one))
+
+    def forget(self) -> None:
+        """A step begins."""
+        if self._wrong:
+            self._pause = PAUSE
+        self._pause = max(self._pause - 1, 0)
+        self._line = self._sent_by = None
+        self._sent.clear()
+        self._scales = []
+        self._wrong = False
+
+    def open(self, line: VaultLine, version: int) -> None:
+        """The last backward pass of the step begins."""
+        if self._pause == 0:
+            self._line = self._sent_by = line
+            self._version = version
+
+    def close(self) -> None:
+        """It is over, or it was not the last one."""
+        self._line = None
+
+    def _accumulated(self, unit: int, parameter: torch.Tensor) -> None:
+        line, gradient = self._line, parameter.grad
+        if line is None or gradient is None or unit in self._sent:
+            return
+        way = next((way for way in self.ways if way.suits(gradient)), None)
+        if way is not None and same_kind(parameter, gradient):
+            ticket = way.put(line, unit, self._version, gradient)
+            self._sent[unit] = _Sent(parameter, way, ticket)
+
+    # ------------------------------------------------------------------ clipping
+
+    def clip(self, clip: Callable[[], Any]) -> Any:
+        """In place of `clip`, which is about to multiply gradients by a number."""
+        line = self._sent_by
+        if line is None:
+            return clip()
+        self.close()
+        before = {}
+        for unit, sent in self._sent.items():
+            if sent.parameter.grad is not None:
+                sent.way.before_write(line, sent.ticket)
+                before[unit] = sent.way.look(sent.parameter.grad)
+        with _Multiplications() as seen:
+            result = clip()
+        for gradients, scale in seen.found:
+            if len(self._scales) == SCALES_MAX:
+                break  # who is multiplied by more will be found changed
+            ids = set(map(id, gradients))
+            units = [unit for unit in before if id(self._sent[unit].parameter.grad) in ids]
+            for unit in units:
+                sent = self._sent[unit]
+                assert sent.parameter.grad is not None
+                sent.looks += [before.pop(unit), sent.way.look(sent.parameter.grad)]
+            if units:
+                self._scales.append((scale.detach().clone(), units))
+        return result
+
+    # ------------------------------------------------------------------ at the fence
+
+    def look(self, line: VaultLine, unit: int, gradient: torch.Tensor | None) -> bool:
+        """Before the device is waited for. False: nothing of it was sent."""
+        sent = self._sent.get(unit)
+        if sent is None or line is not self._sent_by:
+            return False
+        if gradient is not None and sent.way.suits(gradient):
+            sent.looks.append(sent.way.look(gradient))
+        return True
+
+    def bring(self, bring: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:
+        """After all looks: numbers that lie on a device are replaced by what `bring` makes."""
+        away = [at for at, (scale, _) in enumerate(self._scales) if scale.device.type != "cpu"]
+        brought = bring([self._scales[at][0] for at in away])
+        for at, scale in zip(away, brought, strict=True):
+            self._scales[at] = (scale, self._scales[at][1])
+
+    def changed(self, line: VaultLine) -> list[int]:
+        """Behind the device: units of which the vault has not what was looked at last, but for
+        `scales`, and will not get it with what was put."""
+        if line is not self._sent_by:
+            return []
+        changed = [unit for unit, sent in self._sent.items() if not _same(line, sent)]
+        for unit in changed:
+            del self._sent[unit]
+        self._wrong = self._wrong or bool(changed)
+        return changed
+
+    @property
+    def scales(self) -> Scales:
+        """Of what is not `changed`."""
+        found = [(scale, [u for u in units if u in self._sent]) for scale, units in self._scales]
+        return [(scale, units) for scale, units in found if units]
+
+
+def _same(line: VaultLine, sent: _Sent) -> bool:
+    chain = [sent.way.sent(line, sent.ticket), *map(sent.way.seen, sent.looks)]
+    if len(chain) % 2 or chain[0] is None:
+        return False
+    return all(one == other for one, other in zip(chain[::2], chain[1::2], strict=True))
+
+
+class _Multiplications(TorchFunctionMode):
+    """Of many tensors by one, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._foreach_mul_ and not kwargs and isinstance(args[1], torch.Tensor):
+            replicated = getattr(args[1], "placements", ())
+            if all(placement.is_replicate() for placement in replicated):
+                self.found.append((list(args[0]), shards.local(args[1])))
+        return func(*args, **(kwargs or {}))
+
+
+def watch_clipping(early: Early) -> None:
+    """`clip_grad_norm_` looks its other half up in its module, wherever it was imported to."""
+    inner: Any = clip_grad._clip_grads_with_norm_
+
+    @functools.wraps(inner)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        return early.clip(lambda: inner(*args, **kwargs))
+
+    for module, name in (
+        (clip_grad, "_clip_grads_with_norm_"),
+        (torch.nn.utils, "clip_grads_with_norm_"),
+    ):
+        setattr(module, name, watched)
+
+
+@torch.no_grad()
+def multiply(gradients: dict[int, torch.Tensor], scales: Iterable[Any]) -> None:
+    """What clipping did, to what the vault had; by unit."""
+    for scale, units in scales:
+        parts = [shards.local(gradients[unit]) for unit in units if unit in gradients]
+        for device in {part.device for part in parts}:
+            here = [part for part in parts if part.device == device]
+            torch._foreach_mul_(here, scale.to(device))
+
+
+def same_kind(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    return gradient.layout is torch.strided and gradient.dtype == parameter.dtype

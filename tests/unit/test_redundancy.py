@@ -1,0 +1,392 @@
+"""What a rank keeps in a vault while it trains brings its successor to the same bits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from keepstep.agent.blobs import BlobServer
+from keepstep.errors import UsageError
+from keepstep.model.messages import Address
+from keepstep.worker import cuda, early, redundancy, shards
+from keepstep.worker.objects import Registered
+from keepstep.worker.redundancy import Redundancy
+from keepstep.worker.shards import Replicas
+from keepstep.worker.state import StateSet
+
+Optimizers = dict[str, torch.optim.Optimizer]
+Make = Callable[[nn.Module], Optimizers]
+
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+class Place(NamedTuple):
+    address: Address
+    device: str
+    sharded: bool = False
+
+
+class Now:
+    """A stream or an event of a device that does everything at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def record(self, _: Any) -> None: ...
+    def wait_event(self, _: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+def stage_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of a GPU's memory, but for the GPU."""
+    for name, stand_in in {
+        "Stream": Now, "Event": Now, "current_stream": Now, "set_device": lambda _: None,
+        "stream": lambda _: contextlib.nullcontext(),
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(redundancy, "_part", lambda tensor: shards.local(tensor).detach())
+    monkeypatch.setattr(cuda, "settle_in", lambda _: None)
+    monkeypatch.setattr(cuda, "home", torch.device("cpu"))
+
+
+@pytest.fixture(params=["cpu", "staged", pytest.param("cuda", marks=GPU)])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    # What is hung into torch is taken out again.
+    inner = nn.utils.clip_grad._clip_grads_with_norm_
+    monkeypatch.setattr(nn.utils.clip_grad, "_clip_grads_with_norm_", inner)
+    monkeypatch.setattr(nn.utils, "clip_grads_with_norm_", inner)
+    monkeypatch.setattr(cuda, "home", None)
+    server = BlobServer("t", lambda rank: [])
+    try:
+        address = asyncio.run(server.start("127.0.0.1"))
+        if request.param == "staged":
+            stage_host_memory(monkeypatch)
+        yield Place(address, "cuda" if request.param == "cuda" else "cpu")
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def sharded(place: Place) -> Iterator[Place]:
+    """FSDP2 in a world of one: its hooks, its streams, and DTensors."""
+    backend = "gloo" if place.device == "cpu" else "nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield place._replace(sharded=True)
+    finally:
+        dist.destroy_process_group()
+
+
+class Rank:
+    """One of two ranks, whose tensors the other one does not have; and what a step does to it."""
+
+    def __init__(self, place: Place, make: Make, average: bool = False) -> None:
+        self.place, self.address = place, place.address
+        torch.manual_seed(3)
+        # As large as a put that is not packed together with others, and as small as one that is.
+        self.model = nn.Sequential(nn.Linear(16, 1500), nn.ReLU(), nn.Linear(1500, 3))
+        self.spare = nn.Linear(16, 2)  # has no gradient in most steps
+        self.model.to(place.device), self.spare.to(place.device)
+        if place.sharded:
+            mesh = init_device_mesh(place.device, (1,))
+            fully_shard(self.model[0], mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+            fully_shard(self.spare, mesh=mesh)
+        models = {"0": self.model, "1": self.spare}
+        self.optimizers = make(nn.ModuleList(models.values()))
+        self.average = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+        replicas = Replicas(0, 2)
+        replicas.plain_equal = False
+        self.objects: dict[str, Registered] = {}
+        if average:
+            item = Registered("average", lambda: dict(self.average), self._load_average)
+            item.after_update = self._follow
+            self.objects["average"] = item
+        parameters = [p for model in models.values() for p in model.parameters()]
+        cuda.settle_in(parameters)
+        seat = SimpleNamespace(
+            rank=0, world=2, version=0, generation=1, replicas=replicas, objects=self.objects,
+            optimizers=self.optimizers, models=models, parameters=parameters,
+            state=StateSet(models, self.optimizers, self.objects, replicas),
+            channel=SimpleNamespace(buddy=self.address), aborted=lambda: False,
+            welcome=SimpleNamespace(token="t", blobs=None),
+        )  # fmt: skip
+        self.seat: Any = seat
+        self.redundancy = Redundancy(self.seat)
+        self.redundancy.survey()
+        self.versions = [self.bits()]
+
+    def _load_average(self, state: dict[str, torch.Tensor]) -> None:
+        self.average.update(state)
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            self.average[name].lerp_(parameter, 0.1)
+
+    def bits(self) -> Any:
+        states = [o.state_dict()["state"] for o in self.optimizers.values()]
+        models = [self.model.state_dict(), self.spare.state_dict()]
+        return copy.deepcopy([models, states, self.average if self.objects else None])
+
+    def compute(self, passes: int = 1, spare: bool = False) -> None:
+        """`passes`: of which the last but one is taken for the last if there are two."""
+        step = self.seat.version
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
+        for turn in range(passes):
+            rows = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + turn))
+            rows = rows.to(self.place.device)
+            loss = self.model(rows).square().mean()
+            if spare:
+                loss = loss + self.spare(rows).square().mean()
+            self.redundancy.backward(last=turn == 0)
+            loss.backward()
+            self.redundancy.backward_done()
+
+    def training(self) -> Rank:
+        self.redundancy.connect()
+        return self
+
+    def step(self, between: Callable[[], Any] = lambda: None, **how: Any) -> None:
+        self.redundancy.begin()
+        self.compute(**how)
+        between()
+        self.publish()
+        self.update()
+
+    def publish(self) -> None:
+        self.redundancy.publish(self.address, updating=True)
+        self.redundancy.confirm(lambda: None)
+
+    def update(self) -> None:
+        for number, (name, optimizer) in enumerate(self.optimizers.items()):
+            if number:
+                self.redundancy.before_update(name)
+            optimizer.step()
+        self.redundancy.updated = list(self.optimizers)
+        if self.objects:
+            self._follow()
+        self.seat.version += 1
+        self.versions.append(self.bits())
+
+    def sent(self) -> None:
+        line = self.redundancy._line
+        assert line is not None
+        line.wait_read(line._last)
+
+    def early(self) -> int:
+        """Gradients that went to the vault before the fence and are good."""
+        return len(self.redundancy._early._sent)
+
+    def become(self, version: int, updated: list[str]) -> Any:
+        self.seat.version = version
+        self.redundancy.restore(frozenset(), [self.address], version, updated)
+        return self.bits()
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, DTensor):
+        return torch.equal(one.to_local(), other.to_local())
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[k], other[k]) for k in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(one == other)
+
+
+def adamw(model: nn.Module) -> Optimizers:
+    return {"0": torch.optim.AdamW(model.parameters(), lr=1e-2)}
+
+
+def sgd(model: nn.Module) -> Optimizers:
+    return {"0": torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)}
+
+
+def two(model: nn.Module) -> Optimizers:
+    parameters = list(model.parameters())
+    return {
+        "a": torch.optim.AdamW(parameters[::2], lr=1e-2),
+        "b": torch.optim.SGD(parameters[1::2], lr=1e-2, momentum=0.9),
+    }
+
+
+def check(rank: Rank, make: Make) -> None:
+    """All versions that may be asked for after the last fence."""
+    now = rank.seat.version
+    average = bool(rank.objects)
+    for version in (now - 1, now):
+        newcomer = Rank(rank.place, make, average)
+        restored = newcomer.become(version, list(rank.optimizers))
+        assert equal(restored, rank.versions[version]), version
+
+
+@pytest.mark.parametrize("make", [adamw, sgd, two])
+def test_replay_is_exact(place: Place, make: Make) -> None:
+    rank = Rank(place, make).training()
+    for step in range(7):
+        rank.step(spare=step in (2, 5))
+        assert rank.early() == (6 if step in (2, 5) else 4)
+        check(rank, make)
+
+
+def test_replay_of_objects_that_follow_the_parameters(place: Place) -> None:
+    rank = Rank(place, adamw, average=True).training()
+    for _ in range(6):
+        rank.step()
+        check(rank, adamw)
+
+
+@pytest.mark.parametrize("make", [adamw, sgd])
+def test_replay_of_shards_is_exact_with_clipping_and_without(sharded: Place, make: Make) -> None:
+    rank = Rank(sharded, make).training()
+    for step in range(6):
+        between = (lambda: clip(rank)) if step % 2 else (lambda: None)
+        rank.step(between, spare=step == 4)
+        assert rank.early() == (6 if step == 4 else 4)
+        check(rank, make)
+
+
+def hidden(rank: Rank) -> None:
+    """Writes that no version of a tensor counts."""
+    for parameter in rank.model.parameters():
+        assert parameter.grad is not None
+        before = parameter.grad._version
+        parameter.grad.data.mul_(0.75)
+        assert parameter.grad._version == before
+
+
+def seen(rank: Rank) -> None:
+    for parameter in rank.model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+
+def exchanged(rank: Rank) -> None:
+    for parameter in rank.model.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad * 2
+
+
+def dropped(rank: Rank) -> None:
+    rank.model[0].weight.grad = None
+
+
+@pytest.mark.parametrize("change", [hidden, seen, exchanged, dropped])
+def test_what_was_sent_early_and_changed_is_sent_again(
+    place: Place, change: Callable[[Rank], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early, "PAUSE", 2)
+    rank = Rank(place, adamw).training()
+    counts = []
+
+    def after_it_was_sent() -> None:
+        rank.sent()
+        counts.append(rank.early())
+        change(rank)
+
+    for _ in range(4):
+        rank.step(after_it_was_sent)
+        assert rank.early() in (0, 3)
+        check(rank, adamw)
+    assert counts == [4, 0, 4, 0]  # who was wrong does not guess for a while
+
+
+def clip(rank: Rank) -> None:
+    nn.utils.clip_grad_norm_(rank.model.parameters(), 0.01)
+
+
+def clip_by_parts(rank: Rank) -> None:
+    parameters = [*rank.model.parameters()]
+    total = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    nn.utils.clip_grads_with_norm_(parameters[:3], 0.01, total)
+    nn.utils.clip_grads_with_norm_(parameters[2:], 0.02, total)
+
+
+def one_by_one(rank: Rank) -> None:
+    nn.utils.clip_grad_norm_(rank.model.parameters(), 0.01, foreach=False)
+
+
+def and_then_some(rank: Rank) -> None:
+    clip(rank)
+    hidden(rank)
+
+
+def some_and_then(rank: Rank) -> None:
+    rank.sent()
+    hidden(rank)
+    clip(rank)
+
+
+CLIPPED = {clip: 4, clip_by_parts: 4, one_by_one: 0, and_then_some: 0, some_and_then: 0}
+
+
+@pytest.mark.parametrize("make", [adamw, sgd, two])
+@pytest.mark.parametrize("how", CLIPPED)
+def test_clipping_is_replayed(
+    place: Place, how: Callable[[Rank], None], make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early, "PAUSE", 1)
+    rank = Rank(place, make).training()
+    for step in range(4):
+        rank.step(lambda: how(rank), spare=step == 1)
+        held = rank.early()  # and not sent again
+        assert held == CLIPPED[how] + 2 * (step == 1)
+        check(rank, make)
+
+
+def test_what_changes_while_it_is_sent_is_stored_as_it_is_at_the_fence(place: Place) -> None:
+    rank = Rank(place, adamw).training()
+    for _ in range(5):
+        rank.step(lambda: hidden(rank))
+        check(rank, adamw)
+
+
+def test_a_step_with_more_passes_than_the_one_before(place: Place) -> None:
+    rank = Rank(place, adamw).training()
+    rank.step()
+    rank.step(passes=3)
+    check(rank, adamw)
+
+
+def test_a_retried_step_replaces_what_it_had_sent(place: Place) -> None:
+    rank = Rank(place, adamw).training()
+    rank.step()
+    rank.redundancy.begin()
+    rank.compute(spare=True)
+    hidden(rank)
+    rank.publish()  # and the fence is not passed
+    rank.redundancy.reconnect()
+    rank.step()
+    check(rank, adamw)
+    rank.redundancy.begin()
+    rank.compute()
+    rank.redundancy.interrupt()  # in the middle of a pass
+    rank.redundancy.reconnect()
+    rank.step()
+    check(rank, adamw)
+
+
+def test_gradients_that_change_after_the_first_update_are_refused(place: Place) -> None:
+    rank = Rank(place, two).training()
+    rank.redundancy.begin()
+    rank.compute()
+    rank.publish()
+    seen(rank)
+    with pytest.raises(UsageError, match="changed after the step's first optimizer update"):
+        rank.update()
