@@ -129,15 +129,13 @@ def parity_group(spec: JobSpec, rank: int) -> list[int]:
     """Who shares a parity with `rank`, itself included. Groups are as even as they can be."""
     homes = spec.world // spec.local_world
     count = -(-homes // _parity_members(spec))
-    size, larger = divmod(homes, count)
+    size, larger = divmod(homes, count)  # so many groups have one more, and come first
     node, place = divmod(rank, spec.local_world)
-    first = 0
-    for group in range(count):
-        following = first + size + (group < larger)
-        if node < following:
-            break
-        first = following
-    return [home * spec.local_world + place for home in range(first, following)]
+    start = larger * (size + 1)
+    if node < start:
+        start, size = 0, size + 1
+    first = start + (node - start) // size * size
+    return [home * spec.local_world + place for home in range(first, first + size)]
 
 
 def _parity_members(spec: JobSpec) -> int:
