@@ -166,6 +166,8 @@ def test_state_directory_follows_the_environment() -> None:
         ("run --nproc_per_node x SCRIPT", "not a valid integer"),
         ("run --spares -1 SCRIPT", "--spares is -1"),
         ("run --stall-timeout 0 SCRIPT", "--stall-timeout"),
+        ("run --redundancy parity SCRIPT", "there is 1 node, 1 of them with ranks"),
+        ("run --redundancy parity --local-nodes 2 SCRIPT", "there are 2 nodes"),
         ("run --inject boom:rank=0 SCRIPT", "boom"),
         ("run --inject kill SCRIPT", "needs a rank"),
         ("run --inject kill:rank SCRIPT", "key=value"),

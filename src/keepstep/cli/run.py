@@ -22,12 +22,13 @@ from keepstep.cli.home import home
 from keepstep.cli.launcher import Launcher
 from keepstep.cli.layout import check_counts, compose_job_id, lay_out, parse_inject
 from keepstep.cli.output import Output
+from keepstep.core.placement import parity_trouble
 from keepstep.errors import UsageError
 from keepstep.model.job import InjectSpec, JobSpec
 from keepstep.orchestrator.main import Orchestrator
 from keepstep.orchestrator.registry import check_id, prepare_home
 
-REDUNDANCY = ("auto", "buddy", "off")
+REDUNDANCY = ("auto", "buddy", "parity", "off")
 STALL_S_DEFAULT = 300.0
 
 
@@ -101,7 +102,7 @@ def run(
     nproc: int,
     spares: int,
     understudies: int,
-    redundancy: Literal["auto", "buddy", "off"],
+    redundancy: Literal["auto", "buddy", "parity", "off"],
     local_nodes: int | None,
     spare_nodes: int,
     stall_s: float,
@@ -158,6 +159,11 @@ def run(
         mttf_ns=periodic.mttf_ns,
         inject=injects,
     )
+    trouble = parity_trouble(spec) if redundancy == "parity" else ""
+    if trouble:
+        raise UsageError(
+            f"--redundancy parity: {trouble}", hint="--spare-nodes 1, or --redundancy buddy"
+        )
     native.store_host_path()  # builds once per torch; here, where the user sees why it takes time
     remote = nnodes > 1 and local_nodes is None
     code = asyncio.run(launch(spec, where, orchestrator, Output(quiet=quiet), remote=remote))

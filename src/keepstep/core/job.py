@@ -190,7 +190,8 @@ def agent_joined(job: Job, out: Out, name: str, hello: Hello) -> None:
         elif stray is None:
             out.send(name, KillWorker(worker=known))
     _sweep(job, out, name, hello)
-    if job.mode == "running" and not job.replayed:
+    starting = job.mode == "starting" and job.spec.redundancy == "parity"
+    if (job.mode == "running" or starting) and not job.replayed:
         if moved:
             _offer_buddy(job, out, name)
         for owner in job.owners_on(name):
@@ -203,7 +204,8 @@ def _offer_buddy(job: Job, out: Out, name: str) -> None:
     """A new node, or an agent that was started anew and has lost the copies it kept: whoever had
     none, or had it here, is told where to put its side state from now on."""
     for _, owner in job.owning():
-        if owner.usable and owner.node != name and owner.buddy in ("", name):
+        parity = job.spec.redundancy == "parity" and owner.parity in ("", name)
+        if owner.usable and owner.node != name and (owner.buddy in ("", name) or parity):
             recovery.tell_buddy(job, out, owner)
 
 

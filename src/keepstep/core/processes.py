@@ -11,7 +11,7 @@ from collections import Counter
 
 import msgspec
 
-from keepstep.core import placement
+from keepstep.core import parities, placement
 from keepstep.core.incidents import warn
 from keepstep.core.state import Job, Node, Out, Role, Worker
 from keepstep.model.messages import (
@@ -46,6 +46,7 @@ def start_worker(
     job.add_worker(worker)
     buddy = placement.buddy_node(job.order, job.nodes[node]) if rank >= 0 else None
     worker.buddy = buddy.name if buddy is not None else ""
+    parity = parities.give(job, worker) if rank >= 0 else None
     generation = job.generation_max if rank >= 0 else job.generation
     worker.start = StartWorker(
         worker=worker.id,
@@ -59,6 +60,7 @@ def start_worker(
         script=job.spec.script,
         env={**job.spec.env, "KEEPSTEP_REDUNDANCY": job.spec.redundancy},
         checkpoints=job.spec.checkpoints,
+        parity=parity,
     )
     out.record(
         Placed(
@@ -250,8 +252,22 @@ def replace_buddy(job: Job, out: Out, worker: Worker, error: str) -> None:
         # The only other node is there as far as we know: a passing failure, try it again.
         address = give_buddy(job, out, worker)
     warn(job, out, f"rank {worker.rank} lost its buddy {lost or '(none)'}: {error}")
-    out.tell(worker, Buddy(address=address))
+    out.tell(worker, Buddy(address=address, parity=parities.give(job, worker)))
     worker.buddy_due = True
+
+
+def replace_parity(job: Job, out: Out, worker: Worker, holder: Address, error: str) -> None:
+    """It goes on without. All members get another one, and begin there with their next bases."""
+    if job.spec.redundancy != "parity":
+        return
+    warn(job, out, f"rank {worker.rank} lost its parity at {holder.host}:{holder.port}: {error}")
+    parities.replace(job, worker.rank, holder)
+    for rank in placement.parity_group(job.spec, worker.rank):
+        member = job.owner(rank)
+        if member is not None and member.usable and not member.done:
+            address = job.nodes[member.buddy].blobs if member.buddy else None
+            out.tell(member, Buddy(address=address, parity=parities.give(job, member)))
+            member.buddy_due = True
 
 
 def close_stores(job: Job, out: Out, keep: set[int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from keepstep.core import parities
 from keepstep.core.interval import HOUR
 from keepstep.core.placement import buddy_node
 from keepstep.core.saves import Complete
@@ -214,6 +215,11 @@ def protection_of(job: Job) -> tuple[bool, str]:
     if alone:
         return False, f"rank {alone[0]} has no buddy on another node for its side state"
     where = f"; {_megabytes(kept)} that one rank has are kept by another node" if kept else ""
+    if kept and job.spec.redundancy == "parity":
+        lost = parities.uncovered(job)
+        if lost:
+            return False, f"any rank may die, but {lost}: the loss of a node may fall back"
+        where = f"; {_megabytes(kept)} that one rank has are kept by its agent and a parity"
     return True, f"any rank or any one node may be lost without losing a step{where}"
 
 

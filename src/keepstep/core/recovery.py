@@ -12,6 +12,7 @@ happened since. In between (`Job.replayed`) the core only collects. Then:
 
 from __future__ import annotations
 
+from keepstep.core import parities
 from keepstep.core.fallback import fallen
 from keepstep.core.incidents import close_incident
 from keepstep.core.processes import give_buddy
@@ -254,7 +255,8 @@ def agents_are_back(job: Job, out: Out) -> bool:
         if worker.swapped < job.generation:
             solo = job.somebody_done()
             buddy = give_buddy(job, out, worker)
-            worker.swap = Swap(generation=job.generation, buddy=buddy, solo=solo)
+            parity = parities.give(job, worker)
+            worker.swap = Swap(generation=job.generation, buddy=buddy, solo=solo, parity=parity)
             worker.resync = True
             worker.buddy_due = job.nodes[worker.node].state != "connected"  # it may have swapped
         elif worker.usable:
@@ -273,7 +275,8 @@ def agents_are_back(job: Job, out: Out) -> bool:
 def tell_buddy(job: Job, out: Out, worker: Worker) -> None:
     """Who it was is not on record."""
     address = give_buddy(job, out, worker)
-    worker.buddy_heard = out.tell(worker, Buddy(address=address))
+    parity = parities.give(job, worker)
+    worker.buddy_heard = out.tell(worker, Buddy(address=address, parity=parity))
     worker.buddy_due = True
 
 

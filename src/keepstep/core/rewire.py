@@ -6,6 +6,7 @@ whose script has ended needs no groups and is left alone. See phases.py for the 
 
 from __future__ import annotations
 
+from keepstep.core import parities
 from keepstep.core.incidents import close_incident
 from keepstep.core.phases import Gate, mark, newcomers
 from keepstep.core.processes import arm, close_stores, give_buddy, swap_of
@@ -108,10 +109,13 @@ def _renew_swaps(job: Job, out: Out, attempt: Attempt) -> dict[str, Worker]:
             continue
         before = [worker.buddy for worker in owners]
         buddy = give_buddy(job, out, owners[0])
-        swap = Swap(generation=attempt.generation, buddy=buddy, solo=attempt.solo)
         for worker, old in zip(owners, before, strict=True):
-            worker.swap, worker.buddy = swap, owners[0].buddy
-            if old != worker.buddy or not worker.buddy_heard:
+            kept, worker.buddy = worker.parity, owners[0].buddy
+            parity = parities.give(job, worker)
+            worker.swap = Swap(
+                generation=attempt.generation, buddy=buddy, solo=attempt.solo, parity=parity
+            )
+            if old != worker.buddy or kept != worker.parity or not worker.buddy_heard:
                 others[worker.id] = worker
                 worker.buddy_heard = True
     return others

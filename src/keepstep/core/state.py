@@ -131,6 +131,7 @@ class WorkerFacts:
     buddy: str = ""  # node
     buddy_due: bool = False  # was told by a command of its own, which its agent may have missed
     buddy_heard: bool = True  # False: its agent was away, it may have missed who it is
+    parity: str = ""  # node that it was told to write its parity to
     leave_at: int = 0
     release_due: int | None = None  # generation of a planned attempt it may still hold for
     # answers in an attempt, each with its generation
@@ -325,6 +326,7 @@ class Job:
     injects: dict[str, InjectSpec] = field(default_factory=dict)
     fired: list[str] = field(default_factory=list)
     understudies_failed: int = 0  # since one was ready
+    parities: dict[int, str] = field(default_factory=dict)  # first rank of a group -> its holder
     forget_due: bool = False  # a Forget may have been lost
     preempted: list[tuple[int, int]] = field(default_factory=list)  # when, ranks told to leave
     deferred: dict[str, str] = field(default_factory=dict)  # tainted target -> reason

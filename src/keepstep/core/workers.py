@@ -19,7 +19,13 @@ from keepstep.core.migration import (
 )
 from keepstep.core.phases import has_held, has_reported
 from keepstep.core.planned import fail_move
-from keepstep.core.processes import inject_fired, look_again, replace_buddy, signal_now
+from keepstep.core.processes import (
+    inject_fired,
+    look_again,
+    replace_buddy,
+    replace_parity,
+    signal_now,
+)
 from keepstep.core.state import Attempt, Job, Out, Worker
 from keepstep.core.triage import headline
 from keepstep.model.messages import (
@@ -60,7 +66,10 @@ def worker_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> None
     elif isinstance(said, InjectFired):
         _inject_fired(job, out, worker, said)
     elif isinstance(said, BuddyLost):
-        if worker.role in ("rank", "newcomer"):
+        if said.parity is not None:
+            if worker.role == "rank":
+                replace_parity(job, out, worker, said.parity, said.error)
+        elif worker.role in ("rank", "newcomer"):
             replace_buddy(job, out, worker, said.error)
     elif worker.role == "newcomer":
         _newcomer_said(job, out, worker, said)

@@ -43,7 +43,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     nodes: list[NodeSpec]  # the first world/local_world of them get the ranks, in order
     spares: int  # warm standbys to keep, where free slots exist
     understudies: int = 0  # beside each standby, processes that are built as presumed ranks
-    redundancy: Literal["auto", "buddy", "off"] = "auto"  # of tensors that no other rank has
+    # of tensors that no other rank has
+    redundancy: Literal["auto", "buddy", "parity", "off"] = "auto"
     stall_timeout_ns: int
     script: list[str]
     env: dict[str, str] = {}

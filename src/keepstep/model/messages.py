@@ -218,10 +218,12 @@ class Sealed(Message, frozen=True):
 
 
 class BuddyLost(Message, frozen=True):
-    """Publishing to the buddy failed; the rank waits inside its fence for another Buddy."""
+    """Publishing to the buddy failed; the rank waits inside its fence for another Buddy. Or the
+    parity that `parity` holds could not be written, and it goes on without."""
 
     generation: int
     error: str
+    parity: Address | None = None
 
 
 class Done(Message, frozen=True):
@@ -267,10 +269,18 @@ WorkerMessage = (
 # --------------------------------------------------------------------------- orchestrator -> worker
 
 
+class Parity(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Who keeps the XOR of what these ranks have in the vaults of their own agents."""
+
+    holder: Address
+    members: list[int]
+
+
 class Buddy(Message, frozen=True):
     """Where this rank publishes its side state besides its own agent; None: nowhere."""
 
     address: Address | None
+    parity: Parity | None = None
 
 
 class Welcome(Message, frozen=True):
@@ -367,12 +377,13 @@ class Swap(Message, frozen=True):
     """Committed: put the staged backends of `generation` in place and go on training.
 
     `solo` keeps a newcomer without peers: everyone else has already finished. `same_buddy`: the
-    buddy stays who it was, whatever `buddy` says."""
+    buddy stays who it was, whatever `buddy` says; and so does the parity."""
 
     generation: int
     buddy: Address | None
     solo: bool = False
     same_buddy: bool = False
+    parity: Parity | None = None
 
 
 class Release(Message, frozen=True):
@@ -615,6 +626,7 @@ class StartWorker(Message, frozen=True):
     buddy: Address | None
     script: list[str]  # script or -m module, and its arguments
     env: dict[str, str] = {}
+    parity: Parity | None = None
     checkpoints: str = ""  # as in Welcome
 
 

@@ -57,6 +57,7 @@ class Channel:
         self.snapshot = -1  # number of the checkpoint to raise the word for
         self.buddy: m.Address | None = None
         self.buddy_known = False
+        self.parity: m.Parity | None = None
         self.armed: list[m.Arm] = []
         self.seat = -1  # rank that a standby was given
         self._answers: dict[type[m.Message], m.WorkerMessage] = {}
@@ -200,7 +201,7 @@ class Channel:
                     self.hold_generation = -1
                 self.inbox.append(command)
             case m.Buddy():
-                self.buddy = command.address
+                self.buddy, self.parity = command.address, command.parity
                 self.buddy_known = True
             case m.Arm():
                 self.armed.append(command)

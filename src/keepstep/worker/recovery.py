@@ -248,7 +248,7 @@ class Recovery:
             seat.channel.hold_generation = -1
         seat.channel.snapshot = -1  # what was asked for before the move was dropped with it
         if not command.same_buddy:
-            seat.channel.buddy = command.buddy
+            seat.channel.buddy, seat.channel.parity = command.buddy, command.parity
         elapsed = time.monotonic_ns() - began
         seat.channel.send(m.Swapped(generation=command.generation, swap_ns=elapsed))
         if not seat.done:
