@@ -1,4 +1,4 @@
-"""python -m benchmarks [overhead|pause|restart|memory|scale|redundancy|all] [--quick]"""
+"""python -m benchmarks [PART] [--quick]; without PART all of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ import signal
 import sys
 from collections.abc import Callable
 
-from benchmarks import memory, overhead, pause, redundancy, report, restart, scale
+from benchmarks import (
+    gpu,
+    memory,
+    overhead,
+    pause,
+    redundancy,
+    report,
+    restart,
+    scale,
+    transfer,
+)
 
 PARTS: dict[str, Callable[..., list[str]]] = {
     "overhead": overhead.run,
@@ -16,6 +26,8 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "restart": restart.run,
     "memory": memory.run,
     "scale": scale.run,
+    "transfer": transfer.run,
+    "gpu": gpu.run,
     "redundancy": redundancy.run,
 }
 

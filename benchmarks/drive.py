@@ -182,8 +182,14 @@ class Torchrun(Launched):
 class Keepstep(Launched):
     """One `keepstep run`, also watched through its REST interface."""
 
-    def __init__(self, options: list[str], script: str, arguments: list[str]) -> None:
-        super().__init__(["keepstep", "run", *options], script, arguments)
+    def __init__(
+        self,
+        options: list[str],
+        script: str,
+        arguments: list[str],
+        environ: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(["keepstep", "run", *options], script, arguments, environ)
         self.job = ""
         self._client: httpx.Client | None = None
 

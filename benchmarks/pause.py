@@ -164,15 +164,15 @@ def parts(
 
 
 def campaign(script: str, planned: int, unplanned: int, seed: int) -> list[dict[str, Any]]:
-    _, build_s, understudies = SCRIPTS[script]
+    _, build_s, understudies, more = SCRIPTS[script]
     chance = random.Random(seed)
     found: list[dict[str, Any]] = []
     left = {"planned": planned, "unplanned": unplanned}
     while any(left.values()):
-        arguments = ["--build-s", str(build_s)]
+        arguments = ["--build-s", str(build_s), *more]
         options = ["--nproc-per-node", str(WORLD), "--spares", "1", "--quiet"]
         options += ["--understudies", str(understudies)]
-        with Keepstep(options, "model.py", arguments) as job:
+        with Keepstep(options, "model.py", arguments, ONE_GPU) as job:
             for kind in ["planned", "unplanned"] * PAIRS_PER_JOB:
                 if not left[kind]:
                     continue
@@ -223,15 +223,26 @@ def campaigns(script: str, count: int, parallel: int) -> list[dict[str, Any]]:
         return [one for job in jobs for one in job.result()]
 
 
-SCRIPTS = {  # title, seconds of construction, understudies beside the spare
-    "quick": ("quick script", 0.0, 0),
-    "construction": ("20 s construction", 20.0, 0),
-    "understudies": ("20 s construction, understudies", 20.0, WORLD),
+# title, seconds of construction, understudies beside the spare, arguments of the script
+SCRIPTS: dict[str, tuple[str, float, int, list[str]]] = {
+    "quick": ("quick script", 0.0, 0, []),
+    "construction": ("20 s construction", 20.0, 0, []),
+    "understudies": ("20 s construction, understudies", 20.0, WORLD, []),
+    "gpu": ("1 GB of state, one GPU, NCCL", 0.0, 0, ["--device", "cuda", "--layers", "20"]),
+}
+# Two ranks on one GPU talk as if they were on two machines; without a GPU nobody looks at these.
+ONE_GPU = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
 }
 FILES = {
     "quick": "pause",
     "construction": "pause-construction",
     "understudies": "pause-understudies",
+    "gpu": "pause-gpu",
 }
 
 
@@ -239,14 +250,16 @@ def run(
     quick: bool, repeats: int | None = None, script: str = "all", parallel: int = 1
 ) -> list[str]:
     texts: list[str] = []
-    for name in SCRIPTS if script == "all" else [script]:
+    everywhere = [name for name in SCRIPTS if name != "gpu"]
+    for name in everywhere if script == "all" else [script]:
         texts += _run_script(name, quick, repeats or (3 if quick else 30), parallel)
     return texts
 
 
 def _run_script(name: str, quick: bool, count: int, parallel: int) -> list[str]:
     provenance = report.Provenance()
-    title, _, understudies = SCRIPTS[name]
+    title, _, understudies, more = SCRIPTS[name]
+    layers = int(more[more.index("--layers") + 1]) if "--layers" in more else 6
     report.say(f"pause: {title}, {count} of each kind, {parallel} job(s) at a time")
     found = campaigns(name, count, parallel)
     results = {
@@ -261,7 +274,7 @@ def _run_script(name: str, quick: bool, count: int, parallel: int) -> list[str]:
     )
     body = {
         "ranks": WORLD,
-        "parameters": 6 * (2048 * 2048 + 2048),
+        "parameters": layers * (2048 * 2048 + 2048),
         "optimizer": "AdamW, fused",
         "understudies": understudies,
         "cores": psutil.cpu_count(),

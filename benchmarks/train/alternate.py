@@ -52,7 +52,12 @@ torch.manual_seed(1 + rank)
 ddp = nn.parallel.DistributedDataParallel(net)
 adam = torch.optim.AdamW(net.parameters(), lr=1e-4)
 scheduler = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 1 / (1 + 0.001 * step))
-before = (set(optimizers._global_optimizer_pre_hooks), set(ddp._forward_pre_hooks))
+tables = (
+    optimizers._global_optimizer_pre_hooks,
+    optimizers._global_optimizer_post_hooks,
+    ddp._forward_pre_hooks,
+)
+before = [set(table) for table in tables]
 ks = keepstep.attach(ddp, adam, scheduler=scheduler)
 
 
@@ -70,7 +75,6 @@ class Hooks:
     """What Keepstep hung into torch at attach: a plain step must not pay for it."""
 
     def __init__(self) -> None:
-        tables = (optimizers._global_optimizer_pre_hooks, ddp._forward_pre_hooks)
         self._own = [
             (table, key, hook)
             for table, old in zip(tables, before)

@@ -30,18 +30,22 @@ parser.add_argument("--build-s", type=float, default=0.0, help="time that constr
 parser.add_argument("--width", type=int, default=2048)
 parser.add_argument("--layers", type=int, default=6)
 parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
+parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
 parser.add_argument("--checkpoint-every", type=int, default=0)
 args = parser.parse_args()
 
 rank = int(os.environ["RANK"])
-dist.init_process_group("gloo")
+if args.device == "cuda":
+    os.environ["NCCL_HOSTID"] = f"bench-{os.getpid()}"  # ranks that share one GPU
+    torch.cuda.set_device(0)
+dist.init_process_group("gloo" if args.device == "cpu" else "nccl")
 out = Path(args.out)
 time.sleep(args.build_s)
 torch.manual_seed(0)
 layers: list[nn.Module] = []
 for _ in range(args.layers):
     layers += [nn.Linear(args.width, args.width), nn.Tanh()]
-net = nn.Sequential(*layers)
+net = nn.Sequential(*layers).to(args.device)
 ddp = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=True)
 optimizer: torch.optim.Optimizer
 if args.optimizer == "adamw":
@@ -66,11 +70,13 @@ ks = keepstep.attach(ddp, optimizer)
 @ks.step
 def train_step(step: int) -> torch.Tensor:
     chance = torch.Generator().manual_seed(step * 1000 + rank)
-    x = torch.randn(4, args.width, generator=chance)
+    x = torch.randn(4, args.width, generator=chance).to(args.device)
     loss = nn.functional.mse_loss(ddp(x), x.roll(1, dims=1))
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+    if args.device == "cuda":
+        torch.cuda.synchronize()  # a commit is logged when the device has made it
     # Here and not after the call: this step stands from now on, and a planned hold, if there is
     # one, lies between here and the call's return. (A newcomer's warm-up is logged too, by its
     # own pid: readers look at ranks that were not moved.)
@@ -95,5 +101,5 @@ for step in ks.batches(range(start, args.steps)):
 
 digest = hashlib.sha256()
 for parameter in net.parameters():
-    digest.update(parameter.detach().numpy().tobytes())
+    digest.update(parameter.detach().cpu().numpy().tobytes())
 (out / f"rank-{rank}.json").write_text(json.dumps({"sha256": digest.hexdigest()}))

@@ -160,3 +160,69 @@ def test_one_node_keeps_the_shards_in_its_agent(
     job.finish()
     expected = reference(3, *args, script=LAYOUTS)
     came_from(verdict.identical(job, expected, faults=1, incidents=1), replicas=False)
+
+
+# ---------------------------------------------------------------- parity
+
+ALONE = [layout for layout, (_, replicas) in SHAPES.items() if not replicas]
+PARITY = ["--redundancy", "parity"]
+PARITY_KILLS = {
+    "compute": ["1,step=3,point=in_backward", "0,step=8,point=before_fence"],
+    "commit": ["2,step=2,point=in_fence", "0,step=6,point=in_optimizer"],
+}
+
+
+@pytest.mark.cost(30)
+@pytest.mark.parametrize("kills", PARITY_KILLS)
+@pytest.mark.parametrize("layout", ALONE)
+def test_kill_with_parity(
+    layout: str, kills: str, start: Start, reference: Reference, verdict: Verdict
+) -> None:
+    """The node is there, and its agent has what the process had."""
+    world, faults = SHAPES[layout][0], PARITY_KILLS[kills]
+    args = ["--layout", layout]
+    job = start(
+        *nodes(world), *PARITY, *inject(*(f"kill:rank={fault}" for fault in faults)),
+        script=LAYOUTS, script_args=args, world=world,
+    )  # fmt: skip
+    job.finish()
+    fired(job, len(faults))
+    expected = reference(world, *args, script=LAYOUTS)
+    for incident in verdict.identical(job, expected, faults=2, incidents=2):
+        assert "from the vault of its own agent" in incident["source"], incident["source"]
+
+
+@pytest.mark.cost(35)
+@pytest.mark.parametrize("layout", ALONE)
+def test_loss_of_a_node_with_parity(
+    layout: str, start: Start, reference: Reference, verdict: Verdict
+) -> None:
+    """The second one is lost when the first one's successor has its part in another parity."""
+    world = SHAPES[layout][0]
+    args = ["--layout", layout, "--steps", "40", "--slow", "yes"]
+    job = start(*nodes(world, 2), *PARITY, script=LAYOUTS, script_args=args, world=world)
+    for count, (victim, step) in enumerate(((1, 5), (0, 14)), 1):
+        job.until_step(step)
+        job.spare_parked()
+        node = job.rank(victim)["node"]
+        job.post("inject", {"id": f"x{victim}", "action": "kill-node", "node": node})
+        resolved(job, count)
+    job.hurry()
+    job.finish()
+    expected = reference(world, *args, script=LAYOUTS)
+    for incident in verdict.identical(job, expected, faults=2, incidents=2):
+        assert "from the parity at" in incident["source"], incident["source"]
+
+
+@pytest.mark.cost(30)
+def test_loss_of_two_nodes_of_one_parity_falls_back(start: Start, verdict: Verdict) -> None:
+    args = ["--layout", "fsdp", "--steps", "40", "--slow", "yes"]
+    job = start(*nodes(3, 2), *PARITY, script=LAYOUTS, script_args=args, world=3)
+    job.until_step(5)
+    job.spare_parked(2)
+    for node in ("n0", "n2"):  # side states are on n1 and n3
+        job.post("inject", {"id": f"x-{node}", "action": "kill-node", "node": node})
+    job.finish(code=4)
+    reason = job.incidents()[-1]["reason"]
+    assert "a parity makes up for the loss of one member" in reason, reason
+    verdict.note(2, "fell back, and said why")

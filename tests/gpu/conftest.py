@@ -9,6 +9,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -62,19 +63,24 @@ def nccl_on_one_gpu() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
-    """What plain torchrun computes for the same arguments; once per set of arguments."""
-    known: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+def reference(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[..., Future[list[dict[str, Any]]]]]:
+    """What plain torchrun computes for the same arguments: once per set of arguments, and beside
+    the job that will be held against it."""
+    known: dict[tuple[Any, ...], Future[list[dict[str, Any]]]] = {}
+    pool = ThreadPoolExecutor(1)
 
-    def get(world: int, *script_args: str) -> list[dict[str, Any]]:
+    def get(world: int, *script_args: str) -> Future[list[dict[str, Any]]]:
         words = iter(script_args)
         key = (world, *(w for w in words if not (w == "--slow" and next(words))))
         if key not in known:
             folder = tmp_path_factory.mktemp("plain")
-            known[key] = run_plain(folder, world, list(key[1:]), SCRIPT)
+            known[key] = pool.submit(run_plain, folder, world, list(key[1:]), SCRIPT)
         return known[key]
 
-    return get
+    yield get
+    pool.shutdown()
 
 
 @pytest.fixture

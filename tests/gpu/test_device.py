@@ -11,7 +11,7 @@ import torch
 
 from keepstep.worker import cuda, rng
 from keepstep.worker.digest import SCRATCH_BYTES, digest
-from keepstep.worker.guard import GO, SKIP, Guard, apply_unguarded
+from keepstep.worker.guard import GO, SKIP, Guard, apply_unguarded, skip_open
 
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
@@ -42,22 +42,31 @@ class Twin:
             a.grad = torch.randn_like(a)
             b.grad = a.grad.clone()
 
+    def rehearse(self) -> None:
+        self.gradients()
+        assert not self.guard.suits(self.guarded)
+        self.reference.step()
+        self.guard.rehearse(self.guarded)
+        apply_unguarded(self.guarded)
+        assert not self.guard.end(self.guarded)
+
     def step(self, word: int) -> None:
         """As between the hooks; nothing here may wait for the device."""
         assert self.guard.suits(self.guarded)
         torch.cuda.synchronize()
-        assert self.guard.begin(self.guarded)
+        assert self.guard.begin(self.guarded, lambda: False)
         torch.cuda.set_sync_debug_mode("error")
         try:
             apply_unguarded(self.guarded)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+        assert self.guard.end(self.guarded)
         self.guard.wait(lambda: False)
         behind = torch.cuda.Event()
         behind.record()
         assert not behind.query(), "the update did not wait"
-        self.guard.decide(word)
-        self.guard.decide(GO)  # too late: the first word counts
+        assert self.guard.decide(word)
+        assert not self.guard.decide(GO)  # too late: the first word counts
         torch.cuda.synchronize()
 
     def state(self) -> list[torch.Tensor]:
@@ -79,10 +88,8 @@ class Twin:
 @pytest.mark.parametrize("kind", KINDS)
 def test_guarded_updates_are_bit_identical_and_skipped_ones_never_were(kind: str) -> None:
     twin = Twin(kind)
-    twin.gradients()
-    assert not twin.guard.suits(twin.guarded), "its first step allocates its state"
-    twin.reference.step()
-    twin.guarded.step()
+    twin.rehearse()  # does nothing: the first step has yet to allocate its state
+    twin.rehearse()
     for turn in range(20):
         twin.gradients()
         twin.reference.step()
@@ -99,10 +106,10 @@ def test_guarded_updates_are_bit_identical_and_skipped_ones_never_were(kind: str
 
 def test_found_inf_of_a_scaler_counts_too() -> None:
     twin = Twin("adamw")
-    twin.gradients()
-    twin.guarded.step()
+    twin.rehearse()
     theirs = torch.ones((), device="cuda")
     twin.guarded.found_inf = theirs  # type: ignore[attr-defined]
+    twin.rehearse()
     before = twin.state()
     twin.step(GO)
     assert twin.guarded.found_inf is theirs  # type: ignore[attr-defined]
@@ -111,8 +118,8 @@ def test_found_inf_of_a_scaler_counts_too() -> None:
 
 def test_guard_keeps_away_from_hooks_and_other_optimizers() -> None:
     twin = Twin("adamw")
-    twin.gradients()
-    twin.guarded.step()
+    twin.rehearse()
+    twin.rehearse()
     assert twin.guard.suits(twin.guarded)
     hook = twin.guarded.register_step_post_hook(lambda *_: None)
     assert not twin.guard.suits(twin.guarded)
@@ -120,6 +127,24 @@ def test_guard_keeps_away_from_hooks_and_other_optimizers() -> None:
     other = torch.optim.AdamW(twin.held, foreach=True)
     other.step()
     assert not twin.guard.suits(other)
+
+
+def test_abort_skips_and_whoever_keeps_the_device_waiting_keeps_the_guard_away() -> None:
+    twin = Twin("adamw")
+    twin.rehearse()
+    twin.rehearse()
+    with cuda.exclusive:
+        assert not twin.guard.begin(twin.guarded, lambda: False)
+    assert not twin.guard.begin(twin.guarded, lambda: True)
+    before = twin.state()
+    assert twin.guard.begin(twin.guarded, lambda: False)
+    apply_unguarded(twin.guarded)
+    skip_open()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, before, twin.state()))
+    assert twin.guard.end(twin.guarded)
+    assert not twin.guard.decide(GO)
+    assert not cuda.exclusive.locked()
 
 
 def test_random_states_are_captured_without_waiting_and_restored() -> None:

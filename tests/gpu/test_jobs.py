@@ -1,60 +1,67 @@
-"""Real jobs over NCCL on one GPU, hurt at the points of the chaos suite; bits are compared."""
+"""Real jobs over NCCL on one GPU, hurt at the points of the chaos suite; bits are compared.
+
+Starting a job takes longer than recovering it, so each carries several faults, with a spare for
+each of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 from harness import Job, Verdict
 
 Start = Callable[..., Job]
-Reference = Callable[..., list[dict[str, Any]]]
+Reference = Callable[..., Future[list[dict[str, Any]]]]
 
 STEPS = ["--epochs", "3"]
-POINTS = [
-    "before_forward",
-    "in_backward",
-    "before_fence",
-    "in_fence",
-    "in_optimizer",
-    "after_step",
-    "in_section",
-]
+# Where, and in which step; sections come after every fifth.
+POINTS = {
+    "before_forward": 2,
+    "in_backward": 5,
+    "before_fence": 8,
+    "in_fence": 11,
+    "in_optimizer": 14,
+    "after_step": 17,
+    "in_section": 20,
+}
 
 
-def inject(*faults: str) -> list[str]:
-    return [word for fault in faults for word in ("--inject", fault)]
-
-
-def fired(job: Job, count: int) -> None:
-    assert len(job.last["injects_fired"]) == count, job.last["injects_fired"]
-
-
-def kills(point: str, world: int) -> list[str]:
-    """Three, each of another rank."""
-    steps = [5, 15, 20] if point == "in_section" else [3, 10, 17]
-    return [f"kill:rank={(n + 1) % world},step={s},point={point}" for n, s in enumerate(steps)]
-
-
-@pytest.mark.parametrize("point", POINTS)
-def test_ddp_kill_each_rank_at(
-    point: str, start: Start, reference: Reference, verdict: Verdict
-) -> None:
+def hurt(
+    start: Start, reference: Reference, verdict: Verdict, world: int, faults: list[str],
+    *script_args: str,
+) -> list[dict[str, Any]]:  # fmt: skip
+    args = [*STEPS, *script_args]
+    expected = reference(world, *args)
+    options = [word for fault in faults for word in ("--inject", fault)]
     job = start(
-        "--nproc-per-node", "3", "--spares", "2", *inject(*kills(point, 3)), script_args=STEPS
-    )
+        "--nproc-per-node", str(world), "--spares", str(len(faults)), *options,
+        script_args=args, world=world,
+    )  # fmt: skip
     job.finish()
-    fired(job, 3)
-    verdict.identical(job, reference(3, *STEPS), faults=3, incidents=3)
+    assert len(job.last["injects_fired"]) == len(faults), job.last["injects_fired"]
+    return verdict.identical(job, expected.result(), faults=len(faults), incidents=len(faults))
+
+
+@pytest.mark.parametrize(("layout", "world"), [("ddp", 3), ("fsdp", 3), ("hsdp", 4)])
+def test_kill_at_every_point(
+    layout: str, world: int, start: Start, reference: Reference, verdict: Verdict
+) -> None:
+    faults = [
+        f"kill:rank={n % world},step={step},point={point}"
+        for n, (point, step) in enumerate(POINTS.items(), 1)
+    ]
+    hurt(start, reference, verdict, world, faults, "--layout", layout)
 
 
 @pytest.mark.parametrize(
     "variant",
-    [["--optimizer", "foreach"], ["--scaler"], ["--backend", "cpu:gloo,cuda:nccl"]],
-    ids=["unguarded", "scaler", "both-backends"],
+    [["--optimizer", "foreach"], ["--scaler", "--backend", "cpu:gloo,cuda:nccl"]],
+    ids=["unguarded", "scaler-and-both-backends"],
 )
-def test_ddp_kills_with(
+def test_kills_with(
     variant: list[str], start: Start, reference: Reference, verdict: Verdict
 ) -> None:
     faults = [
@@ -62,15 +69,29 @@ def test_ddp_kills_with(
         "kill:rank=0,step=6,point=in_fence",
         "kill:rank=1,step=12,point=in_optimizer",
     ]
-    args = [*STEPS, *variant]
-    job = start("--nproc-per-node", "3", "--spares", "2", *inject(*faults), script_args=args)
-    job.finish()
-    fired(job, 3)
-    verdict.identical(job, reference(3, *args), faults=3, incidents=3)
+    hurt(start, reference, verdict, 3, faults, *variant)
 
 
-def test_planned_migration(start: Start, reference: Reference, verdict: Verdict) -> None:
-    args = ["--epochs", "4", "--steps-per-epoch", "25", "--slow", "yes"]
+def test_device_errors_replace_the_rank(
+    start: Start, reference: Reference, verdict: Verdict
+) -> None:
+    faults = [
+        "device-error:rank=1,step=6,point=before_forward",
+        "device-error:rank=2,step=12,point=in_backward",
+    ]
+    seen = hurt(start, reference, verdict, 3, faults, "--layout", "ddp")
+    assert [(i["cause"], i["victims"]) for i in seen] == [
+        ("device-error", [1]),
+        ("device-error", [2]),
+    ]
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_planned_migration(
+    layout: str, start: Start, reference: Reference, verdict: Verdict
+) -> None:
+    args = [*STEPS, "--layout", layout, "--slow", "yes"]
+    expected = reference(3, *args)
     job = start(
         "--local-nodes", "3", "--nproc-per-node", "1", "--spare-nodes", "1", script_args=args
     )
@@ -79,32 +100,13 @@ def test_planned_migration(start: Start, reference: Reference, verdict: Verdict)
     moved = job.cli_json("migrate", "--rank", "1")
     assert (moved["outcome"], moved["victims"]) == ("RESOLVED", [1])
     job.finish()
-    seen = verdict.identical(job, reference(3, *args), faults=1, incidents=1)
+    seen = verdict.identical(job, expected.result(), faults=1, incidents=1)
     assert [i["trigger"] for i in seen] == ["planned"]
 
 
-@pytest.mark.parametrize("point", ["before_forward", "in_backward"])
-def test_device_error_replaces_the_rank(
-    point: str, start: Start, reference: Reference, verdict: Verdict
-) -> None:
-    job = start(
-        "--nproc-per-node", "3", "--spares", "1",
-        *inject(f"device-error:rank=1,step=6,point={point}"),
-        script_args=STEPS,
-    )  # fmt: skip
-    job.finish()
-    fired(job, 1)
-    seen = verdict.identical(job, reference(3, *STEPS), faults=1, incidents=1)
-    assert (seen[0]["cause"], seen[0]["victims"]) == ("device-error", [1])
-
-
 def test_compiled_step(start: Start, reference: Reference, verdict: Verdict) -> None:
-    args = [*STEPS, "--compile"]
     fault = "kill:rank=1,step=6,point=in_backward"
-    job = start("--nproc-per-node", "2", "--spares", "1", *inject(fault), script_args=args, world=2)
-    job.finish()
-    fired(job, 1)
-    verdict.identical(job, reference(2, *args), faults=1, incidents=1)
+    hurt(start, reference, verdict, 2, [fault], "--compile")
 
 
 def test_cuda_graph_inside_a_step_is_refused(start: Start, verdict: Verdict) -> None:

@@ -40,12 +40,14 @@ parser.add_argument("--graph", action="store_true", help="replay a CUDA graph in
 parser.add_argument("--width", type=int, default=256)
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--steps-per-epoch", type=int, default=8)
-parser.add_argument("--slow", default="", help="steps take 0.1 s while this file exists")
+parser.add_argument("--slow", default="", help="steps take a second while this file exists")
+parser.add_argument("--device", default="cuda", help="cpu: to try the script itself")
 args = parser.parse_args()
 
 BATCH, MICRO, WIDTH, DEPTH = 8, 2, args.width, 4
 torch.use_deterministic_algorithms(True)
-torch.cuda.set_device(0)
+if args.device == "cuda":
+    torch.cuda.set_device(0)
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 dist.init_process_group(args.backend or None)
 seed: list[Any] = [1234 + 7 * rank]
@@ -72,7 +74,8 @@ class Block(nn.Module):
         return x + self.drop(self.back(nn.functional.gelu(self.wide(self.norm(x)))))
 
 
-net: Any = nn.Sequential(*[Block() for _ in range(DEPTH)], nn.Linear(WIDTH, WIDTH)).cuda()
+net: Any = nn.Sequential(*[Block() for _ in range(DEPTH)], nn.Linear(WIDTH, WIDTH))
+net.to(args.device)
 torch.manual_seed(1000 + rank)
 random.seed(rank)
 model: Any = net
@@ -83,7 +86,8 @@ else:
     from torch.distributed.fsdp import fully_shard
 
     shape = (world,) if args.layout == "fsdp" else (world // 2, 2)
-    mesh = init_device_mesh("cuda", shape)
+    names = ("replicate", "shard")[2 - len(shape) :]
+    mesh = init_device_mesh(args.device, shape, mesh_dim_names=names)
     for block in net:
         fully_shard(block, mesh=mesh)
     fully_shard(net, mesh=mesh)
@@ -91,15 +95,15 @@ called = torch.compile(model) if args.compile else model
 kind = {"fused": True} if args.optimizer == "fused" else {"foreach": True}
 adam = torch.optim.AdamW(net.parameters(), lr=3e-3, weight_decay=0.01, **kind)
 scheduler = torch.optim.lr_scheduler.LambdaLR(adam, lambda s: 1 / (1 + 0.01 * s))
-scaler = torch.amp.GradScaler("cuda", init_scale=256.0, growth_interval=5, enabled=args.scaler)
+scaler = torch.amp.GradScaler(args.device, init_scale=256.0, growth_interval=5, enabled=args.scaler)
 history: list[Any] = []
 
 ks = keepstep.attach(model, adam, scheduler=scheduler, scaler=scaler if args.scaler else None)
 ks.register(
     "history", lambda: list(history), lambda s: history.__setitem__(slice(None), s), per_rank=True
 )
-graph = torch.cuda.CUDAGraph()
 if args.graph:
+    graph = torch.cuda.CUDAGraph()
     static = torch.zeros(4, device="cuda")
     with torch.cuda.graph(graph):
         static += 1
@@ -114,8 +118,8 @@ def without_sync(last: bool) -> Any:
 
 @ks.step
 def train_step(ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    x = x.cuda()
-    total = torch.zeros((), device="cuda")
+    x = x.to(args.device)
+    total = torch.zeros((), device=args.device)
     if args.graph:
         graph.replay()
     for part in range(MICRO):
@@ -138,7 +142,7 @@ def train_step(ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 @ks.section
 def evaluate() -> float:
-    score = torch.full((1,), float(rank + 1), device="cuda")
+    score = torch.full((1,), float(rank + 1), device=args.device)
     dist.all_reduce(score)
     return score.item()
 
@@ -152,7 +156,7 @@ for epoch in ks.epochs(args.epochs):
     sampler.set_epoch(epoch)
     for batch in ks.batches(loader):
         if args.slow and Path(args.slow).exists():
-            time.sleep(0.1)
+            time.sleep(1.0)
         last_loss = train_step(*batch)
         if ks.committed_step % 5 == 0:
             evaluate()
@@ -174,7 +178,7 @@ state = {
     "optimizer": flat(adam.state_dict()),
     "scheduler": flat(scheduler.state_dict()),
     "scaler": flat(scaler.state_dict()),
-    "rng": [flat(torch.get_rng_state()), flat(torch.cuda.get_rng_state()), random.random()],
+    "rng": [flat(torch.get_rng_state()), flat(torch.cuda.get_rng_state_all()), random.random()],
     "history": history,
     "last": [last, last_loss.item()],
     "committed": ks.committed_step,

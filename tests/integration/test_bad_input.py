@@ -27,8 +27,8 @@ import pytest
 from jobs import SCRIPTS, Job, command
 
 from keepstep.adapters.store.sqlite import SqliteLedger
+from keepstep.cli.checkpoints import check_resume
 from keepstep.cli.main import invoke
-from keepstep.cli.run import check_resume
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
 from keepstep.model.records import Tainted
@@ -377,7 +377,7 @@ def test_state_directory_not_writable(
 def test_resume_from_a_directory_that_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     with pytest.raises(UsageError, match="checkpoint"):
-        check_resume(str(tmp_path))
+        check_resume(str(tmp_path), 1)
 
 
 # --------------------------------------------------------------------------- corrupted ledgers

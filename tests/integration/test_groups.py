@@ -243,7 +243,7 @@ def test_abort_from_another_thread_unblocks_a_pending_operation(world: World) ->
 
 
 def test_fence_hears_all_and_raises_quickly_when_a_peer_dies(world: World) -> None:
-    expected = ((0, 1 << 40, -3, 0), (WORLD - 1, 1 << 40, -3, 0))
+    expected = ((0, 1 << 40, -3, 0, 0), (WORLD - 1, 1 << 40, -3, 0, 0))
     assert [tuple(map(tuple, heard)) for heard in world.all("fence")] == [expected] * WORLD
     assert max(world.all("time_fences", 100)) < 0.05
     for remote in world.ranks[:2]:

@@ -56,8 +56,9 @@ class Rank:
         self.optimizer.zero_grad()
         self.ddp(torch.randn(6, 48)).square().mean().backward()
         if fence:
-            low, high = self.groups.fence((step, -self.rank, self.rank, 7))
-            assert low == (step, 1 - self.world, 0, 7) and high == (step, 0, self.world - 1, 7)
+            low, high = self.groups.fence((step, -self.rank, self.rank, 7, 8))
+            assert low == (step, 1 - self.world, 0, 7, 8)
+            assert high == (step, 0, self.world - 1, 7, 8)
         self.optimizer.step()
         return self.digest()
 
@@ -183,12 +184,12 @@ class Rank:
         return ""
 
     def fence(self) -> Any:
-        return self.groups.fence((self.rank, 1 << 40, -3, 0))
+        return self.groups.fence((self.rank, 1 << 40, -3, 0, 0))
 
     def time_fences(self, count: int) -> float:
         begin = time.monotonic()
         for value in range(count):
-            self.groups.fence((value, 1, 2, 3))
+            self.groups.fence((value, 1, 2, 3, 4))
         return (time.monotonic() - begin) / count
 
     def gloo_sockets(self) -> int:

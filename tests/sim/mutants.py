@@ -370,7 +370,28 @@ def _buddies_untold(old: Any, job_: Job, out: Out, worker: Worker) -> None:
     processes.give_buddy(job_, out, worker)
 
 
+def _fenced_unseen(old: Any, job_: Job, node: Any) -> Any:
+    return [(node.fenced_at, "fenced", node.name)]
+
+
+def _swap_as_decided(old: Any, job_: Job, out: Out, worker: Worker) -> Any:
+    return worker.swap
+
+
+def _waiting_is_holding(old: Any, sample: Any) -> bool:
+    return bool(old(sample)) or sample.hold
+
+
 FIXED: dict[str, Patch] = {
+    "once: a node was called fenced while nobody was in reach": lambda: wrap(
+        timers._fenced_timer, _fenced_unseen
+    ),
+    "once: a Swap said again took back the buddy": lambda: wrap(
+        processes.swap_of, _swap_as_decided
+    ),
+    "once: a hang while waiting for a buddy was excused": lambda: wrap(
+        stall.may_stand_still, _waiting_is_holding
+    ),
     "once: an understudy took its seat without a buddy": lambda: wrap(
         migration.assign_row, _keeps_no_buddy
     ),
@@ -671,6 +692,8 @@ REPLAYED = (
     r.Untainted,
     r.Deferred,
     r.CheckpointWritten,
+    r.CheckpointSealed,
+    r.FellBack,
 )
 
 
@@ -706,6 +729,9 @@ SAID = [
     "Resumed",
     "Checkpointed",
     "CheckpointFailed",
+    "Saved",
+    "SaveFailed",
+    "Sealed",
     "BuddyLost",
     "Done",
 ]
@@ -738,6 +764,8 @@ COMMANDS = [
     "Finish",
     "Buddy",
     "Checkpoint",
+    "Snapshot",
+    "Seal",
 ]
 
 
@@ -814,6 +842,13 @@ HINTS: dict[str, tuple[str, ...]] = {
     "not heard: CheckpointFailed": ("full-disk",),
     "timer forgotten: checkpoint": ("no-spare",),
     "record not replayed: CheckpointWritten": ("no-spare",),
+    "record not replayed: CheckpointSealed": ("fall-back",),
+    "record not replayed: FellBack": ("fall-back",),
+    "not heard: Saved": ("fall-back",),
+    "not heard: SaveFailed": ("fall-back",),
+    "not heard: Sealed": ("fall-back",),
+    "not told: Snapshot": ("fall-back",),
+    "not told: Seal": ("fall-back",),
     "timer forgotten: settle": ("absent-node",),
     "timer forgotten: join": ("absent-node",),
     "timer forgotten: attach": ("late-attach",),
@@ -855,6 +890,7 @@ HINTS: dict[str, tuple[str, ...]] = {
     "row skipped: processes.replace_buddy": ("late-news",),
     "row skipped: job._seen_resumed": ("lost-words",),
     "fence: an unreachable node is dead at once": ("unseen-hang",),
+    "agent: never fences itself": ("unseen-hang",),
     "gate open: unplanned COPY all_fenced": ("unseen-hang",),
     "spares: surplus is kept": ("operators", "migrate-back"),
     "record not replayed: IncidentClosed": ("RETIRE/planned/orchestrator/crash", "disk-full"),
@@ -881,6 +917,9 @@ HINTS: dict[str, tuple[str, ...]] = {
     "once: one failed store ended the start": ("start",),
     "once: all stopped ranks were killed": ("all-stopped",),
     "once: a resumed job began with generation 0": ("resume",),
+    "once: a node was called fenced while nobody was in reach": ("cut-off-twice",),
+    "once: a Swap said again took back the buddy": ("lost-swap",),
+    "once: a hang while waiting for a buddy was excused": ("hung-asking",),
     "breaker: every taint moves": ("mass-taint",),
 }
 

@@ -13,18 +13,34 @@ from hypothesis import strategies as st
 from keepstep.agent.blobs import BlobServer
 from keepstep.agent.page import PageReader, create_page
 from keepstep.core.agent.blobs import BlobStore
-from keepstep.model.messages import BlobData, BlobGet, BlobMissing, BlobOk, BlobPut, BlobRefused
-from keepstep.model.page import CAPACITY_DEFAULT, FIELDS, MAGIC, NEWEST, PAGE_BYTES, SLOT_HEADER
+from keepstep.model.messages import (
+    SERIAL_BITS,
+    BlobData,
+    BlobGet,
+    BlobMissing,
+    BlobOk,
+    BlobPut,
+    BlobRefused,
+)
+from keepstep.model.page import (
+    CAPACITY_DEFAULT,
+    FIELDS,
+    MAGIC,
+    NEWEST,
+    PAGE_BYTES,
+    SLOT_HEADER,
+    TICKS_KEPT,
+)
 
 
-def test_the_two_newest_ticks_and_the_init_record_are_kept() -> None:
+def test_the_newest_ticks_and_the_init_record_are_kept() -> None:
     store = BlobStore()
     for tick in (-1, 0, 1, 2, 3):
         store.put(5, tick, b"%d" % tick)
-    assert store.ticks(5) == [-1, 2, 3]
+    assert store.ticks(5) == [-1, 1, 2, 3]
     assert store.get(5, NEWEST) == (3, b"3")
     assert store.get(5, -1) == (-1, b"-1")
-    assert store.get(5, 1) is None
+    assert store.get(5, 0) is None
     assert store.get(6, NEWEST) is None
 
 
@@ -43,7 +59,7 @@ def test_what_was_just_acknowledged_is_there(ticks: list[int]) -> None:
     for tick in ticks:
         store.put(0, tick, b"%d" % tick)
         assert store.get(0, tick) == (tick, b"%d" % tick)
-        assert len([kept for kept in store.ticks(0) if kept >= 0]) <= 2
+        assert len([kept for kept in store.ticks(0) if kept >= 0]) <= TICKS_KEPT
     assert (-1 in store.ticks(0)) == (-1 in ticks)
 
 
@@ -58,7 +74,8 @@ def pages() -> Iterator[list[PageReader]]:
         for tick in ticks:
             data = f"{name} {tick}".encode()
             header = SLOT_HEADER.pack(2, tick, len(data), zlib.crc32(data))
-            os.pwrite(fd, header + data, PAGE_BYTES + (tick % 2) * CAPACITY_DEFAULT)
+            at = PAGE_BYTES + (tick % TICKS_KEPT) * CAPACITY_DEFAULT
+            os.pwrite(fd, header + data, at)
         made.append(PageReader(fd))
     yield made
     for page in made:
@@ -111,3 +128,18 @@ def test_a_wrong_token_gets_nothing_and_changes_nothing(server: BlobServer, toke
 def test_impossible_side_state_is_refused(server: BlobServer, rank: int, tick: int) -> None:
     put = BlobPut(token="s3cret", rank=rank, tick=tick, data=b"x")
     assert isinstance(server.answer(put), BlobRefused)
+
+
+def test_copies_of_a_life_that_is_over_are_forgotten() -> None:
+    """The job went back: the same ticks come again, and the old ones must not be taken for them."""
+    server = BlobServer("t", lambda _: ())
+    for generation, ticks in ((2, (-1, 98, 99)), (5, (40, 41))):
+        for tick in ticks:
+            serial = (generation << SERIAL_BITS) + tick + 2
+            put = BlobPut(token="t", rank=1, tick=tick, data=b"%d" % tick, serial=serial)
+            assert server.answer(put) == BlobOk()
+    for _ in range(2):  # it may be told more than once
+        server.forget(5)
+        newest = server.answer(BlobGet(token="t", rank=1, tick=NEWEST))
+        assert isinstance(newest, BlobData) and newest.tick == 41
+        assert server.answer(BlobGet(token="t", rank=1, tick=99)) == BlobMissing(held=[41])

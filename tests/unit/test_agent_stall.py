@@ -96,6 +96,15 @@ def test_some_may_stand_still(fields: dict[str, Any]) -> None:
     assert watched.look(**fields) is None
 
 
+def test_who_holds_by_itself_must_ask_again_and_again() -> None:
+    watched = Watched()
+    assert [watched.look(hold=True, asked_ns=n // 4) for n in range(8, 100)] == [None] * 92
+    watched = Watched()
+    watched.stall(hold=True, asked_ns=7)
+    assert watched.look(hold=True, asked_ns=8) == Unstalled(worker="w0")
+    assert [watched.look(hold=True) for _ in range(50)] == [None] * 50  # it was told to, at last
+
+
 def test_a_page_that_is_not_there_yet_is_no_stall() -> None:
     detector = StallDetector(TIMEOUT)
     said = [detector.observe(t * S, "w", -1, None, cpu_ns=0, stopped=False) for t in range(99)]

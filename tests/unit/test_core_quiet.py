@@ -105,3 +105,22 @@ def test_looks_of_a_migration_do_not_grow_with_its_ranks(
         assert play(story, size).recorded(r.AttemptStarted)
         counts.append(looks)
     assert counts[1] <= counts[0] + 2, counts
+
+
+def test_parts_of_a_checkpoint_are_not_looked_at_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks = 0
+    settle = jobs.settle
+
+    def counted(job: jobs.Job, out: jobs.Out) -> None:
+        nonlocal looks
+        looks += 1
+        settle(job, out)
+
+    nodes = " ".join(f"n{number}:2" for number in range(33))
+    world = World(job_spec(nodes=nodes, world=64, checkpoints="/c/j", interval_s=30)).start()
+    world.step(2)
+    monkeypatch.setattr(jobs, "settle", counted)
+    world.run(40)
+    assert len(world.recorded(r.CheckpointSealed)) == 1 and looks < 10, looks

@@ -178,6 +178,27 @@ def test_a_worker_of_a_node_declared_dead_is_killed_when_its_agent_returns() -> 
     world.assert_training()
 
 
+def test_nobody_is_called_fenced_while_no_rank_is_in_reach() -> None:
+    world = trained(nodes="n0:2 n1:2 n2:2", spares=2)
+    world.lose_agent("n0")
+    world.run(world.spec.stall_timeout_ns / 1e9 + 1)
+    assert world.core.state("j").nodes["n0"].state == "unreachable"
+    world.lose_agent("n1", lose_answers=True)
+    world.run(500)
+    assert not world.recorded(r.NodeLost), "all of them may train on"
+    for worker in world.owners():
+        worker.tick += 7
+    back = world.now
+    world.join("n1")
+    for worker in world.workers.values():
+        worker.alive = worker.alive and worker.node != "n0"
+    world.run()
+    (lost,) = world.recorded(r.NodeLost)
+    assert lost.at_ns >= back + world.spec.stall_timeout_ns
+    world.assert_training()
+    assert world.last.victims == [0, 1]
+
+
 def test_the_store_is_not_opened_where_ranks_die() -> None:
     world = trained(spares=2)
     world.kill_node("n0")
@@ -857,3 +878,25 @@ def test_side_state_of_a_rank_that_died_while_its_agent_was_away_is_not_forgotte
     ]
     assert all(i > committed for i in forgotten)
     world.assert_training()
+
+
+def test_an_init_record_that_nobody_has_is_asked_for_again_and_then_lost() -> None:
+    """Owner and buddy are gone: replacing the newcomer would not help, and no slot is to blame."""
+    world = trained(nodes="n0:1 n1:1 n2:1 n3:1 n4:1", world=3, local_world=1, spares=2)
+    assigned: list[str] = []
+
+    def refuse(worker: object, said: m.Message) -> m.Message | None:
+        if isinstance(said, m.Assign) and said.rank == 1:
+            assigned.append(worker.id)  # type: ignore[attr-defined]
+            return m.CopyFailed(
+                generation=said.generation, reason="side-state-missing", error="held by nobody"
+            )
+        return None
+
+    world.refuse = refuse
+    world.kill_node("n1")
+    world.kill_node("n2")
+    world.run(30)
+    assert len(assigned) == 2 and len(set(assigned)) == 1
+    assert (world.view.state, world.view.exit_code) == ("fell_back", 4)
+    assert not any(node.taints for node in world.view.nodes)

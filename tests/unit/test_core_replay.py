@@ -139,6 +139,29 @@ def test_an_agent_that_stays_away_is_waited_for_then_lost() -> None:
     assert world.last.victims == [1, 2, 3]
 
 
+def test_a_swap_that_is_said_again_names_the_buddy_of_now() -> None:
+    world = trained(spares=2)
+    world.kill(1)
+    assert world.before(m.Swapped)
+    world.restart_core()
+    world.handle(Wake())
+    world.run(30)  # nobody comes, so nobody has a buddy
+    sent = len(world.sent)
+    world.rejoin()
+    world.run()
+    world.assert_training()
+    buddies: dict[str, m.Address | None] = {}
+    for _, command in world.sent[sent:]:
+        told = command.command if isinstance(command, m.Tell) else None
+        if isinstance(told, m.Buddy):
+            buddies[command.worker] = told.address
+        elif isinstance(told, m.Swap) and not told.same_buddy:
+            buddies[command.worker] = told.buddy
+    for rank in range(world.spec.world):
+        worker = world.core.state("j").owner(rank)
+        assert worker is not None and buddies[worker.id] == world.nodes[worker.buddy].blobs
+
+
 def test_worker_and_incident_ids_go_on_after_a_restart() -> None:
     world = trained()
     world.kill(1)

@@ -120,6 +120,19 @@ def test_a_node_lost_at_the_start_moves_its_ranks_to_free_slots() -> None:
     assert {worker.node for worker in world.owners()} == {"n0", "n2"}
 
 
+def test_a_node_lost_without_a_sign_at_the_start_is_waited_for_and_then_left() -> None:
+    world = World(job_spec(nodes="n0:2 n1:2 n2:2", spares=0))
+    world.attach = False
+    world.run(5)
+    world.lose_agent("n1", lose_answers=True)
+    for worker in world.workers.values():
+        worker.alive = worker.alive and worker.node != "n1"
+    world.attach = True
+    world.run(2 * world.spec.stall_timeout_ns / 1e9 + 60)
+    assert world.view.state == "running"
+    assert {rank.slot for rank in world.view.ranks} == {"n0/0", "n0/1", "n2/0", "n2/1"}
+
+
 def test_ranks_that_always_die_at_the_start_end_the_job() -> None:
     world = World()
     world.attach = False

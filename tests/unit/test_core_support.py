@@ -77,6 +77,8 @@ def job_spec(
     understudies: int = 0,
     resume: str = "",
     inject: list[InjectSpec] | None = None,
+    checkpoints: str = "",
+    interval_s: int = 0,
 ) -> JobSpec:
     return JobSpec(
         job="j",
@@ -93,6 +95,8 @@ def job_spec(
         directory="/jobs/j",
         resume=resume,
         inject=inject or [],
+        checkpoints=checkpoints,
+        checkpoint_interval_ns=interval_s * SECOND,
     )
 
 
@@ -476,7 +480,7 @@ class World:
             return [held]
         if isinstance(c, m.Copy):
             assert c.checkpoint or c.sources
-            w.tick = max(0, c.tick)
+            w.tick = int(c.checkpoint.rsplit("-", 1)[1]) if c.checkpoint else max(0, c.tick)
             return [
                 m.Copied(
                     generation=c.generation,
@@ -513,6 +517,19 @@ class World:
             w.state = "running" if w.state == "held" else w.state
         elif isinstance(c, m.Checkpoint):
             return [m.Checkpointed(generation=c.generation, path=c.path, bytes_written=1)]
+        elif isinstance(c, m.Snapshot):  # the word is heard by all
+            for one in self.owners():
+                saved = m.Saved(
+                    number=c.number,
+                    tick=one.tick,
+                    version=one.tick,
+                    snapshot_ns=2_000_000 + one.rank,
+                    write_ns=SECOND + one.rank,
+                    bytes_written=1,
+                )
+                self.say(one, saved)
+        elif isinstance(c, m.Seal):
+            return [m.Sealed(number=c.number, path=f"{self.spec.checkpoints}/checkpoint-{c.tick}")]
         elif isinstance(c, m.Leave | m.Finish):
             self.exit(w, 0)
         return []

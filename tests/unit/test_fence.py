@@ -23,7 +23,7 @@ class Ranks:
     def connect(self) -> None:
         list(self.pool.map(lambda f: f.connect(self.store, 10.0), self.fences))
 
-    def meet(self, words: list[tuple[int, int, int, int]]) -> list[Any]:
+    def meet(self, words: list[tuple[int, ...]]) -> list[Any]:
         return list(self.pool.map(lambda f, w: f.meet(w), self.fences, words))
 
     def close(self) -> None:
@@ -37,8 +37,8 @@ def test_every_rank_hears_of_every_rank(size: int) -> None:
     ranks = Ranks(size)
     ranks.connect()
     for turn in range(20):  # one after the other: what is heard belongs to the same turn
-        words = [(turn, rank, -rank, turn if rank == size - 1 else -1) for rank in range(size)]
-        expected = ((turn, 0, 1 - size, -1), (turn, size - 1, 0, turn))
+        words = [(turn, rank, -rank, turn if rank == size - 1 else -1, 7) for rank in range(size)]
+        expected = ((turn, 0, 1 - size, -1, 7), (turn, size - 1, 0, turn, 7))
         assert ranks.meet(words) == [expected] * size
     ranks.close()
 
@@ -46,9 +46,9 @@ def test_every_rank_hears_of_every_rank(size: int) -> None:
 def test_nobody_passes_before_the_last_has_come() -> None:
     ranks = Ranks(5)
     ranks.connect()
-    early = [ranks.pool.submit(fence.meet, (1, 2, 3, 4)) for fence in ranks.fences[:4]]
+    early = [ranks.pool.submit(fence.meet, (1, 2, 3, 4, 5)) for fence in ranks.fences[:4]]
     assert not any(future.done() for future in early)
-    ranks.fences[4].meet((1, 2, 3, 4))
+    ranks.fences[4].meet((1, 2, 3, 4, 5))
     assert all(future.result(10) for future in early)
     ranks.close()
 
@@ -56,7 +56,7 @@ def test_nobody_passes_before_the_last_has_come() -> None:
 def test_interrupt_frees_who_waits_in_it_and_who_builds_it() -> None:
     ranks = Ranks(3)
     ranks.connect()
-    waiting = [ranks.pool.submit(fence.meet, (0, 0, 0, 0)) for fence in ranks.fences[:2]]
+    waiting = [ranks.pool.submit(fence.meet, (0, 0, 0, 0, 0)) for fence in ranks.fences[:2]]
     lonely = Fence(0, 2, "127.0.0.1")  # its peer has told its place and never connects
     peer = Fence(1, 2, "127.0.0.1")
     store: Any = dist.HashStore()
@@ -75,7 +75,7 @@ def test_interrupt_frees_who_waits_in_it_and_who_builds_it() -> None:
             with pytest.raises(OSError):
                 future.result(10)
     with pytest.raises(OSError):
-        ranks.fences[2].meet((0, 0, 0, 0))
+        ranks.fences[2].meet((0, 0, 0, 0, 0))
     for fence in (lonely, peer):
         fence.close()
     ranks.close()
@@ -86,7 +86,9 @@ def test_strangers_do_not_get_in() -> None:
     stranger = socket.create_connection(ranks.fences[0]._address)
     stranger.sendall(b"x" * 24)
     ranks.connect()
-    assert ranks.meet([(1, 1, 1, 1), (2, 2, 2, 2)]) == [((1, 1, 1, 1), (2, 2, 2, 2))] * 2
+    assert (
+        ranks.meet([(1, 1, 1, 1, 1), (2, 2, 2, 2, 2)]) == [((1, 1, 1, 1, 1), (2, 2, 2, 2, 2))] * 2
+    )
     assert stranger.recv(1) == b""
     stranger.close()
     ranks.close()

@@ -61,3 +61,21 @@ def _timed() -> float:
     begin = time.perf_counter()
     rng.capture()
     return time.perf_counter() - begin
+
+
+@pytest.mark.parametrize("theirs", [0, 2])
+def test_generator_of_the_rank_goes_to_the_device_of_its_new_slot(
+    theirs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process uses one device as a rule, and its number belongs to the slot."""
+    set_states: dict[int, bytes] = {}
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_rng_state",
+        lambda state, index: set_states.update({index: state.numpy().tobytes()}),
+    )
+    rng._restore_cuda([b"a", b"b", b"c"], theirs)
+    assert set_states[3] == [b"a", b"b", b"c"][theirs]
+    assert set_states[1] == b"b"

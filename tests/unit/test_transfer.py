@@ -21,6 +21,8 @@ from keepstep.worker import transfer
 from keepstep.worker.state import StateSet, registered
 from keepstep.worker.transfer import StateServer, pull
 
+torch.set_num_threads(1)  # as in the processes that serve: sums depend on it
+
 TOKEN = "secret"
 TICK = 41
 _context = multiprocessing.get_context("forkserver")
@@ -241,3 +243,13 @@ def test_damaged_file_is_refused(tmp_path: Path, damage: str) -> None:
     with pytest.raises(KeepstepError) as caught:
         transfer.read_file(file, make(2))
     assert isinstance(caught.value, (UsageError, PermanentError))
+
+
+def test_plain_tensors_that_differ_between_ranks_are_not_taken_for_replicas(
+    server: StateServer, path: str
+) -> None:
+    other = StateServer("127.0.0.1", TOKEN, make(3).export(), TICK)
+    with pytest.raises((transfer.NotReplicas, transfer.SourceRefused)) as caught:
+        pull([source(server, 0), source(other, 1)], TICK, TOKEN, make(2), batch_bytes=1 << 30)
+    other.close()
+    assert "differs between ranks" in str(caught.value)

@@ -431,8 +431,32 @@ def test_forgetting_frees_the_memory_for_those_who_may() -> None:
         with line(address, 3) as earlier, pytest.raises(PermanentError, match="generation 4"):
             opened(earlier)
         opened(rank, units=1)
-        server.vault.forget(2)
-        assert server.vault.held() == {}
+
+
+def test_when_a_rank_has_moved_away_only_what_its_own_agent_kept_is_forgotten() -> None:
+    with agent() as (address, server):
+        with line(address, 4) as buddys:
+            opened(buddys, units=1)
+            server.vault.left(2)
+            assert 2 in server.vault.held()
+        with line(address, 5, own=True) as own:
+            opened(own, units=1)
+            server.vault.left(2)
+            assert server.vault.held() == {}
+
+
+def test_bases_of_one_version_are_preferred_to_newer_ones_of_some_units() -> None:
+    """An average of all weights cannot begin with some of version 4 and others of version 8."""
+    with agent() as (address, _), line(address) as rank:
+        opened(rank)
+        for unit in (0, 1):
+            rank.put_base(unit, 4, [b"four"])
+            rank.put_grad(unit, 4, b"g")
+        rank.put_base(0, 5, [b"five"])
+        rank.sync(4, going_on)
+        assert {base for base, _, _ in fetch(address, "t", 2, 5).units.values()} == {4}
+        with pytest.raises(VaultLacks, match="unit 1"):
+            fetch(address, "t", 2, 5, base=5)
 
 
 # ---------------------------------------------------------------- memory
@@ -716,3 +740,21 @@ def test_at_every_fence_all_versions_that_may_be_asked_for_can_be_rebuilt(
         assert min(unit.log) >= min(unit.bases)
     with pytest.raises(Refusal):
         store.fetch(0, step + 2)
+
+
+def test_what_a_job_went_back_behind_is_forgotten() -> None:
+    store = VaultStore()
+    for rank, generation in ((0, 3), (1, 7)):
+        ask = v.VaultOpen(
+            token="t",
+            rank=rank,
+            generation=generation,
+            serial=1,
+            layout=b"l",
+            units=[0],
+            reserve=10,
+        )
+        store.open(ask, 100)
+    for _ in range(2):
+        store.forget_before(7)
+        assert store.held() == {1: (0, 10)}

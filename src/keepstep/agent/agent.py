@@ -228,11 +228,19 @@ class Agent:
             case core.DropStore():
                 self._stores.close(effect.generation)
             case core.Drop():
-                self._workers.forget([effect.worker])
+                self._drop(effect.worker)
+            case core.DropCopies():
+                self._blobs.forget(effect.before)
             case _:
                 worker = self._workers.get(effect.worker)
                 if worker is not None:
                     self._act_on(worker, effect)
+
+    def _drop(self, name: str) -> None:
+        gone = self._workers.get(name)
+        self._workers.forget([name])
+        if gone is not None and all(one.rank != gone.rank for one in self._workers.live()):
+            self._blobs.vault.left(gone.rank)
 
     def _act_on(self, worker: Worker, effect: core.Kill | core.Relay | core.Raise) -> None:
         match effect:

@@ -29,9 +29,10 @@ from keepstep.adapters.transport.stream import HANDSHAKE_S_MAX, SILENT_PEER_S, c
 from keepstep.adapters.transport.tls import server_context
 from keepstep.agent.page import PageReader
 from keepstep.agent.vault import Vault
-from keepstep.core.agent.blobs import TICKS_KEPT, BlobStore
+from keepstep.core.agent.blobs import BlobStore
 from keepstep.errors import RemoteProtocolError
 from keepstep.model.messages import (
+    SERIAL_BITS,
     Address,
     BlobConfirm,
     BlobData,
@@ -73,8 +74,7 @@ class BlobServer:
         self._decoder: msgspec.msgpack.Decoder[BlobRequest | VaultRequest]
         self._decoder = msgspec.msgpack.Decoder(BlobRequest | VaultRequest)
         self._lock = threading.Lock()
-        # One that is sent ahead of its fence must not drive out one that may still be needed.
-        self._copies = BlobStore(TICKS_KEPT + 1)
+        self._copies = BlobStore()
         self._how: dict[int, dict[int, tuple[bool, int]]] = {}  # rank -> tick -> ahead, serial
         self._writers: dict[int, int] = {}  # rank -> number of the connection that put last
         self._listener: socket.socket | None = None
@@ -193,6 +193,15 @@ class BlobServer:
             how = self._how.get(request.rank, {})
             if request.tick in how:
                 how[request.tick] = (False, how[request.tick][1])
+
+    def forget(self, before: int) -> None:
+        """Drop what ranks of generations before this one have put here."""
+        with self._lock:
+            for rank, how in self._how.items():
+                for tick in [t for t, (_, serial) in how.items() if serial >> SERIAL_BITS < before]:
+                    self._copies.drop(rank, tick)
+                    del how[tick]
+        self.vault.forget_before(before)
 
     def answer(self, request: BlobPut | BlobGet, connection: int = 0) -> BlobReply:
         """`connection` counts up: what a rank had sent over one that it has given up may be read

@@ -18,11 +18,12 @@ from keepstep.model.page import (
     NEWEST,
     PAGE_BYTES,
     SLOT_HEADER,
+    TICKS_KEPT,
     WHERE,
     Sample,
 )
 
-_SLOTS = 3
+_SLOTS = TICKS_KEPT + 1
 _U64 = struct.Struct("<Q")
 _HEADER_BYTES = max(FIELDS.values()) + _U64.size
 _ATTEMPTS = 20  # to catch a live worker between two writes of one slot
@@ -68,6 +69,7 @@ class PageReader:
             step_ns=fields["step_ns"],
             hold=fields["hold"] == 1,
             tick_marks=fields["tick_marks"],
+            asked_ns=fields["asked_ns"],
         )
 
     def ticks(self) -> list[int]:

@@ -1,6 +1,7 @@
 """The server of the vault: connections that the blob server accepted, in their threads.
 
-What is kept and for how long stands in keepstep.core.agent.vault. Here bytes are received, always
+What is kept and for how long stands in keepstep.core.agent.vault, and for parities, which are
+written in the same way, in keepstep.core.agent.parity. Here bytes are received, always
 into memory of their own: what is stored is never written again, so a fetch sends it without the
 lock, whatever comes in meanwhile. A put is acknowledged by the next VaultSync, after its digest was
 found right.
@@ -12,14 +13,16 @@ import hmac
 import logging
 import socket
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
 
 import psutil  # type: ignore[import-untyped]
 import xxhash
 
 from keepstep.adapters.transport.blocking import PIECE_BYTES, Frames, landing, pieces
-from keepstep.core.agent.vault import Piece, Refusal, Shelf, VaultStore
+from keepstep.core.agent.parity import ParityStore
+from keepstep.core.agent.vault import Piece, Pieces, Refusal, VaultStore
 from keepstep.errors import RemoteProtocolError
 from keepstep.model.vault import (
     VaultFetch,
@@ -45,21 +48,58 @@ def available_memory() -> int:
     return int(psutil.virtual_memory().available)
 
 
+class Kept(Protocol):
+    rank: int
+
+    @property
+    def held(self) -> int: ...
+
+
+S = TypeVar("S", bound=Kept)
+
+
+class Store(Protocol[S]):
+    def open(self, ask: VaultOpen, available: int) -> S: ...
+    def reaches(self, shelf: S, /) -> int: ...
+    def admit(self, shelf: S, put: VaultPut, /) -> None: ...
+    def done(self, shelf: S, put: VaultPut, /) -> None: ...
+    def keep(self, shelf: S, put: VaultPut, pieces: Pieces, /) -> None: ...
+    def settle(self, shelf: S, oldest: int, /) -> None: ...
+    def truncate(self, shelf: S, version: int, /) -> None: ...
+
+
+@dataclass
+class Room(Generic[S]):
+    """A store and its lock: adding to a parity takes longer than keeping what has come."""
+
+    store: Store[S]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
 class Vault:
     def __init__(self, token: bytes, available: Callable[[], int] = available_memory) -> None:
         self._token = token
         self._available = available
-        self._store = VaultStore()
-        self._lock = threading.Lock()
+        self._store, self._parity = VaultStore(), ParityStore()
+        self._shelves, self._groups = Room(self._store), Room(self._parity)
 
     def held(self) -> dict[int, tuple[int, int]]:
         """rank -> bytes that are held, bytes that are reserved."""
-        with self._lock:
+        with self._shelves.lock:
             return self._store.held()
 
-    def forget(self, rank: int) -> None:
-        with self._lock:
-            self._store.forget(rank)
+    def held_of_parities(self) -> dict[tuple[int, ...], tuple[int, int]]:
+        with self._groups.lock:
+            return self._parity.held()
+
+    def left(self, rank: int) -> None:
+        with self._shelves.lock:
+            self._store.left(rank)
+
+    def forget_before(self, generation: int) -> None:
+        with self._shelves.lock, self._groups.lock:
+            self._store.forget_before(generation)
+            self._parity.forget_before(generation)
 
     def serve(self, connection: socket.socket, frames: Frames[Any], first: VaultRequest) -> None:
         """One connection to its end, from its first message on."""
@@ -69,22 +109,26 @@ class Vault:
             if not hmac.compare_digest(first.token.encode(), self._token):
                 raise Refusal("token", "wrong token")
             match first:
+                case VaultOpen() if first.group:
+                    self._write(connection, frames, first, self._groups)
                 case VaultOpen():
-                    self._write(connection, frames, first)
+                    self._write(connection, frames, first, self._shelves)
                 case VaultFetch():
-                    self._send(connection, first)
+                    self._fetch(connection, first)
                 case VaultForget():
-                    with self._lock:
-                        self._store.forget(first.rank, first.generation)
+                    self._forget(first)
                     connection.sendall(frame(VaultForgotten()))
         except Refusal as refusal:
             logger.warning("refused the vault of rank %d: %s", first.rank, refusal)
             connection.sendall(frame(refusal.reply))
 
-    def _write(self, connection: socket.socket, frames: Frames[Any], ask: VaultOpen) -> None:
-        with self._lock:
-            shelf = self._store.open(ask, self._available())
-            opened = VaultOpened(reaches=self._store.reaches(shelf), held=shelf.held)
+    def _write(
+        self, connection: socket.socket, frames: Frames[Any], ask: VaultOpen, room: Room[S]
+    ) -> None:
+        with self._shelves.lock, self._groups.lock:  # they share the memory
+            others = self._store.promised() if ask.group else self._parity.promised()
+            shelf = room.store.open(ask, self._available() - others)
+            opened = VaultOpened(reaches=room.store.reaches(shelf), held=shelf.held)
         connection.sendall(frame(opened))
         refusal: Refusal | None = None
         while True:
@@ -93,9 +137,9 @@ class Vault:
                 if refusal is not None:
                     _skip(frames, request)
                 elif isinstance(request, VaultPut):
-                    self._put(frames, shelf, request)
+                    self._put(frames, room, shelf, request)
                 else:
-                    self._mark(shelf, request)
+                    self._mark(room, shelf, request)
             except Refusal as error:
                 refusal = error
             if isinstance(request, VaultSync):
@@ -103,21 +147,21 @@ class Vault:
                     raise refusal
                 connection.sendall(frame(VaultSynced(version=request.version)))
 
-    def _mark(self, shelf: Shelf, request: VaultRequest) -> None:
-        with self._lock:
+    def _mark(self, room: Room[S], shelf: S, request: VaultRequest) -> None:
+        with room.lock:
             match request:
                 case VaultSync():
-                    self._store.settle(shelf, request.version - 1)
+                    room.store.settle(shelf, request.version - 1)
                 case VaultTruncate():
-                    self._store.truncate(shelf, request.version)
+                    room.store.truncate(shelf, request.version)
                 case _:
                     raise RemoteProtocolError(f"{type(request).__name__} came after VaultOpen")
 
-    def _put(self, frames: Frames[Any], shelf: Shelf, put: VaultPut) -> None:
+    def _put(self, frames: Frames[Any], room: Room[S], shelf: S, put: VaultPut) -> None:
         _check(put)
         try:
-            with self._lock:
-                self._store.admit(shelf, put)
+            with room.lock:
+                room.store.admit(shelf, put)
         except Refusal:
             _skip(frames, put)
             raise
@@ -129,25 +173,42 @@ class Vault:
             if [piece.digest for piece in stored] != put.digests:
                 what = f"the {put.kind} {put.version} of unit {put.unit} of rank {shelf.rank}"
                 raise Refusal("digest", f"{what} arrived with another digest")
-            with self._lock:
-                self._store.keep(shelf, put, tuple(stored))
+            with room.lock:
+                room.store.keep(shelf, put, tuple(stored))
         finally:
-            with self._lock:
-                self._store.done(shelf, put)
+            with room.lock:
+                room.store.done(shelf, put)
 
-    def _send(self, connection: socket.socket, ask: VaultFetch) -> None:
-        with self._lock:
-            fetched, stored = self._store.fetch(ask.rank, ask.version)
-        packed = bytearray(frame(fetched))
-        for piece in stored:
-            if len(piece.data) < SMALL_BYTES:
-                packed += piece.data
-            if len(piece.data) >= SMALL_BYTES or len(packed) >= SMALL_BYTES:
-                connection.sendall(packed)
-                packed = bytearray()
-            if len(piece.data) >= SMALL_BYTES:
-                connection.sendall(piece.data)
-        connection.sendall(packed)
+    def _fetch(self, connection: socket.socket, ask: VaultFetch) -> None:
+        if ask.parity:
+            with self._groups.lock:
+                parity, segments = self._parity.fetch(ask.rank, ask.version, ask.base)
+            _send(connection, frame(parity), segments)
+            return
+        with self._shelves.lock:
+            fetched, stored = self._store.fetch(ask.rank, ask.version, ask.base)
+        _send(connection, frame(fetched), (piece.data for piece in stored))
+
+    def _forget(self, ask: VaultForget) -> None:
+        if ask.parity:
+            with self._groups.lock:
+                self._parity.forget(ask.rank, ask.generation)
+            return
+        with self._shelves.lock:
+            self._store.forget(ask.rank, ask.generation)
+
+
+def _send(connection: socket.socket, announced: bytes, views: Iterable[memoryview]) -> None:
+    packed = bytearray(announced)
+    for view in views:
+        if len(view) < SMALL_BYTES:
+            packed += view
+        if len(view) >= SMALL_BYTES or len(packed) >= SMALL_BYTES:
+            connection.sendall(packed)
+            packed = bytearray()
+        if len(view) >= SMALL_BYTES:
+            connection.sendall(view)
+    connection.sendall(packed)
 
 
 def _received(frames: Frames[Any], view: memoryview) -> Piece:

@@ -231,9 +231,11 @@ class Workers:
             stall_timeout_ns=setting.stall_timeout_ns,
             interface=setting.bind,
             tls=setting.tls,
+            checkpoints=start.checkpoints,
         )
-        buddy = frame(Buddy(address=start.buddy)) if start.rank >= 0 else b""
-        return frame(welcome) + buddy
+        if start.rank < 0:
+            return frame(welcome)
+        return frame(welcome) + frame(Buddy(address=start.buddy, parity=start.parity))
 
     def _muted(self, worker: Worker) -> None:
         """Its socket has ended; normally the process is about to as well."""

@@ -370,8 +370,9 @@ class Launcher:
         if view.state == "failed" and view.traceback:
             self._output.raw_words(view.traceback)
         self._output.words(closing_text(view, list(self._incidents.values())), always=failed)
-        if view.checkpoint and failed:
-            command = resume_command(self._spec, view.checkpoint)
+        periodic = view.checkpoints.newest if view.checkpoints is not None else ""
+        if (view.checkpoint or periodic) and failed:
+            command = resume_command(self._spec, view.checkpoint or periodic)
             # A job that went on after it was held has left its checkpoint behind.
             older = "" if self._state_before_end == "held" else "an older checkpoint exists: "
             self._output.words(f"hint: {older}{command}", always=True)
@@ -397,5 +398,7 @@ def resume_command(spec: JobSpec, checkpoint: str) -> str:
     command += ["--local-nodes", str(spec.world // spec.local_world)]
     command += ["--nproc-per-node", str(spec.local_world), "--spares", str(spec.spares)]
     command += ["--understudies", str(spec.understudies)] if spec.understudies else []
+    if spec.checkpoints:
+        command += ["--checkpoint-dir", os.path.dirname(spec.checkpoints)]
     command += ["--redundancy", spec.redundancy] if spec.redundancy != "auto" else []
     return shlex.join(command + spec.script)

@@ -15,18 +15,20 @@ from typing import Literal
 import click
 
 from keepstep import native
+from keepstep.cli.checkpoints import AUTO, check_periodic, check_resume
 from keepstep.cli.client import AsyncClient
 from keepstep.cli.find import Reached, external
 from keepstep.cli.home import home
 from keepstep.cli.launcher import Launcher
 from keepstep.cli.layout import check_counts, compose_job_id, lay_out, parse_inject
 from keepstep.cli.output import Output
+from keepstep.core.placement import parity_trouble
 from keepstep.errors import UsageError
 from keepstep.model.job import InjectSpec, JobSpec
 from keepstep.orchestrator.main import Orchestrator
 from keepstep.orchestrator.registry import check_id, prepare_home
 
-REDUNDANCY = ("auto", "buddy", "off")
+REDUNDANCY = ("auto", "buddy", "parity", "off")
 STALL_S_DEFAULT = 300.0
 
 
@@ -67,7 +69,20 @@ STALL_S_DEFAULT = 300.0
     "--orchestrator", metavar="URL|ID[,...]",
     help="Use this orchestrator (one of these), do not embed one.",
 )  # fmt: skip
-@click.option("--resume", metavar="DIR", help="Start from a just-in-time checkpoint.")
+@click.option("--resume", metavar="DIR", help="Start from a checkpoint, or the newest one in DIR.")
+@click.option(
+    "--checkpoint-dir", "--checkpoint_dir", metavar="DIR",
+    help="Write checkpoints here from time to time; a loss that nothing else covers goes back to "
+    "one.",
+)  # fmt: skip
+@click.option(
+    "--checkpoint-interval", "--checkpoint_interval", "interval", default=AUTO, show_default=True,
+    metavar="S|auto", help="Seconds between them; auto: from what they cost and --mttf.",
+)  # fmt: skip
+@click.option(
+    "--mttf", "mttf_h", type=float, default=None, metavar="HOURS",
+    help="Mean time between failures of the job [default: 6000 / nodes].",
+)  # fmt: skip
 @click.option(
     "--log-dir", "--log_dir", metavar="DIR",
     help="Logs and checkpoints [default: KEEPSTEP_HOME/jobs/<job>].",
@@ -87,12 +102,15 @@ def run(
     nproc: int,
     spares: int,
     understudies: int,
-    redundancy: Literal["auto", "buddy", "off"],
+    redundancy: Literal["auto", "buddy", "parity", "off"],
     local_nodes: int | None,
     spare_nodes: int,
     stall_s: float,
     orchestrator: str | None,
     resume: str | None,
+    checkpoint_dir: str | None,
+    interval: str,
+    mttf_h: float | None,
     log_dir: str | None,
     job_id: str | None,
     inject: tuple[str, ...],
@@ -122,6 +140,8 @@ def run(
     check_id(job)
     layout = lay_out(local_nodes=rank_nodes, nproc=nproc, spares=spares, spare_nodes=spare_nodes)
     check_injects(injects, layout.world, [node.name for node in layout.nodes])
+    resume = check_resume(resume, layout.world)
+    periodic = check_periodic(checkpoint_dir, interval, mttf_h, job, resume)
     spec = JobSpec(
         job=job,
         world=layout.world,
@@ -133,9 +153,17 @@ def run(
         stall_timeout_ns=int(stall_s * 1e9),
         script=(["-m", script] if module else [script]) + list(args),
         directory=str(Path(log_dir).absolute() if log_dir else where / "jobs" / job),
-        resume=check_resume(resume),
+        resume=resume,
+        checkpoints=periodic.directory,
+        checkpoint_interval_ns=periodic.interval_ns,
+        mttf_ns=periodic.mttf_ns,
         inject=injects,
     )
+    trouble = parity_trouble(spec) if redundancy == "parity" else ""
+    if trouble:
+        raise UsageError(
+            f"--redundancy parity: {trouble}", hint="--spare-nodes 1, or --redundancy buddy"
+        )
     native.store_host_path()  # builds once per torch; here, where the user sees why it takes time
     remote = nnodes > 1 and local_nodes is None
     code = asyncio.run(launch(spec, where, orchestrator, Output(quiet=quiet), remote=remote))
@@ -212,23 +240,6 @@ def check_script(script: str, module: bool) -> None:
         raise UsageError(f"script {script} {what}", hint="the script comes after all options")
     if not os.access(path, os.R_OK):
         raise UsageError(f"script {script} cannot be read")
-
-
-def check_resume(resume: str | None) -> str:
-    if resume is None:
-        return ""
-    path = Path(resume).absolute()
-    if not path.is_dir():
-        raise UsageError(
-            f"--resume {resume}: no such directory",
-            hint="name the checkpoint-<tick> directory that the held job reported",
-        )
-    if not (path / "manifest.json").is_file():
-        raise UsageError(
-            f"--resume {resume}: this is no complete checkpoint (it has no manifest.json)",
-            hint="name the checkpoint-<tick> directory that the held job reported",
-        )
-    return str(path)
 
 
 def check_injects(injects: list[InjectSpec], world: int, nodes: list[str]) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from keepstep.model.views import IncidentView, JobView
+from keepstep.model.views import CheckpointsView, IncidentView, JobView
 from keepstep.orchestrator.requests import SpareLine
 
 PIPE_COLUMNS = 400
@@ -39,6 +39,7 @@ def print_jobs(views: Sequence[JobView]) -> None:
             view.reason,
             view.protection,
             view.checkpoint and f"checkpoint {view.checkpoint}",
+            view.checkpoints and checkpoints_text(view.checkpoints),
         ):
             if line:
                 console.print(Text(f"  {line}"), soft_wrap=True)
@@ -58,6 +59,15 @@ def print_jobs(views: Sequence[JobView]) -> None:
             if node.taints or node.state != "connected":
                 taints = f" tainted: {'; '.join(node.taints)}" if node.taints else ""
                 console.print(Text(f"  node {node.node} {node.state}{taints}"), soft_wrap=True)
+
+
+def checkpoints_text(view: CheckpointsView) -> str:
+    """How often, what for, and how far back the newest one is."""
+    text = f"checkpoints every {view.interval_s:.0f} s (failures every {view.mttf_h:.0f} h"
+    text += f", one costs {view.cost_ms:.1f} ms" if view.cost_ms else ""
+    newest = f"the newest of step {view.step}: {view.newest}" if view.newest else "none yet"
+    put_off = f"; {view.put_off} put off by a slow disk" if view.put_off else ""
+    return f"{text}), {newest}{', one is being written' if view.saving else ''}{put_off}"
 
 
 def print_incidents(incidents: Sequence[IncidentView]) -> None:

@@ -7,6 +7,7 @@ not matter in which phase the previous one was.
 
 from __future__ import annotations
 
+from keepstep.core.fallback import fall_back
 from keepstep.core.incidents import (
     close_incident,
     end_job,
@@ -15,7 +16,6 @@ from keepstep.core.incidents import (
     widen_incident,
 )
 from keepstep.core.migration import (
-    EXIT_FELL_BACK,
     EXIT_GAVE_UP,
     NEWCOMERS_MAX,
     STAGE_FAILURES_MAX,
@@ -119,12 +119,13 @@ def _leave_attempt(
 
 
 def _fall_back(job: Job, out: Out, dead: list[int]) -> None:
+    if job.saves.newest is not None:
+        fall_back(job, out, f"no rank is left alive ({name_ranks(dead)} died)")
+        return
     version = max((worker.version for _, worker in job.owning()), default=0)
-    end_job(
+    fall_back(
         job,
         out,
-        "fell_back",
-        EXIT_FELL_BACK,
         f"no rank is left alive ({name_ranks(dead)} died): the state of about {version} steps "
         "is lost except for what the script saved itself",
     )
@@ -210,7 +211,10 @@ def newcomer_failed(job: Job, out: Out, worker: Worker, why: str) -> None:
 
 
 def ranks_on(job: Job, name: str) -> list[Worker]:
-    """Owners of ranks there that may still run; killing one is no proof of its end."""
+    """Ranks there that may still run; killing one is no proof of its end. A job that goes back to
+    a checkpoint has no owners, but what they were may live."""
+    if job.fallen:
+        return [w for w in job.there.get(name, ()) if w.alive and w.rank >= 0 and not w.done]
     return [w for w in job.owners_on(name) if w.alive and not w.done]
 
 

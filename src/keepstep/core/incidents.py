@@ -92,8 +92,10 @@ def close_incident(
     reason: str,
 ) -> None:
     """`reason` is added to why it was opened."""
-    lost = 0
-    if outcome == "FELL_BACK":
+    lost = incident.steps_lost
+    if incident.fell_back and outcome in ("RESOLVED", "ABORTED"):
+        outcome = "FELL_BACK"  # it went on, but the steps are lost all the same
+    elif outcome == "FELL_BACK" and not incident.fell_back:
         lost = max((worker.version for _, worker in job.owning()), default=0)
     incident.also(reason)
     view = incident_view(job, incident, out.now, outcome=outcome, steps_lost=lost)

@@ -7,7 +7,17 @@ callbacks, start.py for the beginning, migration.py for what an attempt is.
 
 from __future__ import annotations
 
-from keepstep.core import faults, planned, processes, recovery, rewire, start, understudies
+from keepstep.core import (
+    checkpoints,
+    fallback,
+    faults,
+    planned,
+    processes,
+    recovery,
+    rewire,
+    start,
+    understudies,
+)
 from keepstep.core.incidents import end_job, warn
 from keepstep.core.migration import EXIT_GAVE_UP, recover
 from keepstep.core.phases import all_filled
@@ -69,6 +79,8 @@ def _step(job: Job, out: Out) -> bool:
         return True
     if attempt is None:
         planned.next_move(job, out)
+        if job.attempt is None:
+            checkpoints.advance(job, out)
         return job.attempt is not None
     return _advance(job, out, attempt)
 
@@ -106,7 +118,9 @@ def _give_up(job: Job, out: Out, attempt: Attempt) -> None:
     if attempt.kind != "resume" or all_filled(job, attempt):
         return
     if not processes.may_get_spare(job):
-        end_job(job, out, "failed", EXIT_GAVE_UP, "not enough healthy slots to resume in")
+        why = "not enough healthy slots to resume in"
+        if not fallback.no_room(job, out, why):
+            end_job(job, out, "failed", EXIT_GAVE_UP, why)
 
 
 def _release(job: Job, out: Out) -> None:
@@ -176,19 +190,22 @@ def agent_joined(job: Job, out: Out, name: str, hello: Hello) -> None:
         elif stray is None:
             out.send(name, KillWorker(worker=known))
     _sweep(job, out, name, hello)
-    if job.mode == "running" and not job.replayed:
+    starting = job.mode == "starting" and job.spec.redundancy == "parity"
+    if (job.mode == "running" or starting) and not job.replayed:
         if moved:
             _offer_buddy(job, out, name)
         for owner in job.owners_on(name):
             if owner.usable and owner.buddy_due:
                 recovery.tell_buddy(job, out, owner)
+        checkpoints.agent_joined(job, out, name)
 
 
 def _offer_buddy(job: Job, out: Out, name: str) -> None:
     """A new node, or an agent that was started anew and has lost the copies it kept: whoever had
     none, or had it here, is told where to put its side state from now on."""
     for _, owner in job.owning():
-        if owner.usable and owner.node != name and owner.buddy in ("", name):
+        parity = job.spec.redundancy == "parity" and owner.parity in ("", name)
+        if owner.usable and owner.node != name and (owner.buddy in ("", name) or parity):
             recovery.tell_buddy(job, out, owner)
 
 
@@ -230,6 +247,8 @@ def _adopt(job: Job, out: Out, worker: Worker, state: WorkerState) -> None:
 def _sweep(job: Job, out: Out, name: str, hello: Hello) -> None:
     """Things that are asked without an answer, and could be lost with a stream."""
     node = job.nodes[name]
+    if job.saves.fallen_before:
+        out.send(name, Forget(workers=[], before=job.saves.fallen_before))
     attempt = job.attempt
     if attempt is not None and attempt.store is None and attempt.store_node == name:
         attempt.store_asked_at = 0

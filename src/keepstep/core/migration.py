@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from itertools import chain
 
-from keepstep.core import placement
+from keepstep.core import checkpoints, placement
+from keepstep.core.fallback import fall_back
 from keepstep.core.incidents import end_job
 from keepstep.core.phases import (
     all_filled,
@@ -21,7 +22,7 @@ from keepstep.core.phases import (
     newcomers,
     phase_now,
 )
-from keepstep.core.processes import NOWHERE, close_stores, give_buddy, may_get_spare
+from keepstep.core.processes import NOWHERE, close_stores, give_buddy, may_get_spare, swap_of
 from keepstep.core.state import SECOND, Attempt, Incident, Job, Kind, Out, Worker
 from keepstep.core.together import ask_ranks
 from keepstep.core.triage import group_mismatch, headline, judge_reports, name_ranks
@@ -50,7 +51,6 @@ TICK_CHECKPOINT = -3
 
 EXIT_USER = 1
 EXIT_GAVE_UP = 3
-EXIT_FELL_BACK = 4
 
 
 def start_attempt(
@@ -73,6 +73,7 @@ def start_attempt(
     )
     incident.attempts += 1
     job.attempt = attempt
+    checkpoints.interrupted(job, out.now)
     out.record(
         AttemptStarted(
             job=job.id,
@@ -113,7 +114,7 @@ def abort_row(job: Job, out: Out, attempt: Attempt) -> None:
         if worker.resync and worker.rank in attempt.members and not has_reported(worker, attempt):
             if worker.swap is not None and worker.swapped < worker.swap.generation:
                 # Committed, but it may not know: a newcomer only reports once it is a rank.
-                out.tell(worker, worker.swap)
+                out.tell(worker, swap_of(job, out, worker))
             worker.resync = False
             out.ask(worker, "abort", attempt.generation, command)
     if attempt.members:
@@ -181,7 +182,7 @@ def assign_row(job: Job, out: Out, attempt: Attempt) -> None:
                 master=attempt.store or job.master or NOWHERE,
                 buddy=give_buddy(job, out, worker),
                 holders=side_state_holders(job, worker.rank),
-                checkpoint=job.spec.resume if attempt.kind == "resume" else "",
+                checkpoint=job.resume if attempt.kind == "resume" else "",
             )
             out.ask(worker, "assign", attempt.generation, assign)
 
@@ -228,7 +229,7 @@ def _decide(job: Job, out: Out, attempt: Attempt) -> None:
         end_job(job, out, "failed", EXIT_USER, verdict.reason)
         return
     if verdict.what == "fell_back":
-        end_job(job, out, "fell_back", EXIT_FELL_BACK, verdict.reason)
+        fall_back(job, out, verdict.reason)
         return
     if not _worth_trying(job, out, attempt, verdict.tick):
         return
@@ -371,7 +372,7 @@ def copy_row(job: Job, out: Out, attempt: Attempt) -> None:
     for worker in newcomers(job, attempt):
         if worker.ready is None or has_copied(worker, attempt):
             continue
-        checkpoint = job.spec.resume if attempt.kind == "resume" else ""
+        checkpoint = job.resume if attempt.kind == "resume" else ""
         sources = [] if checkpoint else sources_for(job, attempt, worker)
         copy = Copy(
             generation=attempt.generation,

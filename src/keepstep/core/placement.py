@@ -6,6 +6,8 @@
   slot reusable; a dead node's slots are gone; a tainted one waits for `untaint`.
 * A rank's buddy is the blob server of the next live node in node order, so that every node is
   somebody's buddy and the load is even.
+* A parity is kept for ranks with the same place on up to PARITY_MEMBERS nodes that follow each
+  other at home, by the next live node on which none of them is.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from keepstep.model.job import JobSpec
 from keepstep.model.messages import Address
 
 CRASHES_MAX = 3  # in one slot, without any training in between
+PARITY_MEMBERS = 3
 
 
 def choose_spare(
@@ -118,6 +121,42 @@ def buddy_node(nodes: Sequence[Node], own: Node, avoid: str = "") -> Node | None
     for step in range(1, count):
         node = nodes[(own.index + step) % count]
         if node.state == "connected" and node.blobs is not None and node.name != avoid:
+            return node
+    return None
+
+
+def parity_group(spec: JobSpec, rank: int) -> list[int]:
+    """Who shares a parity with `rank`, itself included. Groups are as even as they can be."""
+    homes = spec.world // spec.local_world
+    count = -(-homes // _parity_members(spec))
+    size, larger = divmod(homes, count)  # so many groups have one more, and come first
+    node, place = divmod(rank, spec.local_world)
+    start = larger * (size + 1)
+    if node < start:
+        start, size = 0, size + 1
+    first = start + (node - start) // size * size
+    return [home * spec.local_world + place for home in range(first, first + size)]
+
+
+def _parity_members(spec: JobSpec) -> int:
+    return max(1, min(PARITY_MEMBERS, spec.world // spec.local_world, len(spec.nodes) - 1))
+
+
+def parity_trouble(spec: JobSpec) -> str:
+    """Why the nodes do not do for parities; empty if they do."""
+    if _parity_members(spec) >= 2:
+        return ""
+    homes = spec.world // spec.local_world
+    there = "there is 1 node" if len(spec.nodes) == 1 else f"there are {len(spec.nodes)} nodes"
+    needs = "a parity needs ranks on two nodes and a third node that keeps it"
+    return f"{needs}; {there}, {homes} of them with ranks"
+
+
+def parity_node(nodes: Sequence[Node], start: int, members: Container[str]) -> Node | None:
+    """The next live node from index `start` on that none of `members` is on."""
+    for step in range(len(nodes)):
+        node = nodes[(start + step) % len(nodes)]
+        if node.state == "connected" and node.blobs is not None and node.name not in members:
             return node
     return None
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from keepstep.core import placement
+import msgspec
+
+from keepstep.core import parities, placement
 from keepstep.core.incidents import warn
 from keepstep.core.state import Job, Node, Out, Role, Worker
 from keepstep.model.messages import (
@@ -19,6 +21,7 @@ from keepstep.model.messages import (
     CloseStore,
     Signal,
     StartWorker,
+    Swap,
 )
 from keepstep.model.records import InjectDone, NodeLost, Placed, Tainted, WorkerEnded
 
@@ -43,6 +46,7 @@ def start_worker(
     job.add_worker(worker)
     buddy = placement.buddy_node(job.order, job.nodes[node]) if rank >= 0 else None
     worker.buddy = buddy.name if buddy is not None else ""
+    parity = parities.give(job, worker) if rank >= 0 else None
     generation = job.generation_max if rank >= 0 else job.generation
     worker.start = StartWorker(
         worker=worker.id,
@@ -55,6 +59,8 @@ def start_worker(
         buddy=buddy.blobs if buddy is not None else None,
         script=job.spec.script,
         env={**job.spec.env, "KEEPSTEP_REDUNDANCY": job.spec.redundancy},
+        checkpoints=job.spec.checkpoints,
+        parity=parity,
     )
     out.record(
         Placed(
@@ -114,7 +120,14 @@ def ask_holders_again(job: Job) -> None:
     for worker in job.special.values():  # newcomers are
         if worker.lacks_holders:
             worker.lacks_holders = False
-            worker.asked.pop("copy", None)
+            look_again(worker)
+
+
+def look_again(worker: Worker) -> None:
+    """A newcomer lacks what its rank had published: all of it, or the record from before attach."""
+    worker.asked.pop("copy", None)
+    if not worker.arrived:
+        worker.asked.pop("assign", None)
 
 
 def node_lost(job: Job, out: Out, node: Node, why: str) -> None:
@@ -220,6 +233,16 @@ def give_buddy(job: Job, out: Out, worker: Worker, avoid: str = "") -> Address |
     return buddy.blobs if buddy is not None else None
 
 
+def swap_of(job: Job, out: Out, worker: Worker) -> Swap:
+    """What it is told alone. Its buddy may be another one than when the Swap was decided, and has
+    been told so with a command that the Swap follows: it must not take that back."""
+    assert worker.swap is not None
+    if job.nodes[worker.node].state == "connected":
+        buddy = give_buddy(job, out, worker)
+        worker.swap = msgspec.structs.replace(worker.swap, buddy=buddy)
+    return worker.swap
+
+
 def replace_buddy(job: Job, out: Out, worker: Worker, error: str) -> None:
     """A rank waits in its fence for this, so it is answered even if there is no other node."""
     lost = worker.buddy
@@ -229,8 +252,22 @@ def replace_buddy(job: Job, out: Out, worker: Worker, error: str) -> None:
         # The only other node is there as far as we know: a passing failure, try it again.
         address = give_buddy(job, out, worker)
     warn(job, out, f"rank {worker.rank} lost its buddy {lost or '(none)'}: {error}")
-    out.tell(worker, Buddy(address=address))
+    out.tell(worker, Buddy(address=address, parity=parities.give(job, worker)))
     worker.buddy_due = True
+
+
+def replace_parity(job: Job, out: Out, worker: Worker, holder: Address, error: str) -> None:
+    """It goes on without. All members get another one, and begin there with their next bases."""
+    if job.spec.redundancy != "parity":
+        return
+    warn(job, out, f"rank {worker.rank} lost its parity at {holder.host}:{holder.port}: {error}")
+    parities.replace(job, worker.rank, holder)
+    for rank in placement.parity_group(job.spec, worker.rank):
+        member = job.owner(rank)
+        if member is not None and member.usable and not member.done:
+            address = job.nodes[member.buddy].blobs if member.buddy else None
+            out.tell(member, Buddy(address=address, parity=parities.give(job, member)))
+            member.buddy_due = True
 
 
 def close_stores(job: Job, out: Out, keep: set[int]) -> None:

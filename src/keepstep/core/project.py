@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
+from keepstep.core import parities
+from keepstep.core.interval import HOUR
 from keepstep.core.placement import buddy_node
-from keepstep.core.state import Incident, Job, Node, Worker
+from keepstep.core.saves import Complete
+from keepstep.core.state import SECOND, Incident, Job, Node, Worker
 from keepstep.core.triage import name_ranks
 from keepstep.model.views import (
+    CheckpointsView,
     IncidentView,
     JobState,
     JobView,
@@ -21,6 +25,8 @@ from keepstep.model.views import (
 def job_state(job: Job) -> JobState:
     if job.ended is not None:
         return job.ended.state
+    if any(incident.fell_back for incident in job.incidents):
+        return "recovering"
     if job.mode != "running":
         return "starting"
     attempt = job.attempt
@@ -83,6 +89,24 @@ def job_view(job: Job, state: JobState | None = None, exit_code: int | None = No
         checkpoint=job.checkpoint,
         notes=list(job.notes),
         stall_timeout_ns=job.stall_ns,
+        checkpoints=checkpoints_view(job) if job.spec.checkpoints else None,
+    )
+
+
+def checkpoints_view(job: Job) -> CheckpointsView:
+    saves = job.saves
+    newest = saves.newest or Complete(path="", tick=0, version=0, at=0)
+    return CheckpointsView(
+        directory=job.spec.checkpoints,
+        interval_s=saves.interval_ns / SECOND,
+        mttf_h=saves.mttf_ns / HOUR,
+        cost_ms=saves.cost_ns / 1e6,
+        write_s=saves.write_ns / SECOND,
+        saving=saves.now is not None,
+        put_off=saves.put_off,
+        newest=newest.path,
+        step=newest.version,
+        written_at_ns=newest.at,
     )
 
 
@@ -191,6 +215,11 @@ def protection_of(job: Job) -> tuple[bool, str]:
     if alone:
         return False, f"rank {alone[0]} has no buddy on another node for its side state"
     where = f"; {_megabytes(kept)} that one rank has are kept by another node" if kept else ""
+    if kept and job.spec.redundancy == "parity":
+        lost = parities.uncovered(job)
+        if lost:
+            return False, f"any rank may die, but {lost}: the loss of a node may fall back"
+        where = f"; {_megabytes(kept)} that one rank has are kept by its agent and a parity"
     return True, f"any rank or any one node may be lost without losing a step{where}"
 
 
@@ -203,7 +232,7 @@ def incident_view(
     incident: Incident,
     now: int,
     outcome: Literal["OPEN", "RESOLVED", "ABORTED", "FELL_BACK", "FAILED"] = "OPEN",
-    steps_lost: int = 0,
+    steps_lost: int | None = None,
 ) -> IncidentView:
     timeline = incident.timeline
     return IncidentView(
@@ -220,7 +249,7 @@ def incident_view(
         source=incident.source,
         decision=incident.decision,
         pause_ms=max(0.0, timeline.pause_ms),
-        steps_lost=steps_lost,
+        steps_lost=incident.steps_lost if steps_lost is None else steps_lost,
         steps_recomputed=incident.steps_recomputed,
         outcome=outcome,
         reason=incident.reason,

@@ -36,6 +36,7 @@ from keepstep.model.messages import (
     Progress,
     Report,
     Resumed,
+    Saved,
     Staged,
     Stalled,
     Swapped,
@@ -97,6 +98,9 @@ def _is_idle(job: Job, attempt: Attempt | None, message: WorkerSaid) -> bool:
         return False
     if isinstance(message.said, Done):
         return attempt is None and not job.incidents and _somebody_gets_on(job, None)
+    if isinstance(message.said, Saved):
+        saving = job.saves.now if attempt is None else None
+        return saving is not None and saving.number == message.said.number and saving.parts.left > 0
     if attempt is None or attempt.solo or attempt.kind == "resume":
         return False
     if attempt.committed:

@@ -12,18 +12,23 @@ happened since. In between (`Job.replayed`) the core only collects. Then:
 
 from __future__ import annotations
 
+from keepstep.core import parities
+from keepstep.core.fallback import fallen
 from keepstep.core.incidents import close_incident
 from keepstep.core.processes import give_buddy
+from keepstep.core.saves import Complete
 from keepstep.core.state import SECOND, Incident, Job, Node, Out, Role, Worker
 from keepstep.core.timeline import Timeline
 from keepstep.model.job import JobSpec
 from keepstep.model.messages import Buddy, Swap
 from keepstep.model.records import (
     AttemptStarted,
+    CheckpointSealed,
     CheckpointWritten,
     Committed,
     Decided,
     Deferred,
+    FellBack,
     IncidentClosed,
     IncidentOpened,
     IncidentWidened,
@@ -83,11 +88,27 @@ def apply(jobs: dict[str, Job], record: Record) -> None:
         job.deferred[record.target] = record.reason
     elif isinstance(record, CheckpointWritten):
         job.checkpoint, job.checkpoint_tick = record.path, record.tick
+    elif isinstance(record, CheckpointSealed):
+        complete = Complete(record.path, record.tick, record.version, record.at_ns)
+        job.saves.sealed(complete, record.snapshot_ns, record.write_ns)
+    elif isinstance(record, FellBack):
+        _apply_fall_back(job, record)
     elif isinstance(record, InjectDone):
         job.fired.append(record.inject)
     elif isinstance(record, JobEnded):
         job.ended = record.view
         job.incidents.clear()
+
+
+def _apply_fall_back(job: Job, record: FellBack) -> None:
+    incident = next(i for i in job.incidents if i.id == record.incident)
+    newest, (tick, times) = job.saves.newest, job.saves.fallen
+    assert newest is not None, "a job falls back to what is on record"
+    job.saves.fallen = (newest.tick, times + 1 if tick == newest.tick else 1)
+    for worker in job.workers.values():
+        if worker.role != "standby":
+            worker.role = "unwanted"
+    fallen(job, incident, newest, record.steps_lost, record.generation)
 
 
 def _role(record: Placed) -> Role:
@@ -234,7 +255,8 @@ def agents_are_back(job: Job, out: Out) -> bool:
         if worker.swapped < job.generation:
             solo = job.somebody_done()
             buddy = give_buddy(job, out, worker)
-            worker.swap = Swap(generation=job.generation, buddy=buddy, solo=solo)
+            parity = parities.give(job, worker)
+            worker.swap = Swap(generation=job.generation, buddy=buddy, solo=solo, parity=parity)
             worker.resync = True
             worker.buddy_due = job.nodes[worker.node].state != "connected"  # it may have swapped
         elif worker.usable:
@@ -253,7 +275,8 @@ def agents_are_back(job: Job, out: Out) -> bool:
 def tell_buddy(job: Job, out: Out, worker: Worker) -> None:
     """Who it was is not on record."""
     address = give_buddy(job, out, worker)
-    worker.buddy_heard = out.tell(worker, Buddy(address=address))
+    parity = parities.give(job, worker)
+    worker.buddy_heard = out.tell(worker, Buddy(address=address, parity=parity))
     worker.buddy_due = True
 
 

@@ -6,9 +6,10 @@ whose script has ended needs no groups and is left alone. See phases.py for the 
 
 from __future__ import annotations
 
+from keepstep.core import parities
 from keepstep.core.incidents import close_incident
 from keepstep.core.phases import Gate, mark, newcomers
-from keepstep.core.processes import arm, close_stores, give_buddy
+from keepstep.core.processes import arm, close_stores, give_buddy, swap_of
 from keepstep.core.ranks import Tally
 from keepstep.core.state import Attempt, Incident, Job, Out, Worker
 from keepstep.core.timeline import source_sentence
@@ -94,9 +95,9 @@ def _swap_row(job: Job, out: Out, attempt: Attempt) -> None:
         for worker in others.values():
             attempt.alone[worker.id] = worker
     for worker in aside(job, attempt):
-        if worker.usable and not worker.done and worker.swapped < generation:
-            assert worker.swap is not None
-            out.ask(worker, "swap", generation, worker.swap)
+        lacks = worker.usable and not worker.done and worker.swapped < generation
+        if lacks and job.asked_at(worker, "swap", generation) is None:
+            out.ask(worker, "swap", generation, swap_of(job, out, worker))
 
 
 def _renew_swaps(job: Job, out: Out, attempt: Attempt) -> dict[str, Worker]:
@@ -108,10 +109,13 @@ def _renew_swaps(job: Job, out: Out, attempt: Attempt) -> dict[str, Worker]:
             continue
         before = [worker.buddy for worker in owners]
         buddy = give_buddy(job, out, owners[0])
-        swap = Swap(generation=attempt.generation, buddy=buddy, solo=attempt.solo)
         for worker, old in zip(owners, before, strict=True):
-            worker.swap, worker.buddy = swap, owners[0].buddy
-            if old != worker.buddy or not worker.buddy_heard:
+            kept, worker.buddy = worker.parity, owners[0].buddy
+            parity = parities.give(job, worker)
+            worker.swap = Swap(
+                generation=attempt.generation, buddy=buddy, solo=attempt.solo, parity=parity
+            )
+            if old != worker.buddy or kept != worker.parity or not worker.buddy_heard:
                 others[worker.id] = worker
                 worker.buddy_heard = True
     return others
@@ -157,7 +161,8 @@ def retire(job: Job, out: Out, attempt: Attempt) -> None:
         return  # the next wave
     count = len(incident.moves)
     what = f"{count} rank{'s' if count != 1 else ''} moved" if count else "all ranks reconnected"
-    close_incident(job, out, incident, "RESOLVED", f"{what}, no step lost")
+    lost = f"{incident.steps_lost} steps lost" if incident.fell_back else "no step lost"
+    close_incident(job, out, incident, "RESOLVED", f"{what}, {lost}")
     job.reason = ""
 
 

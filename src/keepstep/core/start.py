@@ -10,12 +10,13 @@ us before the news of the death.
        `------------------------ a death ----------------------'
 
 A resumed job has no ranks to start: `world` standbys are started and become newcomers of an
-attempt without members whose state comes from the checkpoint (migration.py).
+attempt without members whose state comes from the checkpoint (migration.py). So does one that fell
+back (fallback.py), in its own incident.
 """
 
 from __future__ import annotations
 
-from keepstep.core import placement
+from keepstep.core import fallback, placement
 from keepstep.core.incidents import (
     close_incident,
     end_job,
@@ -53,7 +54,9 @@ def advance_start(job: Job, out: Out) -> None:
 
 def _begin(job: Job, out: Out) -> None:
     if all(node.state == "dead" for node in job.nodes.values()):
-        end_job(job, out, "failed", EXIT_GAVE_UP, "no node is left to start the ranks on")
+        why = "no node is left to start the ranks on"
+        if not fallback.no_room(job, out, why):
+            end_job(job, out, "failed", EXIT_GAVE_UP, why)
         return
     if job.ranks_joined_at and out.now >= job.ranks_joined_at + JOIN_SPARES_NS:
         job.ranks_joined_at = 0  # its timer has rung, and is not to ring again
@@ -70,7 +73,9 @@ def _begin(job: Job, out: Out) -> None:
         return
     placed, why = placement.start_slots(job.spec, job.nodes, job.workers.values())
     if placed is None:
-        job.reason = f"waiting: {why}"
+        away = any(node.state in ("disconnected", "unreachable") for node in job.nodes.values())
+        if away or not fallback.no_room(job, out, why):
+            job.reason = f"waiting: {why}"
         return
     if job.ranks_joined_at is None:
         job.ranks_joined_at = out.now
@@ -78,7 +83,7 @@ def _begin(job: Job, out: Out) -> None:
     if absent and out.now < job.ranks_joined_at + JOIN_SPARES_NS:
         return  # a spare node that joins now is somebody's buddy from the beginning
     job.reason = ""
-    if job.spec.resume:
+    if job.resume:
         _begin_resume(job, out, placed)
         return
     if _clear(job, out, placed):
@@ -149,11 +154,17 @@ def _begin_resume(job: Job, out: Out, placed: dict[int, tuple[str, int]]) -> Non
         if place not in taken:
             start_worker(job, out, place[0], place[1], -1, "standby")
     ranks = list(range(job.spec.world))
-    reason = f"resumed from {job.spec.resume}"
-    incident = open_incident(
-        job, out, trigger="planned", cause="resume", victims=ranks, reason=reason
-    )
-    start_attempt(job, out, "resume", incident, ranks, {}, reason)
+    reason = f"resumed from {job.resume}"
+    incident = next((i for i in job.incidents if i.fell_back), None)
+    if incident is None:
+        incident = open_incident(
+            job, out, trigger="planned", cause="resume", victims=ranks, reason=reason
+        )
+    else:
+        widen_incident(job, out, incident, incident.cause, ranks, reason)
+    attempt = start_attempt(job, out, "resume", incident, ranks, {}, reason)
+    if incident.fell_back and job.saves.newest is not None:
+        attempt.held_version = job.saves.newest.version
 
 
 def _watch_attach(job: Job, out: Out) -> None:

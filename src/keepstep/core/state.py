@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from keepstep.core.ranks import Ranks, Tally, Told
+from keepstep.core.saves import Saves
 from keepstep.core.timeline import Timeline
 from keepstep.model.job import InjectSpec, JobSpec
 from keepstep.model.messages import (
@@ -130,6 +131,7 @@ class WorkerFacts:
     buddy: str = ""  # node
     buddy_due: bool = False  # was told by a command of its own, which its agent may have missed
     buddy_heard: bool = True  # False: its agent was away, it may have missed who it is
+    parity: str = ""  # node that it was told to write its parity to
     leave_at: int = 0
     release_due: int | None = None  # generation of a planned attempt it may still hold for
     # answers in an attempt, each with its generation
@@ -212,6 +214,8 @@ class Incident:
     stage_failed_at: int = 0  # the first of them
     decision: str = ""
     steps_recomputed: int = 0
+    fell_back: bool = False  # all ranks start again from a checkpoint
+    steps_lost: int = 0
     source: str = ""
     sticky_tick: int | None = None  # a decision stays valid until it is committed
     give_up: str = ""  # set: write a checkpoint, then end
@@ -312,6 +316,8 @@ class Job:
     traceback: str = ""
     checkpoint: str = ""
     checkpoint_tick: int | None = None
+    resume: str = ""  # checkpoint that all ranks are to be started from
+    saves: Saves = field(init=False)
     causes: dict[int, tuple[str, str]] = field(default_factory=dict)  # dead rank -> (cause, why)
     alarm: tuple[str, str] | None = None  # a rank's exception: (cause, why), until an attempt
     deaths: dict[int, tuple[int, set[str]]] = field(default_factory=dict)  # rank -> tick, workers
@@ -320,6 +326,7 @@ class Job:
     injects: dict[str, InjectSpec] = field(default_factory=dict)
     fired: list[str] = field(default_factory=list)
     understudies_failed: int = 0  # since one was ready
+    parities: dict[int, str] = field(default_factory=dict)  # first rank of a group -> its holder
     forget_due: bool = False  # a Forget may have been lost
     preempted: list[tuple[int, int]] = field(default_factory=list)  # when, ranks told to leave
     deferred: dict[str, str] = field(default_factory=dict)  # tainted target -> reason
@@ -349,9 +356,17 @@ class Job:
     due_known: bool = False
     cursor: int = 0  # rank that was last seen to get on
 
+    def __post_init__(self) -> None:
+        self.resume, self.saves = self.spec.resume, Saves(self.spec)
+
     @property
     def id(self) -> str:
         return self.spec.job
+
+    @property
+    def fallen(self) -> bool:
+        """It goes back to a checkpoint, and waits until nothing of before is left."""
+        return self.mode == "waiting" and self.saves.fallen_before > 0
 
     @property
     def stall_ns(self) -> int:

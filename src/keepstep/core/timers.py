@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-from keepstep.core import breaker, understudies
+from keepstep.core import breaker, checkpoints, understudies
 from keepstep.core.faults import (
+    FENCE_SLACK_NS,
     give_up_node,
     lose_node,
     newcomer_failed,
@@ -49,7 +50,7 @@ def timers(job: Job) -> list[Timer]:
         if node.state == "disconnected":
             rows += _gone_timer(job, node)
         elif node.state == "unreachable":
-            rows.append((node.fenced_at, "fenced", node.name))
+            rows += _fenced_timer(job, node)
     for worker in job.special.values():
         if not worker.alive or job.nodes[worker.node].state != "connected":
             continue
@@ -67,6 +68,9 @@ def timers(job: Job) -> list[Timer]:
     deferred = breaker.deadline(job)
     if deferred is not None and job.mode == "running" and not job.replayed:
         rows.append((deferred, "breaker", ""))
+    save_at = checkpoints.deadline(job)
+    if save_at is not None:
+        rows.append((save_at, "settle", ""))
     if job.judge_at is not None:
         rows.append((job.judge_at, "stalls", ""))
     if job.rejoin_until is not None:
@@ -78,13 +82,29 @@ def timers(job: Job) -> list[Timer]:
 
 def _gone_timer(job: Job, node: Node) -> list[Timer]:
     """A node without its stream is not a dead node. As long as training gets on its ranks take part
-    in it; and if no rank is in reach, nobody could be rebuilt from anything: then we wait."""
+    in it; and if no rank is in reach, nobody could be rebuilt from anything: then we wait. But not
+    for ever if training stands (somebody is dead) and there is a checkpoint."""
     if not ranks_on(job, node.name):
         return [(node.gone_at + job.stall_ns, "node", node.name)]
+    if job.fallen:
+        return [(node.gone_at + job.stall_ns, "node", node.name)]
     owners = (worker for worker in job.seated() if worker.usable and not worker.done)
+    silent_ns = job.stall_ns
     if not any(job.nodes[worker.node].state == "connected" for worker in owners):
+        if job.saves.newest is None or not job.dead():
+            return []
+        silent_ns += ALL_SILENT_NS
+    return [(max(node.gone_at, job.progress_at) + silent_ns, "node", node.name)]
+
+
+def _fenced_timer(job: Job, node: Node) -> list[Timer]:
+    """Its ranks can make a step only together with all others. If some live and none of those is in
+    reach, all may train on, this node's too; whoever comes back first shows it, and is aborted."""
+    states = {job.nodes[worker.node].state for worker in job.seated() if worker.usable}
+    if states and "connected" not in states:
         return []
-    return [(max(node.gone_at, job.progress_at) + job.stall_ns, "node", node.name)]
+    stands_ns = job.stall_ns + FENCE_SLACK_NS
+    return [(max(node.fenced_at, job.progress_at + stands_ns), "fenced", node.name)]
 
 
 def _start_timers(job: Job) -> list[Timer]:

@@ -6,11 +6,11 @@ Arrived and Ready count for any generation, because its process outlives attempt
 
 from __future__ import annotations
 
-from keepstep.core import start, understudies
+from keepstep.core import checkpoints, start, understudies
+from keepstep.core.fallback import fall_back
 from keepstep.core.faults import newcomer_failed, repeat_attempt, stage_failed
 from keepstep.core.incidents import end_job, warn
 from keepstep.core.migration import (
-    EXIT_FELL_BACK,
     EXIT_GAVE_UP,
     NEWCOMERS_MAX,
     checkpoint_path,
@@ -19,7 +19,13 @@ from keepstep.core.migration import (
 )
 from keepstep.core.phases import has_held, has_reported
 from keepstep.core.planned import fail_move
-from keepstep.core.processes import inject_fired, replace_buddy, signal_now
+from keepstep.core.processes import (
+    inject_fired,
+    look_again,
+    replace_buddy,
+    replace_parity,
+    signal_now,
+)
 from keepstep.core.state import Attempt, Job, Out, Worker
 from keepstep.core.triage import headline
 from keepstep.model.messages import (
@@ -38,6 +44,9 @@ from keepstep.model.messages import (
     Ready,
     Report,
     Resumed,
+    Saved,
+    SaveFailed,
+    Sealed,
     Staged,
     StageFailed,
     Swapped,
@@ -57,7 +66,10 @@ def worker_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> None
     elif isinstance(said, InjectFired):
         _inject_fired(job, out, worker, said)
     elif isinstance(said, BuddyLost):
-        if worker.role in ("rank", "newcomer"):
+        if said.parity is not None:
+            if worker.role == "rank":
+                replace_parity(job, out, worker, said.parity, said.error)
+        elif worker.role in ("rank", "newcomer"):
             replace_buddy(job, out, worker, said.error)
     elif worker.role == "newcomer":
         _newcomer_said(job, out, worker, said)
@@ -88,7 +100,9 @@ def _newcomer_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> N
         if said.generation == attempt.generation and attempt.tick is not None:
             worker.copied = said
             timeline.copied(said)
-    elif isinstance(said, CopyFailed) and said.generation == attempt.generation:
+    elif isinstance(said, CopyFailed) and (
+        said.generation == attempt.generation or not worker.arrived
+    ):
         _copy_failed(job, out, attempt, worker, said)
 
 
@@ -118,6 +132,8 @@ def _rank_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> None:
             attempt.incident.timeline.swapped(said)
     elif isinstance(said, Resumed):
         _resumed(job, out, worker, said)
+    elif isinstance(said, Saved | SaveFailed | Sealed):
+        checkpoints.said(job, out, worker, said)
     elif attempt is not None and not attempt.committed and worker.rank in attempt.members:
         _member_said(job, out, attempt, worker, said)
 
@@ -230,7 +246,7 @@ def _copy_failed(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Cop
     elif said.reason == "source-lost":
         _other_source(job, out, attempt, worker, said, why)
     elif said.reason == "side-state-unreachable":
-        worker.asked.pop("copy", None)  # the newcomer has waited; ask those who are there now
+        look_again(worker)  # the newcomer has waited; ask those who are there now
     elif said.reason in LOST and attempt.kind == "unplanned" and _away(job):
         worker.lacks_holders = True  # asked again when a node comes back or is known to be dead
     elif said.reason in LOST and attempt.kind == "unplanned":
@@ -238,18 +254,16 @@ def _copy_failed(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Cop
         # end, gives the same answer.
         worker.missing += 1
         if worker.missing == 1:
-            worker.asked.pop("copy", None)
+            look_again(worker)
             return
-        end_job(
+        fall_back(
             job,
             out,
-            "fell_back",
-            EXIT_FELL_BACK,
             f"state of rank {worker.rank} at tick {attempt.tick} is lost with its node and its "
             f"buddy: {said.error}",
         )
     elif said.reason in LOST:
-        reason = f"{job.spec.resume} cannot be resumed from: {said.error}"
+        reason = f"{job.resume} cannot be resumed from: {said.error}"
         end_job(job, out, "failed", EXIT_GAVE_UP, reason)
     else:
         newcomer_failed(job, out, worker, why)

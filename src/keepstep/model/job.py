@@ -43,12 +43,16 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     nodes: list[NodeSpec]  # the first world/local_world of them get the ranks, in order
     spares: int  # warm standbys to keep, where free slots exist
     understudies: int = 0  # beside each standby, processes that are built as presumed ranks
-    redundancy: Literal["auto", "buddy", "off"] = "auto"  # of tensors that no other rank has
+    # of tensors that no other rank has
+    redundancy: Literal["auto", "buddy", "parity", "off"] = "auto"
     stall_timeout_ns: int
     script: list[str]
     env: dict[str, str] = {}
     directory: str  # logs and just-in-time checkpoints of this job
-    resume: str = ""  # just-in-time checkpoint to start from
+    resume: str = ""  # checkpoint to start from
+    checkpoints: str = ""  # directory of this job's periodic checkpoints; "": none are written
+    checkpoint_interval_ns: int = 0  # 0: from what one costs, and mttf_ns
+    mttf_ns: int = 0  # of the job; 0: from the number of its nodes
     inject: list[InjectSpec] = []
 
 

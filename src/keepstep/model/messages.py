@@ -192,11 +192,38 @@ class CheckpointFailed(Message, frozen=True):
     error: str
 
 
+class Saved(Message, frozen=True):
+    """This rank's part of the periodic checkpoint `number` is on disk. It was taken at `tick`."""
+
+    number: int
+    tick: int
+    version: int
+    snapshot_ns: int  # how long it held training up
+    write_ns: int
+    bytes_written: int
+
+
+class SaveFailed(Message, frozen=True):
+    """This rank's part of it could not be written, or it could not be completed."""
+
+    number: int
+    error: str
+
+
+class Sealed(Message, frozen=True):
+    """The periodic checkpoint `number` is complete in `path`."""
+
+    number: int
+    path: str
+
+
 class BuddyLost(Message, frozen=True):
-    """Publishing to the buddy failed; the rank waits inside its fence for another Buddy."""
+    """Publishing to the buddy failed; the rank waits inside its fence for another Buddy. Or the
+    parity that `parity` holds could not be written, and it goes on without."""
 
     generation: int
     error: str
+    parity: Address | None = None
 
 
 class Done(Message, frozen=True):
@@ -230,6 +257,9 @@ WorkerMessage = (
     | Resumed
     | Checkpointed
     | CheckpointFailed
+    | Saved
+    | SaveFailed
+    | Sealed
     | BuddyLost
     | Done
     | InjectFired
@@ -239,10 +269,18 @@ WorkerMessage = (
 # --------------------------------------------------------------------------- orchestrator -> worker
 
 
+class Parity(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Who keeps the XOR of what these ranks have in the vaults of their own agents."""
+
+    holder: Address
+    members: list[int]
+
+
 class Buddy(Message, frozen=True):
     """Where this rank publishes its side state besides its own agent; None: nowhere."""
 
     address: Address | None
+    parity: Parity | None = None
 
 
 class Welcome(Message, frozen=True):
@@ -256,6 +294,7 @@ class Welcome(Message, frozen=True):
     stall_timeout_ns: int
     interface: str  # address to bind state servers to
     tls: TlsFiles | None = None  # of the node; None: everything is on loopback
+    checkpoints: str = ""  # directory of the job's periodic checkpoints; "": there are none
 
 
 class Assign(Message, frozen=True):
@@ -338,12 +377,13 @@ class Swap(Message, frozen=True):
     """Committed: put the staged backends of `generation` in place and go on training.
 
     `solo` keeps a newcomer without peers: everyone else has already finished. `same_buddy`: the
-    buddy stays who it was, whatever `buddy` says."""
+    buddy stays who it was, whatever `buddy` says; and so does the parity."""
 
     generation: int
     buddy: Address | None
     solo: bool = False
     same_buddy: bool = False
+    parity: Parity | None = None
 
 
 class Release(Message, frozen=True):
@@ -365,6 +405,24 @@ class Checkpoint(Message, frozen=True):
     tick: int
     world: int
     dead: dict[int, list[Address]] = {}
+
+
+class Snapshot(Message, frozen=True):
+    """Raise the snapshot word in the next fence: all ranks take their part of the periodic
+    checkpoint `number` at the boundary behind it, write it beside training and say Saved."""
+
+    generation: int
+    number: int
+
+
+class Seal(Message, frozen=True):
+    """Every part of the periodic checkpoint `number` is there: complete it, and remove all others
+    but those in `keep`."""
+
+    number: int
+    tick: int
+    world: int
+    keep: list[str] = []
 
 
 class Leave(Message, frozen=True):
@@ -399,6 +457,8 @@ WorkerCommand = (
     | Swap
     | Release
     | Checkpoint
+    | Snapshot
+    | Seal
     | Leave
     | Finish
     | Arm
@@ -566,6 +626,8 @@ class StartWorker(Message, frozen=True):
     buddy: Address | None
     script: list[str]  # script or -m module, and its arguments
     env: dict[str, str] = {}
+    parity: Parity | None = None
+    checkpoints: str = ""  # as in Welcome
 
 
 class KillWorker(Message, frozen=True):
@@ -614,9 +676,11 @@ class CloseStore(Message, frozen=True):
 
 
 class Forget(Message, frozen=True):
-    """Drop the side state kept for these dead workers."""
+    """Drop the side state kept for these dead workers, and all copies for other nodes' ranks that
+    were put in generations before `before`: the job went back behind them."""
 
     workers: list[str]
+    before: int = 0
 
 
 class Stop(Message, frozen=True):
@@ -646,6 +710,9 @@ AgentCommand = (
 
 
 # --------------------------------------------------------------------------- blobs (side state)
+
+
+SERIAL_BITS = 40  # of a serial; above them stands the generation
 
 
 class BlobPut(Message, frozen=True):

@@ -4,9 +4,12 @@ The worker writes plain memory and the agent preads it, so neither progress nor 
 for the own node costs a system call, and both outlive a kill -9 of the worker.
 
     0     header   fixed fields below, little endian, each written whole (8-byte aligned)
-    4096  slot 0   side state of even ticks
-    4096+capacity  slot 1, odd ticks
-    4096+2*capacity  init record (tick -1), capacity bytes
+    4096  slots 0 to 2, capacity bytes each: side state of a tick in slot tick % 3
+    4096+3*capacity  init record (tick -1), capacity bytes
+
+Three ticks are kept, here and by the buddy. A rank that has passed the fence of tick t - 1 makes
+step t and publishes t + 1 while others may still wait in that fence. If it is lost now, all of
+those who are left may be at t - 1, and go back to it: t - 1, t and t + 1 may be asked for.
 
 A slot is: seq (u64; odd while being written), tick (i64), length (u64), crc32 (u64), data. The
 reader takes a slot only if seq is even and equal before and after, and the checksum is right.
@@ -24,6 +27,7 @@ PAGE_BYTES = 4096
 SLOT_HEADER = struct.Struct("<QqQQ")
 CAPACITY_DEFAULT = 256 << 10
 
+TICKS_KEPT = 3
 INIT_TICK = -1  # record of a rank's init-time collectives
 NEWEST = -2  # asks for the highest tick there is
 
@@ -43,6 +47,9 @@ FIELDS = {
     "step_ns": 88,  # smoothed step time
     "hold": 96,  # 1 while it only waits for commands: a stall is not a hang, and it cannot train
     "tick_marks": 104,  # `marks` when the tick began: what came since can be compared between ranks
+    # While it holds by itself (its buddy is lost, its step has failed): CLOCK_MONOTONIC of when it
+    # last asked for what it waits for. 0: it was told to hold.
+    "asked_ns": 112,
 }
 
 WHERE = (
@@ -76,3 +83,4 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     step_ns: int
     hold: bool
     tick_marks: int = 0
+    asked_ns: int = 0

@@ -179,6 +179,28 @@ class CheckpointWritten(BaseRecord, frozen=True, kw_only=True):
     tick: int
 
 
+class CheckpointSealed(BaseRecord, frozen=True, kw_only=True):
+    """A periodic checkpoint is complete: a loss that nothing else covers goes back to it."""
+
+    path: str
+    tick: int
+    version: int
+    snapshot_ns: int  # how long the slowest rank was held up
+    write_ns: int
+
+
+class FellBack(BaseRecord, frozen=True, kw_only=True):
+    """State is lost that nobody holds any more: all ranks are ended and will be started from this
+    checkpoint."""
+
+    incident: str
+    path: str
+    tick: int
+    steps_lost: int
+    generation: int  # whatever was put for ranks of a lower one is of no use
+    reason: str
+
+
 class InjectDone(BaseRecord, frozen=True, kw_only=True):
     """An injected fault has struck."""
 
@@ -212,6 +234,8 @@ Record = (
     | SignalSeen
     | Warned
     | CheckpointWritten
+    | CheckpointSealed
+    | FellBack
     | InjectDone
     | JobEnded
 )

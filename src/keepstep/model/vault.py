@@ -5,6 +5,7 @@
       VaultTruncate  not answered
       VaultSync    -> VaultSynced: all that was sent before it is stored
     VaultFetch     -> VaultFetched, then the raw bytes of everything it lists, in that order
+                      or, of a parity, VaultParity and the bytes of its cells
     VaultForget    -> VaultForgotten
 
 The first message tells what a connection is for. Each of them may be answered with VaultRefused,
@@ -14,6 +15,9 @@ the words of the refusal with it.
 
 A *unit* is a parameter with its optimizer state. Its *base* of version j are its tensors after j
 steps; its gradient of version s is what step s applies, and leads from version s to s + 1.
+
+With a `group` it is not the state of one rank that is kept but the parity of several: see
+keepstep.core.agent.parity.
 """
 
 from __future__ import annotations
@@ -40,6 +44,8 @@ class VaultOpen(Message, frozen=True):
     units: list[int]
     reserve: int  # bytes that may be held at once, what is on its way included
     fresh: bool = False  # throw away what is stored
+    own: bool = False  # of a rank of this very agent: of no use when the rank has moved away
+    group: list[int] = []  # all ranks whose parity is kept here, this one among them
 
 
 class VaultPut(Message, frozen=True):
@@ -71,6 +77,8 @@ class VaultFetch(Message, frozen=True):
     token: str
     rank: int
     version: int
+    base: int = -1  # version that all bases must have; -1: what suits best
+    parity: bool = False  # what the parity of its group has of it
 
 
 class VaultForget(Message, frozen=True):
@@ -79,6 +87,7 @@ class VaultForget(Message, frozen=True):
     token: str
     rank: int
     generation: int
+    parity: bool = False  # the parity of its group
 
 
 VaultRequest = VaultOpen | VaultPut | VaultTruncate | VaultSync | VaultFetch | VaultForget
@@ -113,6 +122,29 @@ class VaultFetched(Message, frozen=True):
     notes: list[tuple[int, int, bytes]]  # version, bytes, digest
 
 
+class ParityPart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What one put of a rank has added to a cell, behind what its puts before have."""
+
+    unit: int
+    sizes: list[int]  # none: the gradient is absent
+    digests: list[bytes]
+
+
+class ParityCell(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    kind: Kind  # base, grad or note
+    version: int
+    size: int
+    parts: dict[int, list[ParityPart]]  # rank -> its bytes, in their order
+
+
+class VaultParity(Message, frozen=True):
+    """One base of the rank and what leads from there on, each XORed with that of other ranks."""
+
+    layout: bytes
+    bases: list[int]  # versions of all bases that would do, this one first
+    cells: list[ParityCell]
+
+
 class VaultForgotten(Message, frozen=True):
     """Nothing of the rank is held any more."""
 
@@ -125,4 +157,4 @@ class VaultRefused(Message, frozen=True):
     hint: str = ""
 
 
-VaultReply = VaultOpened | VaultSynced | VaultFetched | VaultForgotten | VaultRefused
+VaultReply = VaultOpened | VaultSynced | VaultFetched | VaultParity | VaultForgotten | VaultRefused

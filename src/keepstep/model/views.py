@@ -86,6 +86,21 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     attempts: int = 1
 
 
+class CheckpointsView(msgspec.Struct, frozen=True, kw_only=True):
+    """Periodic checkpoints."""
+
+    directory: str
+    interval_s: float
+    mttf_h: float
+    cost_ms: float  # how long one holds training up, smoothed; 0: none was taken yet
+    write_s: float  # likewise, beside training
+    saving: bool  # one is being written
+    put_off: int  # because the one before was still being written
+    newest: str = ""  # the newest complete one
+    step: int = 0
+    written_at_ns: int = 0  # wall clock
+
+
 class JobView(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     state: JobState
@@ -109,3 +124,4 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[NoteView] = []  # the newest, in order
     control: str = ""  # why nothing is decided at the moment; this is the last state known
     stall_timeout_ns: int = 0
+    checkpoints: CheckpointsView | None = None

@@ -96,6 +96,7 @@ class Beliefs:
         victims: dict[str, set[int]] = {}
         sticky: dict[str, int | None] = {}
         checkpoint: int | None = None
+        sealed, resume = "", job.spec.resume
         for record in disk:
             if isinstance(record, r.Tainted):
                 tainted.add(record.target)
@@ -122,6 +123,10 @@ class Beliefs:
                 sticky[record.incident] = record.tick if decided else None
             elif isinstance(record, r.CheckpointWritten):
                 checkpoint = record.tick
+            elif isinstance(record, r.CheckpointSealed):
+                sealed = record.path
+            elif isinstance(record, r.FellBack):
+                sticky[record.incident], checkpoint, resume = None, None, record.path
         slots = {f"{n.name}/{s}" for n in job.nodes.values() for s in n.slot_taints}
         pairs: tuple[tuple[str, object, object], ...] = (
             ("taints", tainted, {n.name for n in job.nodes.values() if n.taints} | slots),
@@ -135,6 +140,8 @@ class Beliefs:
                 {i.id: i.sticky_tick for i in job.incidents},
             ),
             ("checkpoint", checkpoint, job.checkpoint_tick),
+            ("periodic checkpoint", sealed, job.saves.newest.path if job.saves.newest else ""),
+            ("checkpoint to start from", resume, job.resume),
             ("owners", self.checker.owners, job.owners),
             (
                 "ended processes",

@@ -21,6 +21,7 @@ from keepstep.core.state import Attempt, Job
 from keepstep.model import messages as m
 from keepstep.model import records as r
 from keepstep.sim.beliefs import Beliefs
+from keepstep.sim.losses import recoverable
 from keepstep.sim.net import SECOND
 from keepstep.sim.prompt import Prompt
 
@@ -52,10 +53,13 @@ class Checker:
         self.stage_failures: set[tuple[int, str]] = set()  # (generation, worker)
         self.job_ended: r.JobEnded | None = None
         self.open_incidents: dict[str, r.IncidentOpened] = {}
+        self.sealed: r.CheckpointSealed | None = None
+        self.resume_tick = world.plan.resume_tick  # of the checkpoint that ranks start from
         self.victims: dict[str, set[int]] = {}  # of every incident, with those it was widened by
         # what was sent
         self.killed: set[str] = set()
-        self.seats: dict[int, str] = {}  # rank -> newcomer that was assigned it last
+        # rank -> newcomer that was assigned it last, and by which process of the orchestrator
+        self.seats: dict[int, tuple[str, int]] = {}
         # what happened
         self.best: dict[int, int] = {}  # rank -> highest tick any of its processes committed
         self.commit_count = 0
@@ -136,6 +140,25 @@ class Checker:
                 self.ensure(stopped, f"decided, but {worker} (rank {rank}) has not stopped for it")
         self.decided[record.generation] = record.tick
 
+    def _on_CheckpointSealed(self, record: r.CheckpointSealed) -> None:
+        self.ensure(record.path in self.world.saved, f"{record.path} is on record, not on disk")
+        self.sealed = record
+
+    def _on_FellBack(self, record: r.FellBack) -> None:
+        """Only if nothing else is left, and to the newest one. Then everything is as it was."""
+        needless = recoverable(self.world)
+        self.ensure(not needless, f"needless fall-back ({record.reason}): {needless}")
+        sealed = self.sealed
+        newest = sealed is not None and (sealed.path, sealed.tick) == (record.path, record.tick)
+        self.ensure(newest, f"back to {record.path}, and the newest one is {sealed}")
+        truth = self.world.truth.version
+        most = truth[max(self.best.values())] - truth[record.tick]
+        self.ensure(record.steps_lost <= most, f"{record.steps_lost} steps lost of {most}")
+        self.resume_tick = record.tick
+        self.best = dict.fromkeys(self.best, record.tick)
+        self.owners.clear()
+        self.gave.clear()
+
     def _on_Tainted(self, record: r.Tainted) -> None:
         self.tainted.add(record.target)
 
@@ -197,7 +220,7 @@ class Checker:
         known = self.world.orchestrator.core.state(self.world.plan.job).workers
         places = {known[worker].place for worker in workers}
         self.ensure(len(places) == len(workers), "one slot gives two seats")
-        tick = record.tick if kind != "resume" else self.world.plan.resume_tick
+        tick = record.tick if kind != "resume" else self.resume_tick
         whole = min((self.best.get(rank, 0) for rank in range(self.world.plan.ranks)), default=0)
         self.ensure(tick >= whole, f"committed tick {tick}, but all ranks had finished {whole}")
         if kind == "unplanned":
@@ -254,18 +277,28 @@ class Checker:
         self.job_ended = record
         self.world.job_ended(record)
 
-    def handled(self, core: Core) -> None:
-        """What the core keeps at hand is what it would find if it walked over all workers."""
+    def handled(self, core: Core, progress: bool) -> None:
+        """What the core keeps at hand is what it would find if it walked over all workers. Mere
+        `progress` makes nobody special; if it does, the next event shows it."""
         if not core.knows(self.world.plan.job):
             return
         job = core.state(self.world.plan.job)
-        special = {w.id for w in job.workers.values() if not w.ordinary}
-        self.ensure(special == set(job.special), f"special are {special}, not {set(job.special)}")
-        for worker in job.workers.values():
-            stray = worker.ordinary and job.owners.get(worker.rank) != worker.id
-            self.ensure(not stray, f"{worker.id} is ordinary and owns nothing")
+        if not progress:
+            self._sorted_in(job)
         if job.attempt is not None:
             self._counted(job, job.attempt)
+
+    def _sorted_in(self, job: Job) -> None:
+        special, owners, count = job.special, job.owners, 0
+        for worker in job.workers.values():
+            if not worker.ordinary:
+                count += 1
+                if worker.id not in special:
+                    self.violated(f"{worker.id} is special, and not among {set(special)}")
+            elif owners.get(worker.rank) != worker.id:
+                self.violated(f"{worker.id} is ordinary and owns nothing")
+        if count != len(special):
+            self.violated(f"{count} workers are special, not {set(special)}")
 
     def _counted(self, job: Job, attempt: Attempt) -> None:
         if attempt.committed:
@@ -345,16 +378,7 @@ class Checker:
                 f"{type(command).__name__} {command.generation}: not on record",
             )
         elif isinstance(command, m.Assign) and not command.presumed:
-            old = self.seats.get(command.rank)
-            over = old is None or old == worker or old in self.killed | self.ended_on_record
-            before = self.world.orchestrator.core.state("j").workers.get(str(old))
-            # An understudy whose Assign was lost with the orchestrator is an understudy still.
-            over = over or before is None or not before.usable or before.role == "understudy"
-            owner = old is not None and old in self.owners.values()
-            self.ensure(
-                over or owner, f"rank {command.rank} is given to {worker} and still to {old}"
-            )
-            self.seats[command.rank] = worker
+            self._check_seat(command.rank, worker)
             process = self.world.ranks.get(worker)
             built = process.rank if process is not None else -1
             self.ensure(built in (-1, command.rank), f"{worker} was built as rank {built}")
@@ -364,10 +388,24 @@ class Checker:
                 fresh = process.mode == "parked"
                 self.ensure(not (bad and fresh), f"{worker} is given a rank in tainted {place}")
 
+    def _check_seat(self, rank: int, worker: str) -> None:
+        epoch = self.world.orchestrator.epoch
+        old, given = self.seats.get(rank, ("", epoch))
+        self.seats[rank] = worker, epoch
+        over = old in ("", worker) or old in self.killed | self.ended_on_record
+        before = self.world.orchestrator.core.state(self.world.plan.job).workers.get(old)
+        # An understudy whose Assign was lost with the orchestrator is an understudy still, and a
+        # standby that never heard of it is free for any seat.
+        over = over or before is None or not before.usable or before.role == "understudy"
+        process = self.world.ranks.get(old)
+        over = over or (given != epoch and process is not None and process.rank != rank)
+        owner = old in self.owners.values()
+        self.ensure(over or owner, f"rank {rank} is given to {worker} and still to {old}")
+
     def acknowledged(self, node: str, rank: int, tick: int) -> None:
-        """A buddy has taken a side state: it must have it until two later ones have come."""
-        ticks = [*self.gave.get((node, rank), []), tick]
-        self.gave[node, rank] = [*sorted(set(ticks) - {tick}), tick][-2:]
+        """A buddy has taken a side state: it must have it until two later ones are acknowledged."""
+        before = [one for one in self.gave.get((node, rank), ()) if one != tick]
+        self.gave[node, rank] = [max(before), tick] if before else [tick]
 
     def obeyed(self, node: SimNode, command: m.AgentCommand) -> None:
         """A command reached its agent."""
@@ -422,18 +460,17 @@ class Checker:
     def committed(self, process: Process) -> None:
         self.commit_count += 1
         rank, tick = process.rank, process.tick
-        self.ensure(
-            process.id not in self.ended_on_record,
-            f"{process.id} (rank {rank}) trains after its end is on record",
-        )
+        if process.id in self.ended_on_record:
+            self.violated(f"{process.id} (rank {rank}) trains after its end is on record")
         owner = self.owners.get(rank)
         newer = self.generation > process.generation and owner != process.id
-        self.ensure(
-            not newer or process.owed >= 0,
-            f"{process.id} trains as rank {rank} in {process.generation}, but {owner} owns it",
-        )
+        if newer and process.owed < 0:
+            self.violated(
+                f"{process.id} trains as rank {rank} in {process.generation}, but {owner} owns it"
+            )
         self._check_content(process)
-        self.best[rank] = max(self.best.get(rank, 0), tick)
+        if tick > self.best.get(rank, -1):
+            self.best[rank] = tick
         self.prompt.committed(process)
         self.world.on_commit()
 

@@ -112,6 +112,11 @@ def _waiting(world: World, fault: Fault) -> str:
     return f"{found[0].id} (rank {found[0].rank})"
 
 
+def _asking(world: World) -> list[Rank]:
+    """A rank whose buddy is lost, and which asks for another one."""
+    return [p for p in owners(world) if p.mode == "publish" and p.asked_ns]
+
+
 def _bystander(world: World) -> list[Rank]:
     special = {p.id for p in _victim(world) + _source(world) + _spare(world)}
     others = [p for p in owners(world) if p.id not in special]
@@ -457,6 +462,7 @@ STRIKES: dict[str, Callable[[World, Fault], str]] = {
     "understudy": _process(_understudy),
     "bystander": _process(_bystander),
     "waiting": _waiting,
+    "asking": _process(_asking),
     "agent": _agent,
     "orchestrator": _orchestrator,
     "link": _link,

@@ -25,17 +25,25 @@ class Group:
         self.generation = generation
         self.members = members
         self.left: set[int] = set()
-        self.entered: dict[int, dict[int, tuple[int, int]]] = {}  # tick -> rank -> (value, hold)
+        # tick -> rank -> (value, hold word, snapshot word)
+        self.entered: dict[int, dict[int, tuple[int, int, int]]] = {}
+        # tick that all have entered -> values in order of ranks, the newest hold and snapshot
+        self._whole: dict[int, tuple[list[int], int, int]] = {}
 
-    def enter(self, rank: Member, value: int, hold: int) -> None:
+    def enter(self, rank: Member, value: int, hold: int, snapshot: int) -> None:
         if rank.rank in self.left or self.left:
             self._tell_broken(rank, 0)
             return
         here = self.entered.setdefault(rank.tick, {})
-        here[rank.rank] = (value, hold)
-        for tick in [tick for tick in self.entered if tick < rank.tick - 2]:
-            del self.entered[tick]
+        here[rank.rank] = (value, hold, snapshot)
+        if len(self.entered) > 3:
+            for tick in [tick for tick in self.entered if tick < rank.tick - 2]:
+                del self.entered[tick]
+                self._whole.pop(tick, None)
         if len(here) == len(self.members):
+            given = [here[number] for number in sorted(here)]
+            values, holds, snapshots = zip(*given, strict=True)
+            self._whole[rank.tick] = list(values), max(holds), max(snapshots)
             for member in self.members.values():
                 late = self.world.random.random() < 0.02
                 delay = 300_000 + self.world.random.randrange(150 * MS if late else 1_200_000)
@@ -43,24 +51,30 @@ class Group:
 
     def complete(self, tick: int) -> list[int] | None:
         """Contributions of all ranks to that collective, if it is complete."""
-        here = self.entered.get(tick, {})
-        if len(here) != len(self.members):
-            return None
-        return [here[rank][0] for rank in sorted(here)]
+        return self._whole[tick][0] if tick in self._whole else None
 
     def hold_word(self, tick: int) -> int:
         """The newest counts: a rank whose agent was away may not have heard that an older move was
         given up."""
-        return max(hold for _, hold in self.entered[tick].values())
+        return self._whole[tick][1]
+
+    def snapshot_word(self, tick: int) -> int:
+        return self._whole[tick][2]
 
     def _pass(self, member: Member, tick: int) -> None:
         if member.group is not self or not member.alive:
             return
-        nodes = {other.node.name for other in self.members.values()}
-        if not all(self.world.net.both_ways(member.node.name, node) for node in nodes):
+        if not self._in_reach(member):
             self.world.after(POLL_NS, self._pass, member, tick)
             return
         member.fence_passed(self, tick)
+
+    def _in_reach(self, member: Member) -> bool:
+        net = self.world.net
+        if not net.any_cut():
+            return True
+        nodes = {other.node.name for other in self.members.values()}
+        return all(net.both_ways(member.node.name, node) for node in nodes)
 
     def leave(self, rank: Member) -> None:
         """The first one to leave breaks it for all; whoever leaves later changes nothing."""

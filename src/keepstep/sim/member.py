@@ -14,10 +14,11 @@ from keepstep.model import messages as m
 from keepstep.sim import training
 from keepstep.sim.groups import Group
 from keepstep.sim.net import MS, SECOND
-from keepstep.sim.process import Blob, Process
+from keepstep.sim.process import Blob
+from keepstep.sim.saver import Saver
 
 
-class Member(Process):
+class Member(Saver):
     # ------------------------------------------------------------------ groups
 
     def _on_abort(self) -> None:
@@ -161,7 +162,7 @@ class Member(Process):
         self.world.net.ask(
             self.node.name,
             node,
-            lambda: node.copies.put(self.rank, blob[0], blob),  # type: ignore[arg-type]
+            lambda: node.keep_copy(self, blob),
             lambda _: self._acknowledged(node.name, blob, then, epoch),
             lambda why: self._due(epoch, self._buddy_lost, (why, blob, then)),
         )
@@ -172,12 +173,12 @@ class Member(Process):
 
     def _buddy_lost(self, why: str, blob: Blob, then: Callable[[], None]) -> None:
         self.say(m.BuddyLost(generation=self.generation, error=why))
-        self.hold = True
+        self.hold, self.asked_ns = True, self.world.now
         self.after(SECOND, self._put, blob, self._published(then), self.epoch)
 
     def _published(self, then: Callable[[], None]) -> Callable[[], None]:
         def go_on() -> None:
-            self.hold = False
+            self.hold, self.asked_ns = False, 0
             then()
 
         return go_on
@@ -188,13 +189,14 @@ class Member(Process):
         self.marks += 1
         self.in_fence = True
         held = self.hold_generation
-        word = held if held >= 0 and self.version + training.is_step(self.tick) >= 2 else -1
+        settled = self.version + training.is_step(self.tick) >= 2
+        word = held if held >= 0 and settled else -1
         if self.alone:
             self.after(MS, self._alone_passed, word)
             return
         assert self.group is not None
         value = training.contribution(self.shared, self.own, self.tick, self.rank)
-        self.group.enter(self, value, word)
+        self.group.enter(self, value, word, self.snapshot_asked if settled else -1)
 
     def _alone_passed(self, word: int) -> None:
         """Everyone else has finished: their contributions come from nowhere but the truth."""
@@ -210,14 +212,14 @@ class Member(Process):
         values = group.complete(tick)
         assert values is not None
         shared = training.next_shared(self.shared, tick, values)
-        word = group.hold_word(tick)
+        word, number = group.hold_word(tick), group.snapshot_word(tick)
         if self.world.random.random() < 0.1:  # an update that takes its time
             self.go("apply")
-            self.after(self.world.random.randrange(20 * MS), self._apply, shared, word)
+            self.after(self.world.random.randrange(20 * MS), self._apply, shared, word, number)
         else:
-            self._apply(shared, word)
+            self._apply(shared, word, number)
 
-    def _apply(self, shared: int, word: int) -> None:
+    def _apply(self, shared: int, word: int, number: int = -1) -> None:
         self.in_fence = False
         self.computing = False
         self.own = training.next_own(self.own, self.tick, self.rank)
@@ -237,6 +239,8 @@ class Member(Process):
         elif word >= 0:
             self._hold(word)
         else:
+            if number > self.snapshot:
+                self.take_part(number)
             self._begin()
 
     def connection_lost(self, group: Group) -> None:
@@ -265,7 +269,7 @@ class Member(Process):
 
     def _announce(self) -> None:
         self.go("failing")
-        self.hold = True
+        self.hold, self.asked_ns = True, self.world.now
         self.after(5 * SECOND, self._announce)
         kind: Any = self.error_kind
         self.say(
@@ -283,7 +287,7 @@ class Member(Process):
         if self.hung:
             return
         self.leave_group()
-        self.hold = True
+        self.hold, self.asked_ns = True, 0
         self.report_generation = self.abort_generation
         self.go("deciding")
         kind: Any = self.error_kind
@@ -355,6 +359,7 @@ class Member(Process):
         self.generation = self.resumed = command.generation
         if self.hold_generation <= command.generation:
             self.hold_generation = -1
+        self.snapshot_asked = -1
         if not command.same_buddy:
             self.buddy = command.buddy
         self.error_kind = ""
@@ -390,7 +395,9 @@ class Member(Process):
                 self._swap(command)
                 return
             elif isinstance(command, m.Release):
-                self.hold, self.staged = False, None
+                self.hold = False
+                if self.staged is not None and self.staged.generation <= command.generation:
+                    self.staged = None
                 self._begin()
                 return
             else:

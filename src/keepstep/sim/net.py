@@ -44,6 +44,9 @@ class Net:
             base += int(self._slow.get((source, target), 0) * self._world.random.random())
         return base
 
+    def any_cut(self) -> bool:
+        return bool(self._cut)
+
     def is_cut(self, source: str, target: str) -> bool:
         return bool(self._cut) and (source, target) in self._cut
 

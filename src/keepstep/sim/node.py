@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from keepstep.core.agent import machine as core
 from keepstep.core.agent.blobs import BlobStore
 from keepstep.model import messages as m
+from keepstep.model.page import TICKS_KEPT
 from keepstep.sim.groups import Store
 from keepstep.sim.net import MS, SECOND, SILENT_NS, Connection
 from keepstep.sim.process import Blob, Process, newest
@@ -47,6 +48,7 @@ class SimNode:
         self.processes: dict[str, Rank] = {}
         self.pages: dict[str, dict[int, Blob]] = {}  # worker -> slot -> side state
         self.copies = BlobStore()
+        self.copied_in: dict[tuple[int, int], int] = {}  # (rank, tick) -> generation
         self.stores: dict[int, Store] = {}
         self.stream: Connection | None = None
         self.accepted = False
@@ -257,6 +259,17 @@ class SimNode:
         self.processes.pop(effect.worker, None)
         self.pages.pop(effect.worker, None)
 
+    def keep_copy(self, rank: Process, blob: Blob) -> None:
+        self.copies.put(rank.rank, blob[0], blob)  # type: ignore[arg-type]
+        self.copied_in[rank.rank, blob[0]] = rank.generation
+
+    def _drop_copies(self, effect: core.DropCopies) -> None:
+        for (rank, tick), generation in list(self.copied_in.items()):
+            if generation < effect.before:
+                del self.copied_in[rank, tick]
+                if tick in self.copies.ticks(rank):
+                    self.copies.drop(rank, tick)
+
     def _end_workers(self, effect: core.EndWorkers) -> None:
         for process in [] if effect.finished else list(self.processes.values()):
             process.exit(-15)
@@ -301,7 +314,7 @@ class SimNode:
         self.handle(core.Exited(exited))
 
     def publish(self, process: Process, blob: Blob) -> None:
-        self.pages.setdefault(process.id, {})[blob[0] % 2] = blob
+        self.pages.setdefault(process.id, {})[blob[0] % TICKS_KEPT] = blob
 
     def blob(self, rank: int, tick: int) -> Blob | None:
         """As the agent's blob server: pages of all workers of the rank, then copies."""
@@ -327,6 +340,7 @@ CARRY_OUT: dict[type[core.AnyEffect], Callable[[SimNode, Any], None]] = {
     core.HostStore: SimNode._host_store,
     core.DropStore: SimNode._drop_store,
     core.Drop: SimNode._drop,
+    core.DropCopies: SimNode._drop_copies,
     core.EndWorkers: SimNode._end_workers,
     core.End: SimNode._end,
     core.KillSession: SimNode._kill_session,

@@ -36,6 +36,7 @@ class SimOrchestrator:
         self.disk_full = False
         self.clock_ns = 1_000_000 * SECOND  # wall clock minus virtual time; a restart may change it
         self.restarted_ns = 0
+        self.resumed_ns = -(1 << 60)  # it was stopped until then
         self.inputs = 0
         self.crash_at: str = ""  # fault: "record" or "effect", at the next batch
         self.cut_short = False  # it is crashing, and some of its commands never left
@@ -86,6 +87,7 @@ class SimOrchestrator:
     def resume(self) -> None:
         if self.paused:
             self.paused = False
+            self.resumed_ns = self.world.now
             self._next()
 
     # ------------------------------------------------------------------ streams, as server.py

@@ -23,7 +23,8 @@ class Fault:
 
 
 FOREVER_NS = 1 << 60
-PROCESSES = ("victim", "source", "spare", "bystander", "understudy", "waiting")
+SAVED = "/saved/j"
+PROCESSES = ("victim", "source", "spare", "bystander", "understudy", "waiting", "asking")
 CRASHES = ("crash", "record", "effect", "full")
 
 
@@ -46,6 +47,7 @@ class Plan:
     model_ns: int = 0  # from a rank's first rendezvous to attach
     from_start: bool = False  # faults come while the ranks are being started
     resume_tick: int = 0  # the job starts from a checkpoint of this tick
+    checkpoint_ns: int = 0  # time between periodic checkpoints; 0: there are none
     migration: str = "unplanned"  # planned, pre-emptive, unplanned: what is going on
     faults: tuple[Fault, ...] = field(default_factory=tuple)
     job: str = "j"
@@ -106,4 +108,6 @@ class Plan:
             script=["train.py"],
             directory="/jobs/j",
             resume="/jobs/i/checkpoint" if self.resume_tick else "",
+            checkpoints=SAVED if self.checkpoint_ns else "",
+            checkpoint_interval_ns=self.checkpoint_ns,
         )

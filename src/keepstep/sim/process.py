@@ -72,6 +72,7 @@ class Process:
         # channel
         self.abort_generation = -1
         self.hold_generation = -1
+        self.snapshot_asked = -1  # number of a checkpoint
         self.inbox: list[m.WorkerCommand] = []
         self.answers: dict[type[m.Message], m.Message] = {}
         self.buddy = start.buddy
@@ -88,6 +89,8 @@ class Process:
         self.in_fence = False
         self.fence_ns = 0  # since when it waits in it
         self.owed = -1
+        self.snapshot = -1  # number of the last one taken
+        self.saving = False
         self.alone = False
         self.done = False
         self.finished_script = False
@@ -101,6 +104,7 @@ class Process:
         self.marks = self.tick_marks = 0
         self.stepping = False
         self.hold = False
+        self.asked_ns = 0
         self.commit_ns = 0
         self.master = start.master
         wait = SECOND // 2 + world.random.randrange(SECOND)
@@ -194,6 +198,7 @@ class Process:
             step_ns=0,
             hold=self.hold,
             tick_marks=self.tick_marks,
+            asked_ns=self.asked_ns,
         )
 
     def _started(self) -> None:
@@ -205,20 +210,22 @@ class Process:
     # ------------------------------------------------------------------ daemon thread
 
     def take(self, command: m.WorkerCommand) -> None:
-        generation: int = getattr(command, "generation", -1)
+        generation = _generation(command)
         if 0 <= generation < self.abort_generation:
             return
         kind = type(command)
         if isinstance(command, m.Assign) and self.rank not in (-1, command.rank):
             self.exit(1)  # built as another rank
             return
-        if self._answered(kind, generation):
+        if self._answered(kind, generation) or self._saved_before(command):
+            if isinstance(command, m.Swap) and not command.same_buddy:
+                self.buddy = command.buddy
             return
         if kind is m.Abort:
             if self.world.echoes and generation > self.abort_generation:
                 self._echo()
             self.abort_generation = generation
-            self.hold_generation = -1
+            self.hold_generation = self.snapshot_asked = -1
             self.inbox = [c for c in self.inbox if not self._stale(c)]
             self._on_abort()
         elif kind is m.Stage:
@@ -226,6 +233,10 @@ class Process:
             if self.stage_asked != generation:
                 self.stage_asked = generation
                 self._meet(generation, command.store)
+        elif isinstance(command, m.Snapshot):
+            self.snapshot_asked = command.number
+        elif isinstance(command, m.Seal):
+            self.seal(command)
         elif kind is m.Hold:
             self.hold_generation = generation
         elif kind is m.Buddy:
@@ -236,6 +247,9 @@ class Process:
         else:
             if kind is m.Release and self.hold_generation <= generation:
                 self.hold_generation = -1
+            if kind is m.Swap:
+                told = (m.Swap, generation)
+                self.inbox = [c for c in self.inbox if (type(c), _generation(c)) != told]
             self.inbox.append(command)
             self.pump()
 
@@ -252,11 +266,22 @@ class Process:
         self.node.said(self, answer)  # type: ignore[arg-type]
         return True
 
+    def _saved_before(self, command: m.WorkerCommand) -> bool:
+        saved = self.answers.get(m.Saved)
+        if not isinstance(command, m.Snapshot) or not isinstance(saved, m.Saved):
+            return False
+        if saved.number == command.number:
+            self.node.said(self, saved)
+        return saved.number == command.number
+
     def _stale(self, command: m.WorkerCommand) -> bool:
         generation: int = getattr(command, "generation", self.abort_generation)
         return generation < self.abort_generation and not isinstance(command, SURVIVES_ABORT)
 
     def _on_abort(self) -> None:
+        raise NotImplementedError
+
+    def seal(self, command: m.Seal) -> None:
         raise NotImplementedError
 
     def _meet(self, generation: int, store: m.Address) -> None:
@@ -287,6 +312,11 @@ class Process:
                 del self.inbox[index]
                 return command
         return None
+
+
+def _generation(command: m.WorkerCommand) -> int:
+    generation: int = getattr(command, "generation", -1)
+    return generation
 
 
 def newest(blobs: list[Blob], tick: int) -> Blob | None:

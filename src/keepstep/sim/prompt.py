@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 # Modes in which a process looks for the end of the job.
 LISTENS = ("parked", "arrived", "joining", "swapping", "deciding", "held", "done")
 BUILD_NS = 60 * SECOND
-STOPPED = ("hang", "pause", "slow-down")
 SLACK_NS = 5 * SECOND
 
 
@@ -31,6 +30,8 @@ class Prompt:
     def __init__(self, checker: Checker) -> None:
         self.checker = checker
         self.world = checker.world
+        self.streams_well = checker.world.plan.streams_well
+        self.pause_ns_max = checker.world.plan.pause_ns_max
         self.started = False
         self.retired_ns = -1
         self.ended_ns: dict[str, int] = {}
@@ -45,8 +46,8 @@ class Prompt:
 
     def durable(self, record: r.Record) -> None:
         if isinstance(record, r.JobStarted):
-            self.started = True
-            late = self.world.now - self.begun_ns > BUILD_NS + SLACK_NS
+            again, self.started = self.started, True
+            late = not again and self.world.now - self.begun_ns > BUILD_NS + SLACK_NS
             self.checker.ensure(
                 self.slow_start or not late or self.world.plan.from_start,
                 "nobody was told that the start takes long",
@@ -87,12 +88,13 @@ class Prompt:
         """Neither a restart nor a planned move waits for ever for what does not come."""
         now, plan, attempt = self.world.now, self.world.plan, job.attempt
         orchestrator = self.world.orchestrator
-        # One that is stopped itself cannot help it.
-        stopped = any(f.actor == "orchestrator" and f.kind in STOPPED for f in plan.faults)
+        # One that was stopped itself, or whose disk is slow, cannot help it.
+        slow = any(f.actor == "orchestrator" and f.kind == "slow-down" for f in plan.faults)
+        awake = now - orchestrator.resumed_ns > SLACK_NS and not slow
         long = job.replayed and now - orchestrator.restarted_ns > plan.stall_ns + SLACK_NS
-        self.checker.ensure(not long or stopped, "a restart still waits for agents")
+        self.checker.ensure(not (long and awake), "a restart still waits for agents")
         since = self.held_ns if self.held_ns is not None else now
-        late = plan.streams_well and now - since > plan.stall_ns + SLACK_NS
+        late = self.streams_well and now - since > plan.stall_ns + SLACK_NS
         self.checker.ensure(not late, "ranks were kept waiting for one that does not hold")
         if attempt is None or not attempt.holding or attempt.tick is not None:
             self.held_ns = None
@@ -100,8 +102,9 @@ class Prompt:
         if attempt.held_ticks and self.held_ns is None:
             self.held_ns = now
         waited_ns = now - orchestrator.virtual(attempt.hold_at)
+        long = waited_ns > BUILD_NS + SLACK_NS
         self.checker.ensure(
-            waited_ns <= BUILD_NS + SLACK_NS, f"{attempt.generation} still waits for ranks to hold"
+            not (long and awake), f"{attempt.generation} still waits for ranks to hold"
         )
 
     def _saved(self, job: Job) -> None:
@@ -129,7 +132,7 @@ class Prompt:
         told = left_ns < self.retired_ns < self.world.now - SECOND
         well = process.alive and not (process.hung or process.was_stopped)
         self.checker.ensure(
-            not (told and well and self.world.plan.streams_well),
+            not (told and well and self.streams_well),
             f"{worker} was to leave, and had to be killed",
         )
 
@@ -139,16 +142,16 @@ class Prompt:
         world, plan = self.world, self.world.plan
         waited = world.now - self.commit_ns if self.commit_ns >= 0 else 0
         self.commit_ns = world.now
-        self.checker.ensure(
-            waited <= plan.pause_ns_max, f"training stood still for {waited / SECOND:.1f} s"
-        )
+        if waited > self.pause_ns_max:
+            self.checker.violated(f"training stood still for {waited / SECOND:.1f} s")
+        if not self.streams_well:
+            return
         early = plan.from_start or plan.resume_tick or process.tick < 2
-        self.checker.ensure(
-            self.started or bool(early) or not plan.streams_well,
-            f"{process.id} has made {process.tick} steps and the job counts as starting",
-        )
-        if plan.streams_well:
-            self._resumed(process)
+        if not self.started and not early:
+            self.checker.violated(
+                f"{process.id} has made {process.tick} steps and the job counts as starting"
+            )
+        self._resumed(process)
 
     def _resumed(self, process: Process) -> None:
         job = self.world.orchestrator.core.state(self.world.plan.job)
@@ -157,7 +160,7 @@ class Prompt:
         if attempt is None or commit is None or attempt.generation != commit.generation:
             return
         owners = [self.world.ranks[worker] for worker in self.checker.owners.values()]
-        steps = min(p.tick for p in owners) - max(commit.tick, self.world.plan.resume_tick)
+        steps = min(p.tick for p in owners) - max(commit.tick, self.checker.resume_tick)
         self.checker.ensure(steps < 3, f"{steps} steps in {commit.generation} and it is not over")
 
     # ------------------------------------------------------------------ nodes
@@ -167,8 +170,9 @@ class Prompt:
 
     def _is_known(self, node: SimNode, worker: str) -> None:
         known = worker in self.ended_ns or not node.alive or self.world.over
-        well = self.world.plan.streams_well
-        self.checker.ensure(known or not well, f"{worker} could not be started: nobody was told")
+        self.checker.ensure(
+            known or not self.streams_well, f"{worker} could not be started: nobody was told"
+        )
 
     def forgotten(self) -> None:
         """At rest: whoever was dead when the last attempt was over has left nothing behind."""

@@ -158,13 +158,21 @@ class Rank(Member):
         self._copied(blob, source)
 
     def _from_checkpoint(self) -> Blob:
-        tick, truth = self.world.plan.resume_tick, self.world.truth
+        path, tick, truth = self.assigned.checkpoint, self.world.plan.resume_tick, self.world.truth
+        if path in self.world.saved:
+            part = self.world.saved[path][self.rank]
+            self.shared = part.shared
+            return part.tick, part.version, part.own
+        if path != self.world.plan.spec().resume:
+            self.world.checker.violated(f"{self.id} is to start from {path}, which is not there")
+        self.shared = truth.shared[tick]
         return tick, truth.version[tick], truth.own[tick][self.rank]
 
     def _copied(self, blob: Blob, source: Rank | None) -> None:
         assert self.copy is not None
         self.tick, self.version, self.own = blob
-        self.shared = source.shared if source is not None else self.world.truth.shared[self.tick]
+        if source is not None:
+            self.shared = source.shared
         self.node.publish(self, blob)
         self.go("swapping")
         self.say(

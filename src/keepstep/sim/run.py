@@ -23,6 +23,7 @@ from keepstep.model.job import Untaint
 from keepstep.model.records import Committed
 from keepstep.sim import faults
 from keepstep.sim.check import Violation
+from keepstep.sim.losses import recoverable
 from keepstep.sim.net import SECOND
 from keepstep.sim.plan import Fault, Plan
 from keepstep.sim.reasons import heard
@@ -54,8 +55,8 @@ class Result:
 
 
 class Hopeless(Exception):
-    """No process with any state is left, and nobody knows: the orchestrator waits for its nodes,
-    which will never come back. There is nothing it could do."""
+    """No process with any state is left, no checkpoint either, and nobody knows: the orchestrator
+    waits for nodes that will never come back. There is nothing it could do."""
 
 
 class Run:
@@ -87,14 +88,14 @@ class Run:
         world.submit()
         if plan.from_start:
             self._disturb()
-            world.run(lambda: world.over or self._calm(), world.now + QUIET_NS)
+            world.run(self._calm, world.now + QUIET_NS)
             self._heal()
         self._must(lambda: self._tick() >= plan.resume_tick + 3, plan.start_ns_max, "no start")
         if not plan.from_start:
             if plan.understudies:
                 self._must(self._understudied, QUIET_NS, "no understudy")
             self._disturb()
-        world.run(lambda: world.over or self._calm(), world.now + 4 * QUIET_NS)
+        world.run(self._calm, world.now + 4 * QUIET_NS)
         if world.over:
             self._check_end()
             self._check_gone()
@@ -104,6 +105,8 @@ class Run:
             self._heal()
         steps_ns = 5 * plan.step_ns
         self._must(self._settled, QUIET_NS + steps_ns, "the healed job does not train again")
+        if plan.checkpoint_ns and not world.over:
+            self._must(self._saved, QUIET_NS, "no checkpoint is written any more")
         if not world.over:
             self._check_leaks()
             world.target = max(process.tick for process in world.ranks.values()) + 3
@@ -114,8 +117,10 @@ class Run:
     def _must(self, reached: Callable[[], bool], ns: int, what: str) -> None:
         world = self.world
         if not world.run(lambda: world.over or reached(), world.now + ns):
-            owners = world.checker.owners.values()
-            if owners and not any(world.nodes[w.rsplit(".w", 1)[0]].alive for w in owners):
+            owners = [world.ranks[worker] for worker in world.checker.owners.values()]
+            vanished = any(not process.node.alive for process in owners)
+            # Some have died and the others vanished: nobody has anything, and nobody can know.
+            if vanished and not faults.owners(world) and world.checker.sealed is None:
                 raise Hopeless
             job = faults.facts(world)
             view = world.orchestrator.core.job(self.plan.job) if job is not None else None
@@ -280,6 +285,13 @@ class Run:
             self._quiet_since = self.world.now
         return self._quiet_since is not None and self.world.now > self._quiet_since + CALM_NS
 
+    def _saved(self) -> bool:
+        """Since the job is quiet."""
+        job = faults.facts(self.world)
+        newest = job.saves.newest if job is not None else None
+        since = self._quiet_since if self._quiet_since is not None else self.world.now
+        return newest is not None and self.world.orchestrator.virtual(newest.at) > since
+
     def _room(self, job: Job) -> int:
         slots = sum(n.slots for n in job.nodes.values() if n.state == "connected" and not n.taints)
         return slots - self.plan.ranks
@@ -361,7 +373,8 @@ class Run:
         """A job that has ended leaves no agent and no process behind."""
         world = self.world
         self._mend()
-        world.run(lambda: not any(n.alive for n in world.nodes.values()), world.now + GONE_NS)
+        limit_ns = world.now + GONE_NS
+        world.run(lambda: not any(n.alive for n in world.nodes.values()), limit_ns, ended=True)
         for node in world.nodes.values():
             if node.alive:
                 raise Violation(f"{node.name} is still there {GONE_NS // SECOND} s after the end")
@@ -387,46 +400,6 @@ class Run:
         # The same rank was really hit again and again.
         hits = [fault for fault in self.world.fired_faults if "(rank " in fault]
         return "died 3 times" in reason and len(hits) >= 3
-
-
-def recoverable(world: World) -> str:
-    """Why nothing needed to be lost; empty if it was beyond saving."""
-    owners = world.checker.owners
-    job = faults.facts(world)
-    assert job is not None
-    # A node that was given up for good is as good as dead: its agent would have ended its ranks.
-    # A process that hangs never answers, so nobody can take state from it.
-    alive = {
-        rank: world.ranks[w]
-        for rank, w in owners.items()
-        if world.ranks[w].alive
-        and not world.ranks[w].hung
-        and job.nodes[world.ranks[w].node.name].state != "dead"
-    }
-    if not alive:
-        return ""
-    top = max(process.tick for process in alive.values())
-    for tick in (top, top + 1):
-        able = [p.tick == tick or (p.tick == tick - 1 and p.in_fence) for p in alive.values()]
-        if not all(able) or not any(p.tick == tick for p in alive.values()):
-            continue
-        missing = [rank for rank in owners if rank not in alive and not _held(world, rank, tick)]
-        if not missing:
-            return f"{len(alive)} ranks can hold at tick {tick} and all side states exist"
-    return ""
-
-
-def _held(world: World, rank: int, tick: int) -> bool:
-    """By a node that is not given up: those end what they hold."""
-    job = faults.facts(world)
-    assert job is not None
-    return tick == 0 or any(
-        node.alive
-        and job.nodes[name].state != "dead"
-        and (node.blob(rank, tick) is not None or tick in world.checker.gave.get((name, rank), ()))
-        for name, node in world.nodes.items()
-        if name in job.nodes
-    )
 
 
 MIGRATIONS = {

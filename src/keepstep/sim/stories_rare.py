@@ -8,6 +8,8 @@ from collections.abc import Callable
 from keepstep.sim.net import MS, SECOND
 from keepstep.sim.plan import Fault, Plan
 
+FALL_BACK = "fall-back"
+
 
 def _full_disk(seed: int, draw: random.Random) -> Plan:
     """Newcomers fail until the job is given up, and a rank cannot write its part of the state:
@@ -111,6 +113,40 @@ def _dark_resume(seed: int, draw: random.Random) -> Plan:
     return Plan(seed=seed, migration="", from_start=True, resume_tick=7, faults=(fault,))
 
 
+def _fall_back(seed: int, draw: random.Random) -> Plan:
+    """All state is lost at once, or what one rank alone had: the job goes back to a checkpoint, if
+    it has one already. Something else breaks before, or on the way."""
+    first = draw.randrange(2 * SECOND, 12 * SECOND)
+    if draw.random() < 0.1:  # nothing but a disk that is full for a while
+        full = Fault("disk", "full", at_ns=first, length_ns=draw.randrange(5 * SECOND, 20 * SECOND))
+        return Plan(seed=seed, migration="", checkpoint_ns=SECOND, faults=(full,))
+    lost: tuple[Fault, ...] = (Fault("everyone", "crash", at_ns=first),)
+    if draw.random() < 0.5:
+        lost = (
+            Fault("agent", "crash", at_ns=first),
+            Fault("buddy", "crash", phase="RESERVE"),
+        )
+    late = first + draw.randrange(12 * SECOND)
+    others = (
+        (),
+        (Fault("orchestrator", "crash", at_ns=late, length_ns=SECOND),),
+        (Fault("orchestrator", "crash", at_ns=first + 3 * SECOND, length_ns=SECOND),),
+        (Fault("spare", "crash", at_ns=late),),
+        (Fault("agent", "crash", at_ns=late),),
+        (Fault("bystander", "crash", at_ns=draw.randrange(20 * SECOND)),),
+        (Fault("disk", draw.choice(("full", "stuck")), length_ns=draw.randrange(20 * SECOND)),),
+        (Fault("link", "hang", at_ns=late, length_ns=30 * SECOND),),
+        (Fault("everyone", "crash", at_ns=late + 5 * SECOND),),
+    )
+    return Plan(
+        seed=seed,
+        migration=draw.choice(("", "", "planned")),
+        spare_nodes=draw.choice((2, 3, 5)),
+        checkpoint_ns=draw.choice((1, 3)) * SECOND,
+        faults=(*lost, *draw.choice(others)),
+    )
+
+
 def _dead_store(seed: int, draw: random.Random) -> Plan:
     """The store of a generation dies after it was opened: at the start, in a move, or while the
     ranks train and need it no more."""
@@ -156,6 +192,43 @@ def _cut_off(seed: int, draw: random.Random) -> Plan:
     return Plan(seed=seed, migration="", faults=faults)
 
 
+def _cut_off_twice(seed: int, draw: random.Random) -> Plan:
+    """A node is cut off from everybody and given up; before it must have ended its ranks nobody
+    reaches the orchestrator, the node is back, and all train on together."""
+    faults = (
+        Fault("partition", "hang", at_ns=draw.randrange(SECOND), length_ns=45 * SECOND),
+        Fault(
+            "orchestrator",
+            "blackout",
+            at_ns=draw.randrange(25 * SECOND, 33 * SECOND),
+            length_ns=draw.randrange(40, 60) * SECOND,
+        ),
+    )
+    return Plan(seed=seed, migration="", faults=faults)
+
+
+def _lost_swap(seed: int, draw: random.Random) -> Plan:
+    """A move is committed and nobody hears of it: all streams are cut, the orchestrator is
+    restarted, and gives up waiting for its agents."""
+    crash = draw.randrange(20 * SECOND, 30 * SECOND)
+    faults = (
+        Fault("orchestrator", "blackout", phase="REWIRE", length_ns=45 * SECOND),
+        Fault("orchestrator", "crash", phase="REWIRE", delay_ns=crash, length_ns=SECOND),
+    )
+    return Plan(seed=seed, migration=draw.choice(("planned", "unplanned")), faults=faults)
+
+
+def _hung_asking(seed: int, draw: random.Random) -> Plan:
+    """A rank that is cut off with its node waits for another buddy, and comes to a stop."""
+    length = draw.randrange(22, 30) * SECOND
+    at = draw.randrange(12 * SECOND, 20 * SECOND)
+    faults = (
+        Fault("partition", "crash", at_ns=draw.randrange(SECOND), length_ns=length),
+        Fault("asking", draw.choice(("hang", "freeze")), at_ns=at, length_ns=300 * SECOND),
+    )
+    return Plan(seed=seed, migration="", faults=faults)
+
+
 RARE: dict[str, Callable[[int, random.Random], Plan]] = {
     "full-disk": _full_disk,
     "no-spare": _no_spare,
@@ -172,4 +245,8 @@ RARE: dict[str, Callable[[int, random.Random], Plan]] = {
     "refused": _refused,
     "long-steps": _long_steps,
     "cut-off": _cut_off,
+    "cut-off-twice": _cut_off_twice,
+    "lost-swap": _lost_swap,
+    "hung-asking": _hung_asking,
+    FALL_BACK: _fall_back,
 }

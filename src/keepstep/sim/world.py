@@ -25,6 +25,7 @@ from keepstep.sim.node import SimNode
 from keepstep.sim.orchestrator import SimOrchestrator
 from keepstep.sim.plan import Plan
 from keepstep.sim.rank import Rank
+from keepstep.sim.saver import Saved
 
 EVENTS_MAX = 150_000  # a standby that hangs is given up after 300 virtual seconds
 SAYING = ("reason", "why", "message", "detail")  # fields of records that carry words
@@ -58,6 +59,8 @@ class World:
         self.spawn_failures = 0
         self.echoes = False  # old answers arrive once more in the next attempt
         self.bad_slots: dict[str, int] = {}  # place -> how many have been started there
+        self.parts: dict[int, dict[int, Saved]] = {}  # on a shared disk: tick -> rank -> part
+        self.saved: dict[str, dict[int, Saved]] = {}  # complete ones, by path
         self.store_failure = ""  # of the next store to be opened: "refuse" or "mute"
 
     # ------------------------------------------------------------------ clock
@@ -70,11 +73,12 @@ class World:
         self._sequence += 1
         heapq.heappush(self._heap, (self.now + ns, self._sequence, work, args))
 
-    def run(self, until: Callable[[], bool], limit_ns: int) -> bool:
-        """True when `until` came true before the virtual time was over."""
+    def run(self, until: Callable[[], bool], limit_ns: int, *, ended: bool = False) -> bool:
+        """True when `until` came true, or the job ended, before the virtual time was over.
+        `ended`: it has ended already."""
         heap = self._heap
         while heap:
-            if until():
+            if (self.over and not ended) or until():
                 return True
             time, _, work, args = heapq.heappop(heap)
             if time > limit_ns:
@@ -86,7 +90,7 @@ class World:
             if self.events > EVENTS_MAX:
                 raise Violation(f"{EVENTS_MAX} events and no end")
             work(*args)
-        return until()
+        return (self.over and not ended) or until()
 
     def next_pid(self) -> int:
         self._pid += 1
@@ -151,7 +155,8 @@ class World:
             if view is not None:
                 self.said.add(view.reason)
         self._listen()
-        self.checker.handled(self.orchestrator.core)
+        progress = isinstance(given, AgentSaid) and isinstance(given.message, m.Progress)
+        self.checker.handled(self.orchestrator.core, progress and not outcome.records)
         for send in outcome.sends:
             line += f" > {_command(send.command)}"
         self.trace(line)

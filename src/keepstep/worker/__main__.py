@@ -75,23 +75,29 @@ def _become_standby(line: Any) -> None:
     import torch._dynamo
     import torch.optim.lr_scheduler
     import torch.utils.data
-    import torch.utils.data.distributed  # noqa: F401
+    import torch.utils.data.distributed
 
-    from keepstep.worker import cuda, parking
+    if line.channel.welcome.checkpoints:
+        import torch.distributed.checkpoint  # noqa: F401
 
-    cuda.warm_up()
+    from keepstep.worker import parking
+
     parking.park_at_questions(lambda where: _wait_for_seat(line, where))
 
 
 def _wait_for_seat(line: Any, where: str) -> None:
     from keepstep.model import messages as m
-    from keepstep.worker import blobs, checkpoint, codec
+    from keepstep.worker import codec, cuda
 
+    cuda.warm_up()
     line.page.where("parked")
     line.channel.send(m.Parked(where=where, warm_ns=time.monotonic_ns() - _STARTED_NS))
-    command = line.channel.wait(lambda c: isinstance(c, m.Assign | m.Finish | m.Leave))
-    if not isinstance(command, m.Assign):
-        os._exit(0)
+    data: bytes | None = b""
+    while not data and data is not None:
+        command = line.channel.wait(lambda c: isinstance(c, m.Assign | m.Finish | m.Leave))
+        if not isinstance(command, m.Assign):
+            os._exit(0)
+        data = _init_record(line, command)  # asked again if nobody has it
     line.assigned, line.assigned_ns = command, time.monotonic_ns()
     line.page.where("building")
     if not line.channel.buddy_known:
@@ -103,21 +109,35 @@ def _wait_for_seat(line: Any, where: str) -> None:
     os.environ["MASTER_ADDR"] = command.master.host
     os.environ["MASTER_PORT"] = str(command.master.port)
     os.environ["KEEPSTEP_GENERATION"] = str(command.generation - 1)
-    token = line.channel.welcome.token
-    if command.checkpoint:
-        data = checkpoint.read_side(command.checkpoint, command.rank, "init")
-    else:
-        blob = blobs.fetch(command.holders, token, command.rank, -1)
-        data = blob.data if blob is not None else None
-        if data is None:
-            # Going on without it would give the script other results than the other ranks got.
-            what = f"the init record of rank {command.rank} is held by nobody"
-            os.write(2, f"keepstep: {what}: this process cannot take its seat\n".encode())
-            os._exit(1)
     if data is not None:
         line.init_record = data
         line.about = codec.loads_inline(data)
         line.recorder.replay = line.about.pop("record")
+
+
+def _init_record(line: Any, command: Any) -> bytes | None:
+    """None: there is none in the checkpoint. Empty: nobody has it, and that was said. Going on
+    without it would give the script other results than the other ranks got."""
+    from keepstep.model import messages as m
+    from keepstep.worker import blobs, checkpoint
+
+    rank, token, reason = command.rank, line.channel.welcome.token, "side-state-missing"
+    if command.checkpoint:
+        return checkpoint.read_side(command.checkpoint, rank, "init")
+    try:
+        blob = blobs.fetch_surely(command.holders, token, rank, -1, everybody=True)
+        if blob is not None:
+            return blob.data
+        error = f"the init record of rank {rank} is held by nobody"
+    except blobs.HoldersUnreachable as unreachable:
+        reason, error = "side-state-unreachable", str(unreachable)
+    os.write(2, f"keepstep: {error}: this process cannot take its seat\n".encode())
+    if command.presumed:
+        os._exit(1)
+    line.channel.send(
+        m.CopyFailed(generation=command.generation, reason=reason, error=error)  # type: ignore[arg-type]
+    )
+    return b""
 
 
 def _run_script(arguments: list[str], line: Any) -> None:

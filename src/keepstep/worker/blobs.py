@@ -99,7 +99,7 @@ class BuddyLine:
         assert self._connection is not None
         self._sent += 1
         # A later process of the same rank has a later generation.
-        serial = (max(self.generation, 0) << 40) + self._sent
+        serial = (max(self.generation, 0) << m.SERIAL_BITS) + self._sent
         request = m.BlobPut(
             token=self._token, rank=rank, tick=tick, data=data, ahead=ahead, serial=serial
         )

@@ -54,14 +54,17 @@ class Channel:
         self.inbox: list[m.WorkerCommand] = []
         self.abort_generation = -1  # newest Abort seen
         self.hold_generation = -1  # newest Hold that is neither released nor aborted
+        self.snapshot = -1  # number of the checkpoint to raise the word for
         self.buddy: m.Address | None = None
         self.buddy_known = False
+        self.parity: m.Parity | None = None
         self.armed: list[m.Arm] = []
         self.seat = -1  # rank that a standby was given
         self._answers: dict[type[m.Message], m.WorkerMessage] = {}
         # called in the daemon thread; set by the session before it matters
         self.on_abort: Callable[[m.Abort], None] = lambda _: None
         self.on_stage: Callable[[m.Stage], None] = lambda _: None
+        self.on_seal: Callable[[m.Seal], None] = lambda _: None
         self.welcome = self._read_welcome()
         peers.use(self.welcome.tls)
         self._thread = threading.Thread(target=self._run, name="keepstep", daemon=True)
@@ -145,18 +148,22 @@ class Channel:
             self.seat = command.rank
         answer = self._answer(command, generation)
         if answer is not None:
+            if isinstance(command, m.Swap) and not command.same_buddy:
+                self.buddy = command.buddy  # it may be another one than in the first Swap
             self.send(answer)
             return
         match command:
             case m.Abort():
                 with self.changed:
                     self.abort_generation = generation
-                    self.hold_generation = -1
+                    self.hold_generation = self.snapshot = -1
                     self.inbox = [c for c in self.inbox if not self._stale(c)]
                     self.changed.notify_all()
                 self.on_abort(command)
             case m.Stage():
                 self.on_stage(command)
+            case m.Seal():
+                self.on_seal(command)
             case _:
                 with self.changed:
                     self._note(command)
@@ -166,6 +173,10 @@ class Channel:
         kind = type(command)
         if kind in _ANSWERED_ONCE:
             return self._answers.get(_ANSWERED_ONCE[kind])
+        if isinstance(command, m.Snapshot):
+            saved = self._answers.get(m.Saved)
+            same = isinstance(saved, m.Saved) and saved.number == command.number
+            return saved if same else None
         answer = self._answers.get(_ANSWERS[kind]) if kind in _ANSWERS else None
         if answer is None or getattr(answer, "generation", None) != generation:
             return None
@@ -183,14 +194,23 @@ class Channel:
         match command:
             case m.Hold():
                 self.hold_generation = command.generation
+            case m.Snapshot():
+                self.snapshot = command.number
             case m.Release():
                 if self.hold_generation <= command.generation:
                     self.hold_generation = -1
                 self.inbox.append(command)
             case m.Buddy():
-                self.buddy = command.address
+                self.buddy, self.parity = command.address, command.parity
                 self.buddy_known = True
             case m.Arm():
                 self.armed.append(command)
+            case m.Swap():
+                # Said again, it replaces the first: its buddy may be another one.
+                same = command.generation
+                self.inbox = [
+                    c for c in self.inbox if not (isinstance(c, m.Swap) and c.generation == same)
+                ]
+                self.inbox.append(command)
             case _:
                 self.inbox.append(command)

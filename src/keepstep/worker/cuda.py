@@ -28,6 +28,8 @@ SPIN_S = 200e-6  # a fence is usually waited for much longer or not at all
 PAUSE_S = 20e-6
 
 home: torch.device | None = None
+# Held by whoever makes others wait for the device, or the device wait for the host (guard.py).
+exclusive = threading.Lock()
 
 _event: Any = None
 
@@ -94,17 +96,24 @@ def _give_up(seconds: float, what: str) -> None:
 
 
 def warm_up() -> None:
-    """A standby's context and math library: seconds that would else be part of a recovery."""
+    """A standby's context and math library: seconds that would else be part of a recovery. When it
+    parks, not before: until then the script may still choose what it sees of the machine."""
     if not torch.cuda.is_available():
         return
-    count = torch.cuda.device_count()
     slot = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", slot if slot < count else 0)
+    index = slot if slot < torch.cuda.device_count() else 0
+    device = torch.device("cuda", torch.cuda.current_device() if _chosen() else index)
     with torch.cuda.device(device):
         for dtype in (torch.float32, torch.bfloat16):
             square = torch.ones(32, 32, device=device, dtype=dtype)
             square @ square
         torch.cuda.synchronize(device)
+
+
+def _chosen() -> bool:
+    """The script has set its device already."""
+    cuda: Any = torch.cuda  # untyped in part
+    return bool(cuda.is_initialized()) and cuda.current_device() != 0
 
 
 # ---------------------------------------------------------------------------------------- graphs

@@ -21,7 +21,7 @@ import torch
 
 SCRATCH_BYTES = 64 << 20
 _TEMPORARIES = 4  # words that were not aligned, words with their places, shifted ones, one spare
-CHUNK_WORDS = SCRATCH_BYTES // 8 // _TEMPORARIES
+CHUNK_WORDS = SCRATCH_BYTES // 8 // _TEMPORARIES - 4096  # which leaves room for the sums
 
 
 def _signed(word: int) -> int:

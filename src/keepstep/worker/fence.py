@@ -9,7 +9,7 @@ connections of its own: a rank that is already in the next fence can not be mist
 is still in this.
 
 It does not use the process groups: gloo's all-reduce takes 2(N - 1) hops and hands the work to
-another thread and back, for 48 bytes.
+another thread and back, for 80 bytes.
 
 Threads: `interrupt` from any, also while `connect` waits; everything else in one.
 """
@@ -28,7 +28,7 @@ from typing import Any
 
 from keepstep.errors import LocalProtocolError
 
-WORDS = 4
+WORDS = 5
 CONNECT_TIMEOUT_S = 60.0
 _MESSAGE = struct.Struct(f"<{2 * WORDS}q")
 _HELLO = struct.Struct("<16sQ")  # cookie of the listener, round

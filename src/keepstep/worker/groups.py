@@ -38,7 +38,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from keepstep.errors import LocalProtocolError, PermanentError, UsageError
-from keepstep.worker import cuda, frontend, gloo, nccl
+from keepstep.worker import cuda, frontend, gloo, guard, nccl
 from keepstep.worker import fence as fences
 from keepstep.worker.fence import Fence
 
@@ -112,6 +112,7 @@ def abort() -> None:
     _aborts += 1
     gloo.shutdown(gloo.watched())
     fences.interrupt_all()
+    guard.skip_open()  # the device must not wait for us while communicators wait for it
     nccl.abort()
 
 

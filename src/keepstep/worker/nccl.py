@@ -62,14 +62,15 @@ def connect(store: Any, rank: int, size: int, chosen: Any, stop: Callable[[], bo
     if store.add("keepstep/here", 1) == size:
         store.set("keepstep/all", "")
     store.wait(["keepstep/all"])
-    backend = build(store, rank, size, chosen)
-    try:
-        backend._set_sequence_number_for_group()
-        touch(backend, stop)
-    except BaseException:
-        drop([backend])
-        del backend
-        raise
+    with cuda.exclusive:
+        backend = build(store, rank, size, chosen)
+        try:
+            backend._set_sequence_number_for_group()
+            touch(backend, stop)
+        except BaseException:
+            drop([backend])
+            del backend
+            raise
     return backend
 
 
@@ -93,7 +94,7 @@ def abort() -> None:
     with _lock:
         for key, backend in _backends.items():
             if key not in _aborts:
-                _aborts[key] = thread = _thread("abort", _abort, backend)
+                _aborts[key] = thread = _thread("abort", _abort_in_time, backend)
                 thread.start()
 
 
@@ -103,11 +104,13 @@ def _thread(name: str, target: Callable[..., None], *args: Any) -> threading.Thr
 
 def _abort(backend: Any) -> None:
     # It may answer with the very error that it is asked to get rid of.
-    with (
-        cuda.deadline(cuda.DEADLINE_S, "an NCCL communicator is not aborted"),
-        contextlib.suppress(RuntimeError),
-    ):
+    with contextlib.suppress(RuntimeError):
         backend.abort()
+
+
+def _abort_in_time(backend: Any) -> None:
+    with cuda.deadline(cuda.DEADLINE_S, "an NCCL communicator is not aborted"):
+        _abort(backend)
 
 
 def wait_until_aborted() -> None:
@@ -131,11 +134,11 @@ def drop(gone: list[Any]) -> None:
 
 
 def _drop(gone: list[Any], pending: list[threading.Thread | None]) -> None:
-    for index, thread in enumerate(pending):
-        if thread is None:
-            pending[index] = thread = _thread("abort", _abort, gone[index])
-            thread.start()
-    for thread in pending:
-        assert thread is not None
-        thread.join()
+    for backend, thread in zip(gone, pending, strict=True):
+        if thread is not None:
+            thread.join()
+        else:  # idle at a boundary: nothing of the others keeps it waiting
+            with cuda.exclusive:
+                _abort(backend)
+    del backend
     gone.clear()

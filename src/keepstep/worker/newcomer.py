@@ -200,7 +200,7 @@ class Newcomer:
             if not self._acceptable(side, copy):
                 return False
             if copy.checkpoint:
-                copied = transfer.read_file(f"{copy.checkpoint}/state", seat.state)
+                copied = checkpoint.read_state(copy.checkpoint, seat.rank, seat.state)
                 sources: list[int] = []
                 restored = ""
             else:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from keepstep.errors import UsageError
-from keepstep.worker import codec
+from keepstep.worker import codec, shards
 
 SNAPSHOT_BYTES_MAX = 64 << 10
 
@@ -37,7 +37,9 @@ class Registered:
         self._scaler = scaler
         self.after_update: Callable[[], Any] | None = None  # called at the end of every step
         # Large state is not copied at every step: it may be changed only after the update.
-        self.undoable = len(codec.dumps_inline(save())) <= SNAPSHOT_BYTES_MAX
+        data, tensors = codec.dumps(save())
+        size = len(data) + sum(shards.local(tensor).nbytes for tensor in tensors)
+        self.undoable = size <= SNAPSHOT_BYTES_MAX
 
     def snapshot(self) -> bytes | None:
         return codec.dumps_inline(self.save()) if self.undoable or self.per_rank else None

@@ -140,10 +140,13 @@ class Recovery:
         failure = m.Failure(
             generation=seat.generation, error_kind=kind, error=text, version=seat.version
         )
-        seat.page.set("hold", 1)
-        seat.channel.send(failure)
-        while not seat.channel.wait_until(seat.aborted, FAILURE_AGAIN_S):
-            seat.channel.send(failure)  # the first one may be lost with the agent's stream
+        while True:
+            seat.page.set("asked_ns", time.monotonic_ns())
+            seat.page.set("hold", 1)
+            seat.channel.send(failure)
+            if seat.channel.wait_until(seat.aborted, FAILURE_AGAIN_S):
+                break  # else: it may be lost with the agent's stream
+        seat.page.set("asked_ns", 0)
 
     def _leave_groups(self) -> None:
         groups.abort()
@@ -211,7 +214,8 @@ class Recovery:
                     self.swap(command)
                     return None
                 case m.Release():
-                    seat.stager.discard()
+                    # The next attempt may have staged its own already.
+                    seat.stager.discard(below=command.generation + 1)
                     return None
                 case _:
                     self.leave()
@@ -242,8 +246,9 @@ class Recovery:
         seat.page.new_tick()
         if seat.channel.hold_generation <= command.generation:
             seat.channel.hold_generation = -1
+        seat.channel.snapshot = -1  # what was asked for before the move was dropped with it
         if not command.same_buddy:
-            seat.channel.buddy = command.buddy
+            seat.channel.buddy, seat.channel.parity = command.buddy, command.parity
         elapsed = time.monotonic_ns() - began
         seat.channel.send(m.Swapped(generation=command.generation, swap_ns=elapsed))
         if not seat.done:

@@ -15,6 +15,9 @@ What the user keeps besides (averages of sharded weights) is not an optimizer's 
 object must say how it follows from the parameters (`after_update`), and then all bases are of one
 version, because it may depend on any of them.
 
+With `parity` the vault is that of the own agent, and the parity of several ranks is kept besides
+(parity.py). Then all bases are of one version, too, and all ranks renew them at the same ones.
+
 Main thread only, but for `interrupt`.
 """
 
@@ -34,7 +37,7 @@ from torch.distributed.tensor import DTensor
 
 from keepstep.errors import KeepstepError, PermanentError, UsageError
 from keepstep.model.messages import Address
-from keepstep.worker import blobs, codec, cuda, shards, vault
+from keepstep.worker import blobs, codec, cuda, parity, rebuild, shards, vault
 from keepstep.worker.early import Early, multiply, same_kind, watch_clipping
 from keepstep.worker.staging import Staging, numbers
 from keepstep.worker.state import dense, flat, memory, on_cpu, set_hyper
@@ -80,6 +83,9 @@ class Redundancy:
         self.unprotected = 0  # tensors that are nowhere else
         self.first_unprotected = ""
         self._whole = False  # all bases are of one version
+        self._parity = parity.ParityLine(seat) if self.mode == "parity" else None
+        self._realign = True  # all ranks put bases at the version that they have now
+        self._aligned = -1  # version at which they did last
         self._line: vault.VaultLine | None = None
         self._former: vault.VaultLine | None = None  # to be forgotten when the new one has all
         self._suspended = ""  # why nothing is kept at present
@@ -124,8 +130,8 @@ class Redundancy:
         if self.mode == "off" or not (lonely or objects):
             return
         self._refuse_objects(objects)
-        self._whole = bool(objects)
-        wanted = tensors if self._whole else {n: t for n, t in tensors.items() if n in lonely}
+        self._whole = bool(objects) or self._parity is not None
+        wanted = tensors if objects else {n: t for n, t in tensors.items() if n in lonely}
         owners = {
             id(p): (name, place)
             for name, optimizer in seat.optimizers.items()
@@ -161,6 +167,17 @@ class Redundancy:
             print(f"keepstep: copies to the vault are waited for: {error}", file=sys.stderr)
             return
         self._early.ways.insert(0, self._staging)
+
+    def settle(self) -> None:
+        """At the first step: objects may have been registered since attach."""
+        before = self.layout
+        self.units.clear()
+        self.survey()
+        if self._line is not None and self.layout != before:
+            self._open(self._line.address, fresh=True)
+            self._align()
+        elif self._line is None and self._seat.line.assigned is None:
+            self.connect()
 
     def _add(self, unit: Unit) -> None:
         unit.index = len(self.units)
@@ -207,14 +224,21 @@ class Redundancy:
         until it was received."""
         bases = sum(unit.size for unit in self.units)
         largest = max((unit.size for unit in self.units), default=0)
-        gradients = sum(
-            shards.local(unit.parameter).nbytes for unit in self.units if unit.parameter is not None
-        )
+        gradients = self._gradients
         notes = 1 << 20
+        if self._parity is not None:  # faults one after the other may add bases between the common
+            return 3 * bases + (RENEW + 4) * gradients + notes
         if self._whole:
             return 2 * bases + largest + (RENEW + 2) * gradients + notes
         shares = 2 * (bases // RENEW + largest)
         return bases + shares + largest + (RENEW // 2 + 3) * gradients + notes
+
+    @property
+    def _gradients(self) -> int:
+        """Bytes of those of one step."""
+        return sum(
+            shards.local(unit.parameter).nbytes for unit in self.units if unit.parameter is not None
+        )
 
     def digest(self) -> bytes:
         digest = xxhash.xxh3_128()
@@ -225,13 +249,15 @@ class Redundancy:
 
     # ------------------------------------------------------------------ the line
 
-    def _target(self) -> Address:
-        return self._seat.channel.buddy or self._seat.welcome.blobs
+    def _target(self, buddy: Address | None) -> Address:
+        own = self._seat.welcome.blobs
+        return own if self._parity is not None else buddy or own
 
     def connect(self) -> None:
         """Before training begins, so that too little memory is known in time."""
         if self.needed:
-            self._open(self._target())
+            self._open(self._target(self._seat.channel.buddy))
+            self._align()
 
     def reconnect(self) -> None:
         """After a swap: the step that follows can send while it computes. If it fails, the fence
@@ -239,22 +265,37 @@ class Redundancy:
         self._suspended = ""
         if self.needed:
             with contextlib.suppress(OSError, KeepstepError):
-                self._open(self._target())
+                self._open(self._target(self._seat.channel.buddy))
+            with contextlib.suppress(OSError, KeepstepError):
+                self._align()
 
-    def _open(self, address: Address) -> None:
+    def _align(self) -> None:
+        if self._parity is not None:
+            self._realign, self._begun = True, -1
+            self._parity.open(self.layout, [unit.index for unit in self.units], self.reserve)
+
+    def _open(self, address: Address, fresh: bool = False) -> None:
         """What the vault has is good until it has something newer."""
         seat = self._seat
         old, self._line = self._line, None
         if old is not None:
             old.close()
-        line = vault.VaultLine(address, seat.welcome.token, seat.rank, max(seat.generation, 0))
+        who = (address, seat.welcome.token, seat.rank, max(seat.generation, 0))
+        line = vault.VaultLine(*who, own=address == seat.welcome.blobs)
+        if self._parity is not None:
+            line = parity.Both(self._parity, *who)
         units = [unit.index for unit in self.units]
-        reaches = line.open(self.layout, units, self.reserve)
+        reaches = line.open(self.layout, units, self.reserve, fresh=fresh)
         same = old is not None and old.address == address
         if not same or reaches < seat.version:
+            if seat.version > 0 and not fresh:
+                # All bases at once, beside those of an earlier writer until the next fence.
+                line.open(self.layout, units, self.reserve + self.kept_bytes + self._gradients)
             for unit in self.units:
                 unit.version = -1
             self._begun = -1
+        if self._parity is not None:
+            self._begun = -1  # of common bases none may be missing: others need them
         if old is not None and not same:
             self._former = old
         self._line = line
@@ -263,6 +304,8 @@ class Redundancy:
         line = self._line
         if line is not None:
             line.interrupt()
+        if self._parity is not None:
+            self._parity.interrupt()
 
     # ------------------------------------------------------------------ in a step
 
@@ -280,7 +323,9 @@ class Redundancy:
 
     def backward(self, last: bool) -> None:
         """A backward pass begins; `last`: of this step, as it seems."""
-        if last and self.needed and self._line is not None and not self._suspended:
+        # What was added to a parity cannot be taken back: it gets gradients that are final.
+        wanted = last and self.needed and self._parity is None and not self._suspended
+        if wanted and self._line is not None:
             self._early.open(self._line, self._seat.version)
         else:
             self._early.close()
@@ -293,7 +338,9 @@ class Redundancy:
         self._begun = version
         if self._staging is not None:
             self._staging.turn()
-        if self._whole:
+        if self._parity is not None:
+            due = self._due_with_others(self._parity, version)
+        elif self._whole:
             due = self.units if self._oldest() <= version - RENEW else []
         else:
             due = self._share()
@@ -302,6 +349,15 @@ class Redundancy:
             if staging is None or not staging.put_base(line, unit.index, version, parts):
                 line.put_base(unit.index, version, _views(parts))
             unit.version = version
+
+    def _due_with_others(self, line: parity.ParityLine, version: int) -> list[Unit]:
+        """Of the multiples of RENEW, and of what follows a swap, all ranks have bases."""
+        if self._realign or version % RENEW == 0:
+            self._realign, self._aligned = False, version
+        if self._aligned != version:
+            return [unit for unit in self.units if unit.version < 0]
+        line.begin(version)
+        return self.units
 
     def _oldest(self) -> int:
         low = min(unit.version for unit in self.units)
@@ -346,7 +402,7 @@ class Redundancy:
         self._unconfirmed = None
         if not self.units or self._suspended:
             return
-        target = address or seat.welcome.blobs
+        target = self._target(address)
         version = seat.version
         line = self._line
         if line is None or line.address != target or line.broken:
@@ -464,27 +520,37 @@ class Redundancy:
         if not missing <= known:
             names = ", ".join(sorted(missing - known)[:3])
             raise ShardsMissing(f"no rank has {names}, and redundancy is {self.mode}")
-        fetched = self._fetch(holders, version)
+        fetched, where = self._fetch(holders, version)
         if fetched.layout != self.layout:
             raise ShardsMissing("the vault holds another layout than this process has built")
         oldest = self._replay(fetched, version, updated)
         steps = version - oldest
         return (
-            f"{fetched.bytes} bytes of {len(self.units)} units from the vault of the buddy "
+            f"{fetched.bytes} bytes of {len(self.units)} units from {where} "
             f"(up to {steps} step{'s' if steps != 1 else ''} replayed)"
         )
 
-    def _fetch(self, holders: list[Address], version: int) -> vault.Fetched:
+    def _fetch(self, holders: list[Address], version: int) -> tuple[vault.Fetched, str]:
+        """And from where, in words."""
         seat = self._seat
         silent: list[str] = []
         why = "nobody holds a vault"
         for holder in holders:
             try:
-                return vault.fetch(holder, seat.welcome.token, seat.rank, version)
+                found = vault.fetch(holder, seat.welcome.token, seat.rank, version)
+                whose = "the buddy" if self._parity is None else "its own agent"
+                return found, f"the vault of {whose}"
             except OSError as error:
                 silent.append(f"{holder.host}:{holder.port}: {error}")
             except vault.VaultLacks as error:
                 why = str(error)
+        if self._parity is not None:
+            try:
+                return rebuild.rebuild(holders, seat.welcome.token, seat.rank, version)
+            except rebuild.NotRebuilt as error:
+                why = f"{why}; {error}"
+            except OSError as error:
+                silent.append(str(error))
         if silent:
             raise blobs.HoldersUnreachable(f"the vault of rank {seat.rank}: {'; '.join(silent)}")
         raise ShardsMissing(f"state of rank {seat.rank} at step {version} is in no vault: {why}")

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,7 +31,11 @@ from keepstep.worker.redundancy import Redundancy
 from keepstep.worker.shards import Replicas
 from keepstep.worker.state import StateSet
 
+if TYPE_CHECKING:
+    from keepstep.worker.periodic import Periodic
+
 STAGE_TIMEOUT_S = 60.0
+BUDDY_AGAIN_S = 5  # until a lost buddy is tried again, if nobody has named another one
 CARRIED_BYTES_MAX = 32 << 20  # of gradients in the side state: it travels in one frame
 
 
@@ -80,12 +84,13 @@ class Stager:
                 STAGE_TIMEOUT_S,
             )
         except Exception as error:
-            self._building = -1
+            if self._building == generation:  # else a later one is asked for
+                self._building = -1
             if self._channel.abort_generation <= generation:
                 self._channel.send(m.StageFailed(generation=generation, error=str(error)[:2000]))
             return
         with self._lock:
-            if self._channel.abort_generation > generation:
+            if self._channel.abort_generation > generation or self._building != generation:
                 staged.discard()
                 return
             if self._staged is not None:
@@ -100,9 +105,9 @@ class Stager:
             staged, self._staged = self._staged[1], None
             return staged
 
-    def discard(self, below: int | None = None) -> None:
+    def discard(self, below: int) -> None:
         with self._lock:
-            if self._staged is not None and (below is None or self._staged[0] < below):
+            if self._staged is not None and self._staged[0] < below:
                 self._staged[1].discard()
                 self._staged = None
 
@@ -153,6 +158,12 @@ class Seat:
         self.redundancy = Redundancy(self)
         self.natural = b""  # digest of what only this rank has, as the script built it
         self.state = self._new_state()
+        self.periodic: Periodic | None = None
+        if self.welcome.checkpoints:
+            from keepstep.worker.periodic import Periodic  # takes a while to be imported
+
+            self.periodic = Periodic(self, self.welcome.checkpoints)
+            self.channel.on_seal = self.periodic.seal
         self.channel.on_abort = self._on_abort
         self.channel.on_stage = self.stager.begin
 
@@ -327,20 +338,28 @@ class Seat:
             self.redundancy.suspend(str(error))
 
     def _at_buddy(self, action: Callable[[m.Address | None], None]) -> None:
-        while True:
-            address = self.channel.buddy
-            if self.aborted():
-                raise ConnectionAbortedError("publishing was aborted")
-            try:
-                action(address)
-                return
-            except OSError as error:
-                if self.aborted():
-                    raise ConnectionAbortedError("publishing was aborted") from error
-                self.channel.send(m.BuddyLost(generation=self.generation, error=str(error)))
-                self.page.set("hold", 1)  # it waits for a command, as in a hold
-                self._wait_for_other_buddy(address)
+        try:
+            while not self._acted(action):
+                pass
+        finally:
+            if self.page.get("asked_ns"):
                 self.page.set("hold", 0)
+                self.page.set("asked_ns", 0)
+
+    def _acted(self, action: Callable[[m.Address | None], None]) -> bool:
+        """False: another buddy was asked for, or it is time to try the same again."""
+        address = self.channel.buddy
+        if self.aborted():
+            raise ConnectionAbortedError("publishing was aborted")
+        try:
+            action(address)
+        except OSError as error:
+            if self.aborted():
+                raise ConnectionAbortedError("publishing was aborted") from error
+            self.channel.send(m.BuddyLost(generation=self.generation, error=str(error)))
+            self._wait_for_other_buddy(address)
+            return False
+        return True
 
     def publish_ahead(self, site: str) -> None:
         """The last backward pass of a step begins. What lies on another device is not waited for,
@@ -364,7 +383,12 @@ class Seat:
         self.ahead.begin(send)
 
     def _wait_for_other_buddy(self, old: m.Address | None) -> None:
-        self.channel.wait_until(lambda: self.channel.buddy != old or self.aborted(), 5.0)
+        """It waits for a command, as in a hold, and shows that it has not come to a stop."""
+        for _ in range(BUDDY_AGAIN_S):
+            self.page.set("asked_ns", time.monotonic_ns())
+            self.page.set("hold", 1)
+            if self.channel.wait_until(lambda: self.channel.buddy != old or self.aborted(), 1.0):
+                return
 
     def republish(self) -> None:
         """After a swap the buddy may be new: give it what it would need now."""

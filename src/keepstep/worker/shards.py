@@ -30,7 +30,7 @@ Spec = tuple[str, tuple[Any, ...], tuple[int, ...], tuple[int, ...]]
 PLAIN: Final = "plain"  # class of plain tensors that no wrapper describes, equal on all ranks
 
 _meshes: dict[str, Any] = {}
-_keys: dict[int, str] = {}  # id(mesh) -> key; meshes live as long as the process
+_keys: dict[Any, str] = {}  # by mesh: equal ones are one
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,13 +76,31 @@ def empty_local(described: Spec, dtype: torch.dtype, device: torch.device) -> to
     return torch.empty(size, dtype=dtype, device=device)
 
 
+def box(described: Spec) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Sizes and offsets of this rank's part in the whole tensor; None: it is no part of it."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    key, packed, shape, _ = described
+    placements = [_unpacked(placement) for placement in packed]
+    if any(placement.is_partial() for placement in placements):
+        return None
+    size, offset = compute_local_shape_and_global_offset(
+        torch.Size(shape), _meshes[key], placements
+    )
+    return tuple(size), tuple(offset)
+
+
+def mesh_ranks(described: Spec) -> tuple[int, ...]:
+    return tuple(sorted(_meshes[described[0]].mesh.flatten().tolist()))
+
+
 def mesh_key(mesh: Any) -> str:
-    key = _keys.get(id(mesh))
+    key = _keys.get(mesh)
     if key is None:
         digest = xxhash.xxh3_64(repr((mesh.device_type, mesh.mesh_dim_names)).encode())
         digest.update(repr(tuple(mesh.mesh.shape)).encode())
         digest.update(mesh.mesh.to(torch.int64).contiguous().numpy().tobytes())
-        key = _keys[id(mesh)] = digest.hexdigest()
+        key = _keys[mesh] = digest.hexdigest()
         _meshes.setdefault(key, mesh)
     return key
 
@@ -130,7 +148,7 @@ class Replicas:
         self.ranks: dict[str, tuple[int, ...]] = {PLAIN: tuple(range(world))}
         self.unique = self._named("unique", (rank,))
         self._grouped: dict[int, str] = {}  # id of a tensor under DDP -> class
-        self._known: dict[tuple[int, Any], str] = {}  # mesh and placements -> class
+        self._known: dict[tuple[Any, Any], str] = {}  # mesh and placements -> class
 
     def wrapped_by_ddp(self, modules: Iterable[Any]) -> None:
         self._grouped.clear()
@@ -159,12 +177,13 @@ class Replicas:
 
     def _of_mesh(self, tensor: Any) -> str:
         mesh, placements = tensor.device_mesh, tensor.placements
-        known = self._known.get((id(mesh), placements))
+        known = self._known.get((mesh, placements))
         if known is not None:
             return known
-        here = mesh.get_coordinate()
-        if here is None:  # not one of the mesh's ranks: nothing is here
+        found = (mesh.mesh == self.rank).nonzero()
+        if not len(found):  # not one of the mesh's ranks: nothing is here
             return self.unique
+        here = found[0].tolist()
         index = tuple(
             slice(None) if placement.is_replicate() else here[dim]
             for dim, placement in enumerate(placements)
@@ -172,7 +191,7 @@ class Replicas:
         ranks = tuple(sorted(mesh.mesh[index].flatten().tolist()))
         # Different shards may have the same set of ranks: the place in the mesh tells them apart.
         pattern = [None if isinstance(at, slice) else at for at in index]
-        name = self._known[id(mesh), placements] = self._named(mesh_key(mesh), ranks, pattern)
+        name = self._known[mesh, placements] = self._named(mesh_key(mesh), ranks, pattern)
         return name
 
     def _named(self, *what: Any) -> str:

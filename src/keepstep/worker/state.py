@@ -58,6 +58,7 @@ class Exported:
     tensors: dict[str, Tensor]  # what is here of each
     meta: bytes
     classes: dict[str, str]  # name -> class
+    specs: dict[str, shards.Spec | None] = field(default_factory=dict)  # how each is spread
 
     @property
     def bytes_total(self) -> int:
@@ -149,9 +150,10 @@ class StateSet:
             "objects": {name: self._export_object(name, tensors, classes) for name in self.objects},
             "gradients": {name: p.grad is not None for name, p in self._parameters()},
         }
-        meta["table"] = {n: (*describe(t), shards.spec(t), classes[n]) for n, t in tensors.items()}
+        specs = {name: shards.spec(tensor) for name, tensor in tensors.items()}
+        meta["table"] = {n: (*describe(t), specs[n], classes[n]) for n, t in tensors.items()}
         parts = {name: shards.local(tensor) for name, tensor in tensors.items()}
-        return Exported(parts, codec.dumps_inline(meta), classes)
+        return Exported(parts, codec.dumps_inline(meta), classes, specs)
 
     def undescribed(self) -> dict[str, Tensor]:
         """Plain tensors of which nobody says how they are spread over the ranks."""
@@ -339,6 +341,11 @@ class StateSet:
     def provided_by(self) -> dict[str, str]:
         """The class of everything that is to be filled."""
         return dict(self._import.of) if self._import is not None else {}
+
+    def presumed_equal(self) -> list[str]:
+        """Parameters that are to be filled although nobody says that all ranks have the same."""
+        of = self.provided_by()
+        return [n for n, p in self._parameters() if of.get(n) == PLAIN and p.requires_grad]
 
     @torch.no_grad()
     def finish_import(self) -> None:

@@ -72,6 +72,10 @@ def read_file(path: str | os.PathLike[str], state: StateSet) -> int:
         except (struct.error, msgspec.DecodeError) as error:
             raise PermanentError(f"{path} is damaged: {error}") from error
         landing = state.prepare_import(header.meta)
+        if state.missing:
+            names = ", ".join(sorted(state.missing)[:3])
+            state.abandon_import()
+            raise PermanentError(f"{path} was written by a rank that has other shards: no {names}")
         for name, size, digest in header.tensors:
             view = memory(landing[name])
             if len(view) != size or file.readinto(view) != size:

@@ -41,7 +41,7 @@ class Transactions:
         self._fenced = False
         self._passed = False
         self._in_fence = False
-        self._hold = -1
+        self._hold = self._snapshot = -1
         self._updated: list[str] = []  # optimizers, in the order of their updates
         self._backwards = 0
         self._usual: dict[str, int] = {}  # site -> backward passes of its last step
@@ -116,27 +116,44 @@ class Transactions:
         if self._fenced:
             self.seat.redundancy.before_update(name)
             self._insist()
-        elif self._guard.suits(optimizer):
-            self._publish(updating=True)
-            if not self._guard.begin(optimizer):
-                self._wait_and_meet()
         else:
-            self._fence(updating=True)
+            self._fence_update(optimizer)
         self._updated.append(name)
 
+    def _fence_update(self, optimizer: Any) -> None:
+        guarded = self._guard.suits(optimizer)
+        self._publish(updating=True)
+        if guarded and self._guard.begin(optimizer, self.seat.aborted):
+            return  # the rest of the fence is in the post-hook
+        self._meet(cuda.wait_for_queue)
+        self._update_begins()
+        self._guard.rehearse(optimizer)
+
     def _after_update(self, optimizer: Any, _: Any, __: Any) -> None:
-        """The update is queued and held back by the device: decide it."""
-        if not self._guard.holds(optimizer):
+        """The update is queued, and if it is guarded the device holds it back: decide it."""
+        if not self._guard.end(optimizer):
             return
         try:
             met = self._meet(self._guard.wait)
+            went = met and self._guard.decide(guard.GO)
         finally:
-            self._guard.decide(guard.SKIP)
-        if not met or self._let_go:  # to be committed all the same, from the gradients as they were
+            self._guard.close()
+        if not went:  # to be committed all the same, and the gradients are as they were
             guard.apply_unguarded(optimizer)
+        self._update_begins()
+
+    def _update_begins(self) -> None:
+        seat = self.seat
+        if seat.injector and self._step:
+            seat.injector.point("in_optimizer", seat.version, seat.parameters[0])
 
     def _insist(self) -> None:
         """What the fence raised was for us: an `except:` of the user's must not swallow it."""
+        if self._guard.close():
+            raise UsageError(
+                f"an exception inside the optimizer's step was caught in {self.running!r}",
+                hint="let it leave the step: what the optimizer has done cannot be known",
+            )
         if not self._passed:
             raise self._refused or Retry
 
@@ -157,7 +174,9 @@ class Transactions:
                     seat.injector.point(point, seat.version)
                 result = function()
                 if not self._fenced:
-                    self._fence(updating=False)
+                    self._publish(updating=False)
+                    self._meet(cuda.wait_for_queue)
+                    self._update_begins()
                 self._insist()
                 if step:
                     seat.after_update()
@@ -172,7 +191,7 @@ class Transactions:
                 if self._passed:
                     self._end()
                     raise  # after the fence nothing can be undone: the user's error stands
-                self._guard.decide(guard.SKIP)
+                self._guard.close()
                 seat.ahead.wait()
                 problem = error
             if problem is not None:
@@ -187,9 +206,8 @@ class Transactions:
         self.running, self._step = site, step
         self._fenced = self._passed = self._in_fence = False
         self._refused: KeepstepError | None = None
-        self._hold = -1
+        self._hold = self._snapshot = -1
         self._backwards = 0
-        self._let_go = False
         self._updated = []
         seat.tracker.in_txn = True
         seat.page.set("stepping", 1)
@@ -225,10 +243,6 @@ class Transactions:
             loop.retry()
         rng.restore(undo.rng)
 
-    def _fence(self, updating: bool) -> None:
-        self._publish(updating)
-        self._wait_and_meet()
-
     def _publish(self, updating: bool) -> None:
         seat = self.seat
         self._fenced, self._updating = True, updating
@@ -250,9 +264,6 @@ class Transactions:
         except (RuntimeError, OSError) as error:
             self._fence_failed(error)
 
-    def _wait_and_meet(self) -> None:
-        self._meet(cuda.wait_for_queue)
-
     def _meet(self, wait_for_device: Callable[[Callable[[], bool]], None]) -> bool:
         """Whether the fence was passed. If it was not, it was decided to commit all the same;
         otherwise Retry is raised."""
@@ -265,39 +276,37 @@ class Transactions:
             seat.page.where("fence")
             self._in_fence = True
             self._all_ranks_here()
-            self._guard.decide(guard.GO)
         except KeepstepError as error:
             self._refused = error
             raise
         except (RuntimeError, OSError) as error:
-            self._guard.decide(guard.SKIP)  # recovery waits for the device
             passed = False
+            self._guard.close()  # recovery waits for the device
             self._fence_failed(error)
         self._passed = True
         seat.page.where("apply")
-        if seat.injector and self._step:
-            seat.injector.point("in_optimizer", seat.version, seat.parameters[0])
         return passed
 
     def _let_device_go(self) -> None:
         """An update that it holds back is not made, but later and by the host."""
-        self._let_go = True
         self._guard.decide(guard.SKIP)
 
     def _all_ranks_here(self) -> None:
         seat = self.seat
-        held = seat.channel.hold_generation
         # Before the second step DDP has not settled its buckets: no planned boundary there.
-        word = held >= 0 and seat.version + self._step >= 2
+        word = seat.version + self._step >= 2
+        held = seat.channel.hold_generation if word else -1
+        snapshot = seat.channel.snapshot if word else -1
         if seat.alone:
-            self._hold = held if word else -1
+            self._hold, self._snapshot = held, snapshot
             return
         # Words of all ranks, and of each the least and the greatest.
         mine = (
             seat.tick,
             seat.generation,
             zlib.crc32(self.running.encode()),
-            held if word else -1,
+            held,
+            snapshot,
         )
         if seat.injector:
             seat.injector.point("in_fence", seat.version)
@@ -312,6 +321,7 @@ class Transactions:
             )
         # One planned move runs at a time; a lower number is of one that has been given up.
         self._hold = high[3]
+        self._snapshot = high[4]
 
     def _fence_failed(self, error: BaseException) -> None:
         in_fence, undo = self._in_fence, self._undo
@@ -324,7 +334,7 @@ class Transactions:
 
     def _commit(self, site: str, step: bool, result: Any) -> None:
         seat = self.seat
-        hold = self._hold
+        hold, snapshot = self._hold, self._snapshot
         self._end()
         seat.tracker.commit(site, step, results.keep(result))
         version = seat.version
@@ -338,8 +348,11 @@ class Transactions:
             self.recovery.settle_debt()
         elif hold >= 0:
             self.recovery.hold(hold)
+        elif snapshot >= 0 and seat.periodic is not None:
+            seat.periodic.take(snapshot)
 
     def _end(self) -> None:
+        self._guard.close()
         self.seat.ahead.wait()
         self.running = ""
         self._function = None

@@ -64,6 +64,10 @@ class SourceRefused(PermanentError):
         self.rank = rank
 
 
+class NotReplicas(PermanentError):
+    """Tensors that were taken to be the same on all ranks are not."""
+
+
 class Open(Message, frozen=True):
     token: str
     tick: int
@@ -342,6 +346,11 @@ class _Link:
             copied += sum(len(view) for view in views)
         return copied
 
+    def digests(self, names: list[str]) -> list[bytes]:
+        _send(self.sock, Check(names=names))
+        found: list[bytes] = self._reply(Digests).digests
+        return found
+
     def _from_socket(self, views: list[memoryview]) -> list[bytes]:
         fetched: Fetched = self._reply(Fetched)
         if fetched.sizes != [len(view) for view in views]:
@@ -421,6 +430,7 @@ def pull(
             continue
         work.queues = _queues(landing, state.provided_by(), batch_bytes)
         _copy_all(work, links, remaining, tick, token, timeout_s)
+        _compare(work, state, remaining, tick, token, timeout_s)
         missing = frozenset(state.missing)
         state.finish_import()
         return PullResult(work.copied, work.used, missing)
@@ -508,6 +518,31 @@ def _copy_all(
             raise work.error
     for link in spare.values():
         link.sock.close()
+
+
+def _compare(
+    work: _Work, state: StateSet, sources: list[Source], tick: int, token: str, timeout_s: float
+) -> None:
+    """Of plain tensors that no wrapper describes it is only presumed that all ranks have the same:
+    hear of another rank whether that is still true."""
+    names = state.presumed_equal()
+    others = [s for s in sources if s.rank not in work.used and s.rank not in work.lost]
+    others += [s for s in sources if s.rank in work.used and len(work.used) > 1]
+    if not names or not others:
+        return
+    try:
+        link = _Link(others[0], token, tick, timeout_s)
+        with link.sock:
+            theirs = link.digests(names)
+    except OSError:
+        return  # its loss is somebody else's business
+    for name, there in zip(names, theirs, strict=True):
+        if xxhash.xxh3_128_digest(memory(work.landing[name])) != there:
+            raise NotReplicas(
+                f"{name} differs between ranks (rank {link.rank} has another one than ranks "
+                f"{sorted(work.used)}), and nothing says how it is spread",
+                hint="wrap the model, or distribute it over a device mesh",
+            )
 
 
 def _stream(

@@ -82,8 +82,13 @@ class VaultLine:
         rank: int,
         generation: int,
         queue_bytes: int = QUEUE_BYTES,
+        group: Sequence[int] = (),
+        own: bool = False,
     ) -> None:
+        """`group`: ranks whose parity is kept, instead of what this one puts. `own`: it is the
+        vault of the rank's own agent."""
         self.address, self.rank, self.generation = address, rank, generation
+        self._group, self._own = list(group), own
         self._token = token
         self._queue_bytes = queue_bytes
         self._turn = threading.Condition()
@@ -123,13 +128,15 @@ class VaultLine:
             units=sorted(units),
             reserve=reserve,
             fresh=fresh,
+            own=self._own,
+            group=self._group,
         )
         frames = Frames(connection, _replies)
         try:
             connection.sendall(wire.frame(ask))
             reply = frames.receive()
             if not isinstance(reply, v.VaultOpened):
-                _raise(reply, self.rank)
+                raise_refusal(reply, self.rank)
         except BaseException:
             self.close()
             raise
@@ -209,6 +216,11 @@ class VaultLine:
         with self._turn:
             return self._read == self._last
 
+    @property
+    def last(self) -> int:
+        """The ticket that was given last."""
+        return self._last
+
     def wait_read(self, ticket: int) -> None:
         with self._turn:
             self._turn.wait_for(lambda: self._read >= ticket)
@@ -258,7 +270,7 @@ class VaultLine:
                 if isinstance(item.message, v.VaultSync):
                     reply = frames.receive()
                     if reply != v.VaultSynced(version=item.message.version):
-                        _raise(reply, self.rank)
+                        raise_refusal(reply, self.rank)
                     self._early.clear()
                 with self._turn:
                     self._read = item.ticket
@@ -336,12 +348,14 @@ class Fetched:
     bytes: int
 
 
-def fetch(address: Address, token: str, rank: int, version: int) -> Fetched:
-    """What brings all units of `rank` to `version`. Raises OSError, VaultLacks, DigestMismatch."""
-    with _asking(address, v.VaultFetch(token=token, rank=rank, version=version)) as frames:
+def fetch(address: Address, token: str, rank: int, version: int, base: int = -1) -> Fetched:
+    """What brings all units of `rank` to `version`, with bases of version `base` if that is given.
+    Raises OSError, VaultLacks, DigestMismatch."""
+    ask = v.VaultFetch(token=token, rank=rank, version=version, base=base)
+    with asking(address, ask) as frames:
         reply = frames.receive()
         if not isinstance(reply, v.VaultFetched):
-            _raise(reply, rank)
+            raise_refusal(reply, rank)
         landed = _Landing(frames, reply, rank)
         with landed.checking():
             units = {one.unit: _unit(landed, one) for one in reply.units}
@@ -406,16 +420,17 @@ class _Landing:
         return view
 
 
-def forget(address: Address, token: str, rank: int, generation: int) -> None:
-    """Free the memory of a vault that is not this rank's any more."""
-    with _asking(address, v.VaultForget(token=token, rank=rank, generation=generation)) as frames:
+def forget(address: Address, token: str, rank: int, generation: int, parity: bool = False) -> None:
+    """Free the memory of a vault that is not this rank's any more, or of its group's parity."""
+    ask = v.VaultForget(token=token, rank=rank, generation=generation, parity=parity)
+    with asking(address, ask) as frames:
         reply = frames.receive()
         if not isinstance(reply, v.VaultForgotten):
-            _raise(reply, rank)
+            raise_refusal(reply, rank)
 
 
 @contextlib.contextmanager
-def _asking(
+def asking(
     address: Address, request: v.VaultFetch | v.VaultForget
 ) -> Iterator[Frames[v.VaultReply]]:
     with peers.connect(address, CONNECT_TIMEOUT_S) as connection:
@@ -425,7 +440,7 @@ def _asking(
         yield Frames(connection, _replies)
 
 
-def _raise(reply: v.VaultReply, rank: int) -> NoReturn:
+def raise_refusal(reply: v.VaultReply, rank: int) -> NoReturn:
     if not isinstance(reply, v.VaultRefused):
         raise RemoteProtocolError(f"the vault of rank {rank} answered {type(reply).__name__}")
     match reply.reason:

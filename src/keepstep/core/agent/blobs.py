@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from keepstep.model.page import INIT_TICK, NEWEST
-
-TICKS_KEPT = 2
+from keepstep.model.page import INIT_TICK, NEWEST, TICKS_KEPT
 
 
 class BlobStore:
     """Copies in memory: per rank the newest ticks and the init record."""
 
-    def __init__(self, ticks_kept: int = TICKS_KEPT) -> None:
-        self._ticks_kept = ticks_kept
+    def __init__(self) -> None:
         self._ranks: dict[int, dict[int, bytes]] = {}
 
     def put(self, rank: int, tick: int, data: bytes) -> None:
@@ -19,10 +16,13 @@ class BlobStore:
         ticks[tick] = data
         steps = sorted(kept for kept in ticks if kept != INIT_TICK)
         # What was just acknowledged is never the one to go, even if it is not among the newest.
-        while len(steps) > self._ticks_kept:
+        while len(steps) > TICKS_KEPT:
             oldest = next(kept for kept in steps if kept != tick)
             steps.remove(oldest)
             del ticks[oldest]
+
+    def drop(self, rank: int, tick: int) -> None:
+        del self._ranks[rank][tick]
 
     def get(self, rank: int, tick: int) -> tuple[int, bytes] | None:
         ticks = self._ranks.get(rank, {})

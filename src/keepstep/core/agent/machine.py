@@ -16,9 +16,10 @@ reported and not taken back is told again.
 Self-fencing: out of reach of the orchestrator *and* without progress for `stall_timeout`, the
 node may have been given up and its ranks rebuilt elsewhere; ending them here makes sure that no
 rank has two owners. Either condition alone is harmless: a restarting orchestrator does not stop
-training, and a stall that the orchestrator can see is its own to judge. A rank that holds has
-given up its groups and can not train behind anybody's back, and its state may be the only one
-left: it is spared, and only the other ranks of its node are ended.
+training, and a stall that the orchestrator can see is its own to judge. A rank that holds does not
+train behind anybody's back, and its state may be the only one left: it is spared, and only the
+other ranks of its node are ended. (It has given up its groups, or waits for a buddy; the latter can
+go on only together with all other ranks, and then none of them has been replaced.)
 """
 
 from __future__ import annotations
@@ -249,6 +250,12 @@ class Drop(Effect, frozen=True):
     worker: str
 
 
+class DropCopies(Effect, frozen=True):
+    """Nobody needs what ranks of generations before this one have put here as their buddy."""
+
+    before: int
+
+
 class EndWorkers(Effect, frozen=True):
     """Answered by Emptied. `finished`: they are ending by themselves."""
 
@@ -276,6 +283,7 @@ AnyEffect = (
     | HostStore
     | DropStore
     | Drop
+    | DropCopies
     | EndWorkers
     | End
     | KillSession
@@ -459,6 +467,8 @@ class AgentMachine:
                 self._effects.append(DropStore(command.generation))
             case Forget():
                 self._forget(command.workers)
+                if command.before:
+                    self._effects.append(DropCopies(command.before))
             case Stop():
                 self._stop(command.grace_ns, command.finished)
             case KillNode():
@@ -595,7 +605,7 @@ class AgentMachine:
         process, sample = self._processes[seen.worker], seen.sample
         if sample is None or not process.sent_on:
             return seen
-        if not sample.hold:
+        if not sample.hold or sample.asked_ns:
             process.sent_on = False
             return seen
         return msgspec.structs.replace(seen, sample=msgspec.structs.replace(sample, hold=False))
@@ -609,7 +619,7 @@ class AgentMachine:
             if seen.sample is None or self._processes[seen.worker].rank < 0:
                 continue
             holding = holding or seen.sample.hold
-            if not may_stand_still(seen.sample):
+            if not seen.sample.hold and not may_stand_still(seen.sample):
                 ranks.append(seen.worker)
         if not self._detector.all_stalled(ranks):
             return

@@ -6,6 +6,9 @@ or its script has ended. After `timeout_ns` it is reported once, and again only 
 looks at has changed: a heartbeat goes stale a little later than the marks do, and a process can
 be stopped when it already stood still. The first progress after a report takes it back.
 
+A rank that holds by itself (its buddy is lost, its step has failed) asks for what it needs again
+and again. Each time counts as progress; if it asks no more, nobody but this would ever miss it.
+
 If the observer itself was away (suspended with the machine, or starved) it has not seen the
 workers stand still, it has not seen them at all: a gap between two samples resets the clock.
 """
@@ -26,6 +29,7 @@ CPU_BUSY_PART = 4
 @dataclass
 class _Watch:
     marks: int
+    asked_ns: int
     since_ns: int  # of the last progress
     cpu_ns: int  # used by the main thread at that moment
     seen_ns: int  # last sample
@@ -33,9 +37,9 @@ class _Watch:
 
 
 def may_stand_still(sample: Sample | None) -> bool:
-    return (
-        sample is None or not sample.stepping or sample.hold or sample.where in ("parked", "done")
-    )
+    if sample is None or not sample.stepping or sample.where in ("parked", "done"):
+        return True
+    return sample.hold and not sample.asked_ns
 
 
 class StallDetector:
@@ -59,13 +63,13 @@ class StallDetector:
             return Unstalled(worker=worker) if watch and watch.report else None
         watch = self._watches.get(worker)
         if watch is None:
-            self._watches[worker] = _Watch(sample.marks, now_ns, cpu_ns, now_ns)
+            self._watches[worker] = _Watch(sample.marks, sample.asked_ns, now_ns, cpu_ns, now_ns)
             return None
         gap_ns = now_ns - watch.seen_ns
         watch.seen_ns = now_ns
-        if sample.marks != watch.marks:
+        if (sample.marks, sample.asked_ns) != (watch.marks, watch.asked_ns):
             was_reported = watch.report is not None
-            self._watches[worker] = _Watch(sample.marks, now_ns, cpu_ns, now_ns)
+            self._watches[worker] = _Watch(sample.marks, sample.asked_ns, now_ns, cpu_ns, now_ns)
             return Unstalled(worker=worker) if was_reported else None
         if gap_ns > self._timeout_ns // 2 and watch.report is None:
             watch.since_ns, watch.cpu_ns = now_ns, cpu_ns

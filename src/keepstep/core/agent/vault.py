@@ -66,9 +66,9 @@ class Unit:
     def reaches(self) -> int:
         return max(map(self.reach, self.bases), default=-1)
 
-    def base_for(self, version: int) -> int | None:
+    def base_for(self, version: int, wanted: int = -1) -> int | None:
         fit = [one for one in self.bases if one <= version <= self.reach(one)]
-        return max(fit, default=None)
+        return max((one for one in fit if wanted in (-1, one)), default=None)
 
     def lack(self, version: int) -> str:
         old = [base for base in self.bases if base <= version]
@@ -94,6 +94,7 @@ class Shelf:
     held: int = 0
     incoming: int = 0  # bytes of puts that are being received
     replaced: set[int] = field(default_factory=set)  # units that may have what nobody needs
+    own: bool = False
 
     def put(self, into: dict[int, Pieces], version: int, pieces: Pieces) -> None:
         self.held += size_of(pieces) - size_of(into.get(version, ()))
@@ -134,10 +135,12 @@ class VaultStore:
             return kept
         if kept is not None:
             # A shelf of its own: what an earlier writer still holds in its hands is not this one.
-            shelf = dataclasses.replace(kept, fence=fence, reserved=ask.reserve, incoming=0)
+            shelf = dataclasses.replace(
+                kept, fence=fence, reserved=ask.reserve, incoming=0, own=ask.own
+            )
         else:
             units = {unit: Unit() for unit in ask.units}
-            shelf = Shelf(rank, fence, ask.layout, ask.reserve, units)
+            shelf = Shelf(rank, fence, ask.layout, ask.reserve, units, own=ask.own)
         self._shelves[rank] = shelf
         return shelf
 
@@ -145,7 +148,7 @@ class VaultStore:
         self, ask: VaultOpen, kept: Shelf | None, old: Shelf | None, available: int
     ) -> None:
         others = [shelf for shelf in self._shelves.values() if shelf is not old]
-        promised = sum(max(shelf.reserved - shelf.held, 0) for shelf in others)
+        promised = _promised(others)
         freed = old.held if old is not None and kept is None else 0
         needed = ask.reserve - (kept.held if kept is not None else 0)
         if needed > available + freed - promised:
@@ -155,6 +158,9 @@ class VaultStore:
                 f"{available + freed} bytes available {promised} are promised to other ranks",
                 "take a node with more memory, or send bases more often to keep the log short",
             )
+
+    def promised(self) -> int:
+        return _promised(self._shelves.values())
 
     def reaches(self, shelf: Shelf) -> int:
         return min((unit.reaches() for unit in shelf.units.values()), default=-1)
@@ -217,13 +223,16 @@ class VaultStore:
             shelf.drop(unit.bases, [one for one in unit.bases if one > version])
         shelf.drop(shelf.notes, [note for note in shelf.notes if note >= version])
 
-    def fetch(self, rank: int, version: int) -> tuple[VaultFetched, list[Piece]]:
+    def fetch(self, rank: int, version: int, wanted: int = -1) -> tuple[VaultFetched, list[Piece]]:
+        """`wanted`: version of the bases, if it matters. Where all units have bases of one version
+        these are taken: what depends on several units cannot begin with bases of different ones."""
         shelf = self._shelves.get(rank)
         if shelf is None:
             raise Refusal("lacks", f"nothing of rank {rank} is in this vault")
+        common = _common(shelf, version) if wanted < 0 else wanted
         units, pieces, first = [], [], version
         for number, unit in sorted(shelf.units.items()):
-            base = unit.base_for(version)
+            base = unit.base_for(version, common)
             if base is None:
                 lack = f"unit {number} {unit.lack(version)}"
                 raise Refusal("lacks", f"rank {rank} cannot be brought to {version}: {lack}")
@@ -244,15 +253,38 @@ class VaultStore:
         listed = [_described(one, found) for one, found in notes]
         return VaultFetched(layout=shelf.layout, units=units, notes=listed), pieces
 
-    def forget(self, rank: int, generation: int | None = None) -> None:
-        """`generation`: of the one who asks; None is the agent itself."""
+    def forget(self, rank: int, generation: int) -> None:
+        """`generation`: of the one who asks."""
         seen = self._fences.get(rank, (0, 0))[0]
-        if generation is not None and generation < seen:
+        if generation < seen:
             raise Refusal("fenced", f"the vault of rank {rank} is of generation {seen} already")
         self._shelves.pop(rank, None)
 
+    def left(self, rank: int) -> None:
+        """The rank has no process here any more, and training goes on without those it had."""
+        shelf = self._shelves.get(rank)
+        if shelf is not None and shelf.own:
+            del self._shelves[rank]
+
+    def forget_before(self, generation: int) -> None:
+        """The job went back behind what earlier writers have put."""
+        for rank, shelf in list(self._shelves.items()):
+            if shelf.fence[0] < generation:
+                del self._shelves[rank]
+
     def held(self) -> dict[int, tuple[int, int]]:
         return {rank: (shelf.held, shelf.reserved) for rank, shelf in self._shelves.items()}
+
+
+def _promised(shelves: Iterable[Shelf]) -> int:
+    return sum(max(shelf.reserved - shelf.held, 0) for shelf in shelves)
+
+
+def _common(shelf: Shelf, version: int) -> int:
+    units = list(shelf.units.values())
+    versions = {version for unit in units[:1] for version in unit.bases}
+    fit = (one for one in versions if all(u.base_for(version, one) == one for u in units))
+    return max(fit, default=-1)
 
 
 def _described(version: int, pieces: Pieces) -> tuple[int, int, bytes]:

@@ -1,0 +1,50 @@
+"""Whether anything had to be lost: what the living hold and what copies there are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from keepstep.sim import faults
+
+if TYPE_CHECKING:
+    from keepstep.sim.world import World
+
+
+def recoverable(world: World) -> str:
+    """Why nothing needed to be lost; empty if it was beyond saving."""
+    owners = world.checker.owners
+    job = faults.facts(world)
+    assert job is not None
+    # A node that was given up for good is as good as dead: its agent would have ended its ranks.
+    # A process that hangs never answers, so nobody can take state from it.
+    alive = {
+        rank: world.ranks[w]
+        for rank, w in owners.items()
+        if world.ranks[w].alive
+        and not world.ranks[w].hung
+        and job.nodes[world.ranks[w].node.name].state != "dead"
+    }
+    if not alive:
+        return ""
+    top = max(process.tick for process in alive.values())
+    for tick in (top, top + 1):
+        able = [p.tick == tick or (p.tick == tick - 1 and p.in_fence) for p in alive.values()]
+        if not all(able) or not any(p.tick == tick for p in alive.values()):
+            continue
+        missing = [rank for rank in owners if rank not in alive and not _held(world, rank, tick)]
+        if not missing:
+            return f"{len(alive)} ranks can hold at tick {tick} and all side states exist"
+    return ""
+
+
+def _held(world: World, rank: int, tick: int) -> bool:
+    """By a node that is not given up: those end what they hold."""
+    job = faults.facts(world)
+    assert job is not None
+    return tick == 0 or any(
+        node.alive
+        and job.nodes[name].state != "dead"
+        and (node.blob(rank, tick) is not None or tick in world.checker.gave.get((name, rank), ()))
+        for name, node in world.nodes.items()
+        if name in job.nodes
+    )

@@ -1,0 +1,175 @@
+"""A rank's part of a parity (keepstep.core.agent.parity); rebuild.py is the way back.
+
+With `--redundancy parity` a rank writes everything twice: to the vault of its own agent, and to
+the parity of its group on another node. `Both` is these two lines as if they were one. They are not
+alike: without the vault the rank waits in its fence, and without the parity it goes on, because
+what is lost then is a node already. It asks for another holder, and the parity begins again where
+all members put bases: at versions that are multiples of RENEW, and behind every swap.
+
+Main thread only, but for `interrupt`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
+
+from keepstep.errors import KeepstepError
+from keepstep.model import messages as m
+from keepstep.model import vault as v
+from keepstep.worker.vault import VaultLine, View, forget
+
+if TYPE_CHECKING:
+    from keepstep.worker.seat import Seat
+
+
+class ParityLine:
+    """To the holder of the parity, whoever that is at present."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+        self._line: VaultLine | None = None
+        self._common = -1  # version of the last bases that all members put; -1: nothing is kept
+        self._step: list[Callable[[VaultLine], int]] = []  # puts since the last sync
+        self._former: tuple[VaultLine, int] | None = None  # and the version from which on it is
+        self._layout, self._units, self._reserve = b"", list[int](), 0
+
+    def open(self, layout: bytes, units: Collection[int], reserve: int) -> None:
+        """Before training begins: UsageError if the holder has too little memory."""
+        same, self._layout = layout == self._layout, layout
+        self._units, self._reserve = sorted(units), reserve
+        self._common = -1
+        where = self._seat.channel.parity
+        if where is not None and not (same and self._is_open(where)):
+            self._open(where)
+
+    def _is_open(self, where: m.Parity) -> bool:
+        line, generation = self._line, max(self._seat.generation, 0)
+        return (
+            line is not None
+            and not line.broken
+            and (line.address, line.generation) == (where.holder, generation)
+        )
+
+    def _open(self, where: m.Parity) -> None:
+        seat, old = self._seat, self._line
+        self._line = None
+        if old is not None:
+            old.close()
+            if old.address != where.holder and self._former is None:
+                self._former = (old, seat.version)
+        generation = max(seat.generation, 0)
+        line = VaultLine(
+            where.holder, seat.welcome.token, seat.rank, generation, group=where.members
+        )
+        line.open(self._layout, self._units, self._reserve)
+        self._line = line
+
+    def begin(self, version: int) -> None:
+        """All members put bases of this version: from here on, all are in the parity."""
+        where = self._seat.channel.parity
+        self._step.clear()
+        self._common = -1
+        if where is None:
+            return
+        try:
+            if not self._is_open(where):
+                self._open(where)
+        except (OSError, KeepstepError) as error:
+            self._lost(where.holder, error)
+            return
+        self._common = version
+
+    def put(self, kind: v.Kind, version: int, put: Callable[[VaultLine], int]) -> None:
+        """A base that is not of all members is none of the parity's."""
+        if self._common < 0 or self._line is None or (kind == "base" and version != self._common):
+            return
+        self._step.append(put)
+        put(self._line)
+
+    def sync(self, version: int, aborted: Callable[[], bool]) -> None:
+        """Only an Abort is raised (as OSError)."""
+        line = self._line
+        if self._common < 0 or line is None:
+            return
+        try:
+            try:
+                line.sync(version, aborted)
+            except OSError:
+                if aborted():
+                    raise
+                self._once_more(line, version, aborted)
+        except (OSError, KeepstepError) as error:
+            self._step.clear()
+            if aborted():
+                raise ConnectionAbortedError("writing to the parity was aborted") from error
+            self._lost(line.address, error)
+            return
+        self._step.clear()
+        if self._former is not None and version > self._former[1]:
+            # All members have reached the fence before this one, with bases at the new holder.
+            _forget_later(self._former[0], self._seat.welcome.token)
+            self._former = None
+
+    def _once_more(self, line: VaultLine, version: int, aborted: Callable[[], bool]) -> None:
+        """Connections break. What had come there counts once."""
+        line.open(self._layout, self._units, self._reserve)
+        for put in self._step:
+            put(line)
+        line.sync(version, aborted)
+
+    def _lost(self, holder: m.Address, error: Exception) -> None:
+        self._common = -1
+        self._step.clear()
+        generation = self._seat.generation
+        self._seat.channel.send(m.BuddyLost(generation=generation, error=str(error), parity=holder))
+
+    def interrupt(self) -> None:
+        line = self._line
+        if line is not None:
+            line.interrupt()
+
+    def wait_read(self) -> None:
+        if self._line is not None:
+            self._line.wait_read(self._line.last)
+
+    def drained(self) -> bool:
+        return self._line is None or self._line.drained()
+
+
+class Both(VaultLine):
+    """The vault of the own agent, and all that is put there into the parity as well."""
+
+    def __init__(
+        self, parity: ParityLine, address: m.Address, token: str, rank: int, generation: int
+    ) -> None:
+        super().__init__(address, token, rank, generation, own=True)
+        self._parity = parity
+
+    def _put(
+        self, kind: v.Kind, unit: int, version: int, data: Sequence[View], early: bool = False
+    ) -> int:
+        self._parity.put(kind, version, lambda line: line._put(kind, unit, version, data))
+        return super()._put(kind, unit, version, data, early)
+
+    def sync(self, version: int, aborted: Callable[[], bool]) -> None:
+        super().sync(version, aborted)
+        self._parity.sync(version, aborted)
+
+    def drained(self) -> bool:
+        return super().drained() and self._parity.drained()
+
+    def wait_read(self, ticket: int) -> None:
+        """The tickets are those of the own line; the parity's are all waited for."""
+        super().wait_read(ticket)
+        self._parity.wait_read()
+
+
+def _forget_later(line: VaultLine, token: str) -> None:
+    def ask() -> None:
+        with contextlib.suppress(OSError, KeepstepError):
+            forget(line.address, token, line.rank, line.generation, parity=True)
+
+    threading.Thread(target=ask, name="keepstep-forget", daemon=True).start()

@@ -1,0 +1,75 @@
+"""Who is told to write its parity where, and when that changes."""
+
+from __future__ import annotations
+
+import msgspec
+from test_core_support import World, job_spec
+
+from keepstep.model import messages as m
+
+
+def trained(nodes: str = "n0:1 n1:1 n2:1 n3:1", redundancy: str = "parity") -> World:
+    spec = job_spec(nodes, world=3, local_world=1)
+    world = World(msgspec.structs.replace(spec, redundancy=redundancy)).start()
+    world.step(3)
+    return world
+
+
+def at(world: World, name: str) -> m.Parity:
+    return m.Parity(holder=world.nodes[name].blobs, members=[0, 1, 2])
+
+
+def told_by_start(world: World) -> dict[int, m.Parity | None]:
+    starts = [c for _, c in world.sent if isinstance(c, m.StartWorker)]
+    return {start.rank: start.parity for start in starts if start.rank >= 0}
+
+
+def test_all_members_begin_with_a_holder_that_none_of_them_is_on() -> None:
+    assert told_by_start(world := trained()) == dict.fromkeys((0, 1, 2), at(world, "n3"))
+    assert told_by_start(trained(redundancy="buddy")) == dict.fromkeys((0, 1, 2))
+
+
+def test_a_holder_that_gets_a_member_hands_over_to_another_node_with_the_swap() -> None:
+    world = trained()
+    world.kill(1)
+    world.run()
+    assert world.rank(1).node == "n3"
+    swaps = {id: c.parity for id, c in world.told(m.Swap) if isinstance(c, m.Swap)}
+    assert swaps == {world.rank(rank).id: at(world, "n1") for rank in (0, 1, 2)}
+    world.assert_training()
+
+
+def test_a_lost_holder_is_replaced_for_all_members_once() -> None:
+    world = trained("n0:1 n1:1 n2:1 n3:1 n4:1")
+    old = world.nodes["n3"].blobs
+    lost = m.BuddyLost(generation=0, error="gone", parity=old)
+    for rank in (0, 1, 2):
+        world.say(world.rank(rank), lost)
+    world.pump()
+    told = [(id, c.parity) for id, c in world.told(m.Buddy) if isinstance(c, m.Buddy)]
+    assert all(parity == at(world, "n4") for _, parity in told)
+    assert {id for id, _ in told} == {world.rank(rank).id for rank in (0, 1, 2)}
+    world.assert_training()
+
+
+def test_the_only_holder_there_is_is_tried_again() -> None:
+    world = trained()
+    world.say(world.rank(0), m.BuddyLost(generation=0, error="?", parity=world.nodes["n3"].blobs))
+    world.pump()
+    told = [c.parity for _, c in world.told(m.Buddy) if isinstance(c, m.Buddy)]
+    assert told == [at(world, "n3")] * 3
+
+
+def test_status_says_when_no_node_is_left_for_the_parity() -> None:
+    world = trained()
+    for worker in world.owners():
+        world.say(worker, m.Attached(
+            generation=0, groups=["0"], parameters=1, bytes_state=4, redundant=True, kept_bytes=8
+        ))  # fmt: skip
+    world.pump()
+    assert world.view.node_loss_protected, world.view.protection
+    assert "kept by its agent and a parity" in world.view.protection
+    world.kill_node("n3")
+    world.run()
+    assert not world.view.node_loss_protected
+    assert "no node is left that could keep the parity of ranks 0, 1, 2" in world.view.protection

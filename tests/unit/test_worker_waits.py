@@ -1,0 +1,110 @@
+"""What a rank does while it waits: for another buddy, for its next groups, for a Swap."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from keepstep.model import messages as m
+from keepstep.model import wire
+from keepstep.worker import seat as seat_module
+from keepstep.worker.channel import Channel
+from keepstep.worker.page import Page
+from keepstep.worker.seat import Seat, Stager
+
+OLD, NEW = m.Address("h", 1), m.Address("h", 2)
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    fd = os.memfd_create("page")
+    yield Page(fd)
+    os.close(fd)
+
+
+@pytest.fixture
+def channel(page: Page, monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel]:
+    """One that reads nothing by itself: its thread would end the process with the line."""
+    monkeypatch.setattr(Channel, "_run", lambda _: None)
+    mine, theirs = socket.socketpair()
+    welcome = m.Welcome(
+        job="j", node="n", worker="w", token="t", blobs=OLD, stall_timeout_ns=1, interface="::1"
+    )
+    mine.sendall(wire.frame(welcome))
+    with mine:
+        yield Channel(theirs.detach(), page)
+
+
+def swap(address: m.Address) -> m.Swap:
+    return m.Swap(generation=3, buddy=address)
+
+
+def test_a_swap_said_again_brings_its_buddy(channel: Channel) -> None:
+    for command in (swap(OLD), m.Swap(generation=2, buddy=OLD), swap(NEW)):
+        channel._take(command)
+    assert channel.inbox == [m.Swap(generation=2, buddy=OLD), swap(NEW)]
+    channel.send(m.Swapped(generation=3, swap_ns=1))
+    channel._take(swap(OLD))
+    assert channel.buddy == OLD
+    assert len(channel.inbox) == 2, "it is done with"
+
+
+def publishing(page: Page, answers: list[Any]) -> tuple[MagicMock, list[tuple[int, bool]]]:
+    """A seat whose buddy answers like this, and what its page shows while it waits."""
+    seat, shown = MagicMock(spec=Seat), []
+    seat.page, seat.rank, seat.generation = page, 0, 3
+    seat.ahead, seat.buddy_line, seat.channel = MagicMock(), MagicMock(), MagicMock()
+    seat.channel.buddy = OLD
+    seat.aborted = lambda: False
+    seat.buddy_line.put.side_effect = answers
+
+    def wait_until(_condition: Any, _timeout_s: float) -> bool:
+        shown.append((page.get("asked_ns"), bool(page.get("hold"))))
+        return False
+
+    seat.channel.wait_until = wait_until
+    seat._at_buddy = lambda action: Seat._at_buddy(seat, action)
+    seat._acted = lambda action: Seat._acted(seat, action)
+    seat._wait_for_other_buddy = lambda old: Seat._wait_for_other_buddy(seat, old)
+    return seat, shown
+
+
+def test_a_rank_without_a_buddy_holds_and_shows_that_it_asks(page: Page) -> None:
+    seat, shown = publishing(page, [OSError("refused"), OSError("refused"), None])
+    Seat.publish(seat, 7, b"side state")
+    asked = [at for at, hold in shown if hold]
+    assert len(asked) == len(shown) == 2 * seat_module.BUDDY_AGAIN_S
+    assert asked[0] > 0 and sorted(set(asked)) == asked, "each time anew"
+    assert (page.get("hold"), page.get("asked_ns")) == (0, 0)
+
+
+def test_a_hold_that_was_told_is_not_ended_by_publishing(page: Page) -> None:
+    seat, _ = publishing(page, [None])
+    page.set("hold", 1)
+    Seat.publish(seat, 7, b"side state")
+    assert page.get("hold") == 1
+
+
+def test_groups_of_a_later_attempt_outlive_the_release_of_an_older_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built: dict[int, MagicMock] = {}
+    monkeypatch.setattr(
+        seat_module.groups,
+        "stage",
+        lambda generation, *_: built.setdefault(generation, MagicMock()),
+    )
+    channel = MagicMock(abort_generation=-1)
+    stager = Stager(channel, 0, 2)
+    for generation in (1, 2):
+        stager._building = generation
+        stager._build(m.Stage(generation=generation, store=OLD))
+    stager._build(m.Stage(generation=1, store=OLD))  # was asked for first, and took longer
+    stager.discard(below=2)
+    assert stager.take(2) is built[2]
+    built[2].discard.assert_not_called()
