@@ -24,7 +24,12 @@ from torch.optim import optimizer as optimizers
 
 import keepstep
 
-SIZES = {"130M": (768, 12, 12), "370M": (1024, 24, 16), "1.3B": (2048, 24, 16)}
+SIZES = {
+    "tiny": (64, 2, 2),  # to try the script without a GPU
+    "130M": (768, 12, 12),
+    "370M": (1024, 24, 16),
+    "1.3B": (2048, 24, 16),
+}
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", required=True)
@@ -37,7 +42,8 @@ args = parser.parse_args()
 TOKENS, VOCABULARY, WARM_UP = 1024, 50304, 6
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo")
-device = torch.device("cuda", 0) if rank == 0 else torch.device("cpu")
+there = "cuda" if torch.cuda.is_available() else "cpu"
+device = torch.device(there if rank == 0 else "cpu")
 torch.manual_seed(0)
 
 
