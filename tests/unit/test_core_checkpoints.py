@@ -177,6 +177,18 @@ def test_what_was_said_is_said_again_when_an_agent_comes_back() -> None:
     assert world.recorded(r.CheckpointSealed)
 
 
+def test_who_came_back_before_the_tick_was_known_says_it_again_too() -> None:
+    world = saving()
+    ask(world)
+    world.queue.clear()  # all have written, and nobody was heard
+    for name in ("n0", "n1", "n2"):
+        world.lose_agent(name)
+    for name in ("n2", "n1", "n0"):
+        world.join(name)
+    world.run(10)
+    assert len(world.recorded(r.CheckpointSealed)) == 1
+
+
 def test_node_and_buddy_lost_go_back_to_the_checkpoint() -> None:
     world = saved(nodes="n0:2 n1:1 n2:1 n3:1 n4:1")
     lose_state(world)

@@ -116,6 +116,7 @@ class World:
         self.generation_max = -1
         self.decided: set[int] = set()
         self.known_dead: set[str] = set()
+        self.snapshots: set[int] = set()
         self.attach = True
         self.refuse: Callable[[FakeWorker, m.Message], m.Message | None] | None = None
         self.handle(Submit(spec=self.spec))
@@ -517,8 +518,11 @@ class World:
             w.state = "running" if w.state == "held" else w.state
         elif isinstance(c, m.Checkpoint):
             return [m.Checkpointed(generation=c.generation, path=c.path, bytes_written=1)]
-        elif isinstance(c, m.Snapshot):  # the word is heard by all
-            for one in self.owners():
+        elif isinstance(c, m.Snapshot):
+            # The word is heard by all. Whoever is told once more only says again what it has done.
+            again = c.number in self.snapshots
+            self.snapshots.add(c.number)
+            for one in [w] if again else self.owners():
                 saved = m.Saved(
                     number=c.number,
                     tick=one.tick,

@@ -107,6 +107,8 @@ def said(job: Job, out: Out, worker: Worker, message: Saved | SaveFailed | Seale
             drop(job, out.now)
             return
         saving.tick, saving.version = message.tick, message.version
+        while saving.back:
+            _ask_again(job, out, saving, saving.back.pop(0))
         saving.snapshot_ns = max(saving.snapshot_ns, message.snapshot_ns)
         saving.write_ns = max(saving.write_ns, message.write_ns)
         saving.parts.note(worker.rank)
@@ -150,6 +152,12 @@ def agent_joined(job: Job, out: Out, name: str) -> None:
         return
     if any(worker.id == saving.sealer for worker in job.owners_on(name)):
         saving.sealer = ""
+    if saving.tick is None:
+        saving.back.append(name)  # whether there is a part to be spoken of is not known yet
+    _ask_again(job, out, saving, name)
+
+
+def _ask_again(job: Job, out: Out, saving: Saving, name: str) -> None:
     if job.attempt is not None:
         return
     command = Snapshot(generation=job.generation, number=saving.number)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from keepstep.core.interval import FIRST_NS, interval_ns, job_mttf_ns, smoothed
 from keepstep.core.ranks import Tally
@@ -23,6 +23,7 @@ class Saving:
     write_ns: int = 0
     sealer: str = ""  # worker
     late: bool = False  # it was said that it takes long
+    back: list[str] = field(default_factory=list)  # nodes that joined before its tick was known
 
 
 @dataclass(frozen=True, slots=True)

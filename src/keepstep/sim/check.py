@@ -42,6 +42,7 @@ class Checker:
         self.prompt = Prompt(self)
         # what is on the disk
         self.placed: set[str] = set()
+        self.joined: set[str] = set()
         self.ended_on_record: set[str] = set()
         self.attempts: dict[int, r.AttemptStarted] = {}
         self.decided: dict[int, int] = {}
@@ -106,9 +107,13 @@ class Checker:
     def _on_WorkerEnded(self, record: r.WorkerEnded) -> None:
         self.ended_on_record.add(record.worker)
 
+    def _on_NodeJoined(self, record: r.NodeJoined) -> None:
+        self.joined.add(record.node)
+
     def _on_NodeLost(self, record: r.NodeLost) -> None:
         node = self.world.nodes.get(record.node)
         well = node is None or not node.alive or not self.world.plan.only_processes
+        well = well or record.node not in self.joined  # a late one, of which nobody has heard
         self.ensure(well, f"{record.node} is called lost, and nothing ails it")
         for worker in self.placed:
             if worker.startswith(f"{record.node}."):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from keepstep.core.breaker import WINDOW_NS
-from keepstep.core.phases import all_held
+from keepstep.core.phases import all_held, members
 from keepstep.core.state import Job
 from keepstep.model import records as r
 from keepstep.sim.net import SECOND
@@ -112,6 +112,9 @@ class Prompt:
         attempt = job.attempt
         waits = attempt is not None and attempt.no_spare and all_held(job, attempt)
         ill = any(node.disk for node in self.world.nodes.values())
+        holding = members(job, attempt) if attempt is not None else []
+        if any(job.nodes[worker.node].state != "connected" for worker in holding):
+            self.unsaved_ns = None  # whoever is out of reach cannot be asked
         saved = attempt is not None and job.checkpoint_tick == attempt.tick
         since = self.unsaved_ns if self.unsaved_ns is not None else self.world.now
         late = self.world.now - since > BUILD_NS + SLACK_NS
