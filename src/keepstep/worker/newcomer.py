@@ -208,6 +208,7 @@ class Newcomer:
                 copied, sources = result.bytes_copied, sorted(result.used)
                 restored = self._restore(result.missing, side, copy)
             self._adopt(side, copy)
+            seat.redundancy.took_over(copy.holders)
         except transfer.SourceLost as error:
             self._failed(copy, "source-lost", str(error), error.rank)
             return False

@@ -87,7 +87,7 @@ class Redundancy:
         self._realign = True  # all ranks put bases at the version that they have now
         self._aligned = -1  # version at which they did last
         self._line: vault.VaultLine | None = None
-        self._former: vault.VaultLine | None = None  # to be forgotten when the new one has all
+        self._former: list[Address] = []  # to forget all when the new one has all
         self._suspended = ""  # why nothing is kept at present
         self._begun = -1  # version whose share of bases was put
         self._published: dict[int, Any] = {}  # unit -> what its gradient was at the fence
@@ -297,8 +297,14 @@ class Redundancy:
         if self._parity is not None:
             self._begun = -1  # of common bases none may be missing: others need them
         if old is not None and not same:
-            self._former = old
+            self._former.append(old.address)
         self._line = line
+
+    def took_over(self, holders: list[Address]) -> None:
+        """A newcomer: what earlier processes of the rank have left there, with gradients of steps
+        that never came to pass, must not be taken for this one's later."""
+        if self._parity is None:
+            self._former = list(holders)
 
     def interrupt(self) -> None:
         line = self._line
@@ -464,9 +470,11 @@ class Redundancy:
         done.line.note(done.version, codec.dumps_inline(note))
         done.line.sync(done.version, self._seat.aborted)
         self._unconfirmed = None
-        former, self._former = self._former, None
-        if former is not None:
-            _forget_later(former, self._seat.welcome.token)
+        former, self._former = self._former, []
+        if former:
+            seat = self._seat
+            old = [address for address in former if address != done.line.address]
+            _forget_later(old, seat.welcome.token, seat.rank, max(seat.generation, 0))
 
     def suspend(self, why: str) -> None:
         """No vault takes it. Training goes on; the guarantee does not."""
@@ -702,12 +710,13 @@ def _require_same_kind(name: str, parameter: Any, gradient: torch.Tensor) -> Non
         )
 
 
-def _forget_later(line: vault.VaultLine, token: str) -> None:
-    """The memory of a vault that is not used any more is freed beside the training."""
+def _forget_later(addresses: list[Address], token: str, rank: int, generation: int) -> None:
+    """The memory of vaults that are not used any more is freed beside the training."""
 
     def ask() -> None:
-        # Its node may be gone, or another process of this rank may write there.
-        with contextlib.suppress(OSError, KeepstepError):
-            vault.forget(line.address, token, line.rank, line.generation)
+        for address in addresses:
+            # Its node may be gone, or another process of this rank may write there.
+            with contextlib.suppress(OSError, KeepstepError):
+                vault.forget(address, token, rank, generation)
 
     threading.Thread(target=ask, name="keepstep-forget", daemon=True).start()
