@@ -56,7 +56,7 @@ def stage_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         "cudart": lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(redundancy, "_part", lambda tensor: shards.local(tensor).detach())
+    monkeypatch.setattr(redundancy, "part_of", lambda tensor: shards.local(tensor).detach())
     monkeypatch.setattr(cuda, "settle_in", lambda _: None)
     monkeypatch.setattr(cuda, "home", torch.device("cpu"))
 

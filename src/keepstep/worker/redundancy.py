@@ -28,7 +28,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,9 +38,11 @@ from torch.distributed.tensor import DTensor
 from keepstep.errors import KeepstepError, PermanentError, UsageError
 from keepstep.model.messages import Address
 from keepstep.worker import blobs, codec, cuda, parity, rebuild, shards, vault
-from keepstep.worker.early import Early, multiply, same_kind, watch_clipping
+from keepstep.worker.early import Early, same_kind, watch_clipping
+from keepstep.worker.replay import Replay
 from keepstep.worker.staging import Staging, numbers
-from keepstep.worker.state import dense, flat, memory, on_cpu, set_hyper
+from keepstep.worker.state import flat
+from keepstep.worker.units import Unit, described, part_of, view, views
 
 if TYPE_CHECKING:
     from keepstep.worker.seat import Seat
@@ -50,19 +52,6 @@ RENEW = 4  # steps in which all bases are renewed once; more gradients are kept,
 
 class ShardsMissing(PermanentError):
     """State of which there was one copy, and that was lost."""
-
-
-@dataclass
-class Unit:
-    index: int
-    name: str
-    parameter: torch.nn.Parameter | None = None  # None: buffers, or a registered object
-    optimizer: str = ""
-    place: int = 0  # among the optimizer's parameters
-    object: str = ""
-    buffers: list[str] = field(default_factory=list)
-    version: int = -1  # of the base that was sent last
-    size: int = 0
 
 
 @dataclass
@@ -243,8 +232,8 @@ class Redundancy:
     def digest(self) -> bytes:
         digest = xxhash.xxh3_128()
         for unit in self.units:
-            for view in self._base(unit):
-                digest.update(view)
+            for data in self._base(unit):
+                digest.update(data)
         return digest.digest()
 
     # ------------------------------------------------------------------ the line
@@ -353,7 +342,7 @@ class Redundancy:
         for unit in due:
             parts, staging = self._parts(unit), self._staging
             if staging is None or not staging.put_base(line, unit.index, version, parts):
-                line.put_base(unit.index, version, _views(parts))
+                line.put_base(unit.index, version, views(parts))
             unit.version = version
 
     def _due_with_others(self, line: parity.ParityLine, version: int) -> list[Unit]:
@@ -383,7 +372,7 @@ class Redundancy:
         return due
 
     def _base(self, unit: Unit) -> list[memoryview | bytes]:
-        return _views(self._parts(unit))
+        return views(self._parts(unit))
 
     def _parts(self, unit: Unit) -> list[memoryview | bytes | torch.Tensor]:
         """What lies on a device is for somebody else to fetch."""
@@ -391,15 +380,15 @@ class Redundancy:
             optimizer = self._seat.optimizers.get(unit.optimizer)
             entry = optimizer.state.get(unit.parameter) if optimizer is not None else None
             data, found = codec.dumps(entry)
-            return [data, *map(_part, [unit.parameter, *found]), *map(_described, found)]
+            return [data, *map(part_of, [unit.parameter, *found]), *map(described, found)]
         if unit.object:
             data, found = codec.dumps(self._seat.objects[unit.object].save())
-            return [data, *map(_part, found), *map(_described, found)]
+            return [data, *map(part_of, found), *map(described, found)]
         named = self._seat.state.named_tensors()
         found = [named[name] for name in unit.buffers]
         # A forward pass may write to them while the line reads.
         copies = [shards.local(tensor).detach().clone() for tensor in found]
-        return [b"", *map(_view, copies), *map(_described, found)]
+        return [b"", *map(view, copies), *map(described, found)]
 
     def publish(self, address: Address | None, updating: bool) -> None:
         """At the fence: all that leads to the next version is on its way to the vault. The device
@@ -445,7 +434,7 @@ class Redundancy:
             elif self._staging is not None and self._staging.suits(gradient):
                 self._staging.put(line, unit.index, version, gradient)
             else:
-                line.put_grad(unit.index, version, _view(gradient))
+                line.put_grad(unit.index, version, view(gradient))
         return found
 
     def confirm(self, let_go: Callable[[], None]) -> None:
@@ -465,7 +454,7 @@ class Redundancy:
             else:
                 if gradient.device.type != "cpu":
                     let_go()
-                done.line.put_grad(unit, done.version, _view(gradient))
+                done.line.put_grad(unit, done.version, view(gradient))
         note = {"update": done.update, "clipped": self._early.scales}
         done.line.note(done.version, codec.dumps_inline(note))
         done.line.sync(done.version, self._seat.aborted)
@@ -531,7 +520,8 @@ class Redundancy:
         fetched, where = self._fetch(holders, version)
         if fetched.layout != self.layout:
             raise ShardsMissing("the vault holds another layout than this process has built")
-        oldest = self._replay(fetched, version, updated)
+        oldest = Replay(self._seat, self.units).run(fetched, version, updated)
+        self.updated = updated
         steps = version - oldest
         return (
             f"{fetched.bytes} bytes of {len(self.units)} units from {where} "
@@ -563,141 +553,12 @@ class Redundancy:
             raise blobs.HoldersUnreachable(f"the vault of rank {seat.rank}: {'; '.join(silent)}")
         raise ShardsMissing(f"state of rank {seat.rank} at step {version} is in no vault: {why}")
 
-    def _replay(self, fetched: vault.Fetched, version: int, updated: list[str]) -> int:
-        seat = self._seat
-        optimizers = seat.optimizers
-        final = {name: [dict(g) for g in o.param_groups] for name, o in optimizers.items()}
-        had = {id(p): p.grad is not None for p in seat.parameters}
-        notes = {step: codec.loads_inline(data) for step, data in fetched.notes.items()}
-        updates = {step: codec.loads_inline(note["update"]) for step, note in notes.items()}
-        oldest = min(base for base, _, _ in fetched.units.values())
-        for step in range(oldest, version + 1):
-            for unit in self.units:
-                base, tensors, _ = fetched.units[unit.index]
-                if base == step:
-                    self._install(unit, tensors)
-            if step == version:
-                break
-            self._set_gradients(fetched, step, notes[step]["clipped"])
-            following = updates.get(step + 1)
-            made = following["before"] if following is not None and step + 1 < version else updated
-            self._update(updates[step], made)
-        for name, groups in final.items():
-            hyper = [{k: v for k, v in g.items() if k != "params"} for g in groups]
-            set_hyper(optimizers[name], hyper)
-        for parameter in seat.parameters:
-            parameter.grad = torch.zeros_like(parameter) if had[id(parameter)] else None
-        self.updated = updated
-        return oldest
-
-    def _set_gradients(self, fetched: vault.Fetched, step: int, clipped: Any) -> None:
-        for parameter in self._seat.parameters:
-            parameter.grad = None
-        found: dict[int, torch.Tensor] = {}
-        for unit in self.units:
-            base, _, log = fetched.units[unit.index]
-            data = log.get(step) if base <= step else None
-            if data is not None and unit.parameter is not None:
-                part = torch.empty_like(shards.local(unit.parameter).detach())
-                _fill(part, data)
-                unit.parameter.grad = shards.wrap(part, shards.spec(unit.parameter))
-                found[unit.index] = part
-        multiply(found, clipped)
-
-    def _update(self, note: dict[str, Any], made: list[str]) -> None:
-        optimizers = self._seat.optimizers
-        for name in made if note["updating"] else ():
-            optimizer: Any = optimizers[name]
-            set_hyper(optimizer, note["hyper"][name])
-            for key, value in note["scaling"][name].items():
-                setattr(optimizer, key, value)
-            optimizer.step()
-            for key in note["scaling"][name]:
-                delattr(optimizer, key)
-        for unit in self.units:
-            if unit.object:
-                update = self._seat.objects[unit.object].after_update
-                assert update is not None
-                update()
-
-    @torch.no_grad()
-    def _install(self, unit: Unit, parts: list[memoryview]) -> None:
-        data, rest = bytes(parts[0]), parts[1:]
-        if unit.buffers:
-            named = self._seat.state.named_tensors()
-            for name, part in zip(unit.buffers, rest[: len(unit.buffers)], strict=True):
-                _fill(shards.local(named[name]), part)
-            return
-        own = 1 if unit.parameter is not None else 0
-        count = (len(rest) - own) // 2
-        tensors = [
-            _rebuilt(part, codec.loads_inline(bytes(described)))
-            for part, described in zip(rest[own : own + count], rest[own + count :], strict=True)
-        ]
-        tree = codec.loads(data, tensors)
-        if unit.parameter is None:
-            self._seat.objects[unit.object].load(tree)
-            return
-        _fill(shards.local(unit.parameter).detach(), rest[0])
-        if unit.optimizer and tree is not None:
-            self._seat.optimizers[unit.optimizer].state[unit.parameter] = tree
-        elif unit.optimizer:
-            self._seat.optimizers[unit.optimizer].state.pop(unit.parameter, None)
-
-
-def _view(tensor: torch.Tensor) -> memoryview:
-    return memory(on_cpu(shards.local(tensor)))
-
-
-def _part(tensor: torch.Tensor) -> memoryview | torch.Tensor:
-    part = shards.local(tensor)
-    return _view(part) if part.device.type == "cpu" else part.detach()
-
-
-def _views(parts: Iterable[memoryview | bytes | torch.Tensor]) -> list[memoryview | bytes]:
-    return [_view(part) if isinstance(part, torch.Tensor) else part for part in parts]
-
-
-def _described(tensor: torch.Tensor) -> bytes:
-    """What makes a tensor of its bytes again."""
-    part = shards.local(tensor)
-    in_place = part.device.type == "cpu" and dense(part)  # see `on_cpu`
-    stride = part.stride() if in_place else torch.empty(part.shape, device="meta").stride()
-    return codec.dumps_inline(
-        (
-            codec.dtype_name(part.dtype),
-            tuple(part.shape),
-            tuple(stride),
-            part.device.type,
-            shards.spec(tensor),
-        )
-    )
-
-
-def _rebuilt(data: memoryview, described: Any) -> torch.Tensor:
-    dtype, shape, stride, device, spec = described
-    part = torch.empty_strided(shape, stride, dtype=codec.dtype_named(dtype))
-    memory(part)[:] = data
-    if device != "cpu":
-        part = part.to(torch.device(device, torch.cuda.current_device()))
-    return shards.wrap(part, spec)
-
-
-def _fill(part: torch.Tensor, data: memoryview) -> None:
-    dense = on_cpu(part)
-    if dense.data_ptr() == part.data_ptr():
-        memory(dense)[:] = data
-        return
-    landing = torch.empty_like(dense)
-    memory(landing)[:] = data
-    part.copy_(landing)
-
 
 def _content(gradient: torch.Tensor) -> Any:
     """Versions of sharded tensors do not count what `_foreach` operations do to them."""
     part = shards.local(gradient).detach()
     if part.device.type == "cpu" or not part.numel():
-        return xxhash.xxh3_128_digest(_view(part))
+        return xxhash.xxh3_128_digest(view(part))
     return tuple(int(number) for number in numbers(part))
 
 

@@ -1,0 +1,73 @@
+"""Units of redundancy: what is kept together, and how tensors become bytes and tensors again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from keepstep.worker import codec, shards
+from keepstep.worker.state import dense, memory, on_cpu
+
+
+@dataclass
+class Unit:
+    index: int
+    name: str
+    parameter: torch.nn.Parameter | None = None  # None: buffers, or a registered object
+    optimizer: str = ""
+    place: int = 0  # among the optimizer's parameters
+    object: str = ""
+    buffers: list[str] = field(default_factory=list)
+    version: int = -1  # of the base that was sent last
+    size: int = 0
+
+
+def view(tensor: torch.Tensor) -> memoryview:
+    return memory(on_cpu(shards.local(tensor)))
+
+
+def part_of(tensor: torch.Tensor) -> memoryview | torch.Tensor:
+    part = shards.local(tensor)
+    return view(part) if part.device.type == "cpu" else part.detach()
+
+
+def views(parts: Iterable[memoryview | bytes | torch.Tensor]) -> list[memoryview | bytes]:
+    return [view(part) if isinstance(part, torch.Tensor) else part for part in parts]
+
+
+def described(tensor: torch.Tensor) -> bytes:
+    """What makes a tensor of its bytes again."""
+    part = shards.local(tensor)
+    in_place = part.device.type == "cpu" and dense(part)  # see `on_cpu`
+    stride = part.stride() if in_place else torch.empty(part.shape, device="meta").stride()
+    return codec.dumps_inline(
+        (
+            codec.dtype_name(part.dtype),
+            tuple(part.shape),
+            tuple(stride),
+            part.device.type,
+            shards.spec(tensor),
+        )
+    )
+
+
+def rebuilt(data: memoryview, described: Any) -> torch.Tensor:
+    dtype, shape, stride, device, spec = described
+    part = torch.empty_strided(shape, stride, dtype=codec.dtype_named(dtype))
+    memory(part)[:] = data
+    if device != "cpu":
+        part = part.to(torch.device(device, torch.cuda.current_device()))
+    return shards.wrap(part, spec)
+
+
+def fill(part: torch.Tensor, data: memoryview) -> None:
+    dense = on_cpu(part)
+    if dense.data_ptr() == part.data_ptr():
+        memory(dense)[:] = data
+        return
+    landing = torch.empty_like(dense)
+    memory(landing)[:] = data
+    part.copy_(landing)
