@@ -123,6 +123,8 @@ def _start(seed: int, draw: random.Random) -> Plan:
         actor, kind = draw.choice(choices)
         early = actor in ("provider", "store")
         at = draw.randrange(100 * MS) if early else draw.randrange(2 * SECOND)
+        if actor == "bystander":
+            at = max(at, 300 * MS)  # there is no process before
         faults.append(Fault(actor, kind, at_ns=at, length_ns=length_ns(actor, kind, draw)))
     return Plan(seed=seed, migration="", from_start=True, faults=tuple(faults))
 
