@@ -329,3 +329,20 @@ def test_a_rank_on_a_node_out_of_reach_is_known_to_be_gone_first() -> None:
     world.run(60)
     world.assert_training()
     assert world.last.outcome == "FELL_BACK"
+
+
+def test_ranks_that_are_only_out_of_reach_may_train_and_nobody_takes_their_place() -> None:
+    """One node was given up, then all others fall silent: no death is known."""
+    world = saved(nodes="n0:1 n1:1 n2:1 n3:3", spares=3)
+    node = world.core.state("j").nodes["n0"]
+    world.lose_agent("n0")
+    while node.state != "unreachable":
+        world.now = world.core.deadline() or 0
+        world.handle(Wake())
+    for name in ("n1", "n2"):
+        world.lose_agent(name)
+    end = world.now + 3600 * SECOND
+    while (deadline := world.core.deadline()) is not None and deadline < end:
+        world.now = deadline
+        world.handle(Wake())
+    assert not world.recorded(r.FellBack)

@@ -83,7 +83,8 @@ def timers(job: Job) -> list[Timer]:
 def _gone_timer(job: Job, node: Node) -> list[Timer]:
     """A node without its stream is not a dead node. As long as training gets on its ranks take part
     in it; and if no rank is in reach, nobody could be rebuilt from anything: then we wait. But not
-    for ever if training stands (somebody is dead) and there is a checkpoint."""
+    for ever if training stands (somebody is known to be dead, and not only given up: those whom we
+    do not hear may all train together) and there is a checkpoint."""
     if not ranks_on(job, node.name):
         return [(node.gone_at + job.stall_ns, "node", node.name)]
     if job.fallen:
@@ -91,7 +92,7 @@ def _gone_timer(job: Job, node: Node) -> list[Timer]:
     owners = (worker for worker in job.seated() if worker.usable and not worker.done)
     silent_ns = job.stall_ns
     if not any(job.nodes[worker.node].state == "connected" for worker in owners):
-        if job.saves.newest is None or not job.dead():
+        if job.saves.newest is None or all(w.alive or w.done for w in job.odd()):
             return []
         silent_ns += ALL_SILENT_NS
     return [(max(node.gone_at, job.progress_at) + silent_ns, "node", node.name)]
