@@ -143,7 +143,8 @@ def test_planned_move(layout: str, start: Start, reference: Reference, verdict: 
     job.finish()
     expected = reference(world, *args, script=LAYOUTS)
     seen = verdict.identical(job, expected, faults=1, incidents=1)
-    assert seen[0]["source"].startswith("rank 1") and "vault" not in seen[0]["source"]
+    # What all ranks have may come from others as well.
+    assert "rank 1" in seen[0]["source"] and "vault" not in seen[0]["source"]
 
 
 @pytest.mark.cost(30)
