@@ -40,7 +40,6 @@ def write(seat: Seat, command: m.Checkpoint) -> None:
     _write_side(directory, seat.rank, seat.page.held(-1), seat.page.held(command.tick))
     written = 0
     if command.lead:
-        _refuse_shards(seat)
         for rank in command.dead:
             _write_dead(directory, seat, rank, command)
         written = transfer.write_file(directory / "state", seat.state.export())
