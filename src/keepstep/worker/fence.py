@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from keepstep.errors import LocalProtocolError
+from keepstep.worker import gloo
 
 WORDS = 5
 CONNECT_TIMEOUT_S = 60.0
@@ -46,8 +47,7 @@ class Fence:
         self._outgoing: list[socket.socket] = []
         self._incoming: list[socket.socket] = []
         self._cookie = secrets.token_bytes(16)
-        family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-        self._listener = socket.create_server((bind, 0), family=family, backlog=64)
+        self._listener = gloo.listen(bind)
         self._address = (bind, self._listener.getsockname()[1])
         with _lock:
             _all.add(self)

@@ -29,7 +29,7 @@ RealGloo: Any = getattr(c10d, "ProcessGroupGloo", None)
 _lock = threading.Lock()  # guards the two below; never held while anything blocks
 _meshes: set[Mesh] = set()  # all: installed, staged and being built
 _installed: set[Mesh] = set()
-_device_lock = threading.Lock()
+_listeners = threading.Lock()  # held by whoever opens a listener
 
 
 class Mesh:
@@ -119,8 +119,8 @@ def after_fork() -> None:
     """A forked child (DataLoader worker) must not keep the connections of a dead rank alive.
 
     The numbers stay taken by /dev/null: gloo's copies of them must not hit something else."""
-    global _lock
-    _lock = threading.Lock()
+    global _lock, _listeners
+    _lock, _listeners = threading.Lock(), threading.Lock()
     meshes = list(_meshes)
     incoming = frozenset[Address]().union(*(mesh.incoming for mesh in meshes))
     outgoing = frozenset[Address]().union(*(mesh.outgoing for mesh in meshes))
@@ -138,18 +138,34 @@ def after_fork() -> None:
     _installed.clear()
 
 
+def listen(bind: str) -> socket.socket:
+    """A listener of our own, which cannot be taken for one of gloo's."""
+    family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+    with _listeners:
+        return socket.create_server((bind, 0), family=family, backlog=64)
+
+
+def _listener_inodes() -> dict[int, Address]:
+    """By inode: other threads open and close sockets, and their numbers are taken again at once,
+    while this one looks around."""
+    return {
+        os.fstat(sock.fileno()).st_ino: address(sock.getsockname())
+        for _, sock in tcp_sockets()
+        if _listening(sock)
+    }
+
+
 def connect(store: Any, rank: int, size: int, timeout: timedelta, mesh: Mesh) -> Any:
     """A real gloo backend; `mesh` becomes known to abort() before anything can block."""
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    with _device_lock:
-        before = {fd for fd, _ in tcp_sockets()}
+    with _listeners:
+        before = _listener_inodes()
         devices = [RealGloo.create_device(interface=name) for name in interfaces]
         devices = devices or [RealGloo.create_default_device()]
-        mesh.incoming = frozenset(
-            address(sock.getsockname())
-            for fd, sock in tcp_sockets()
-            if fd not in before and _listening(sock)
-        )
+        found = _listener_inodes()
+    mesh.incoming = frozenset(found[inode] for inode in found.keys() - before.keys())
+    if len(mesh.incoming) < len(devices):  # its operations could not be aborted
+        raise RuntimeError(f"{len(devices)} gloo devices listen at {sorted(mesh.incoming)}")
     options = RealGloo._Options()
     options._devices = devices
     options._threads = 2 * len(devices)

@@ -37,7 +37,7 @@ from keepstep.adapters.transport.blocking import shut
 from keepstep.errors import PermanentError, RemoteProtocolError, TransientError
 from keepstep.model import wire
 from keepstep.model.messages import Address, Message, Source
-from keepstep.worker import peers, vm
+from keepstep.worker import gloo, peers, vm
 from keepstep.worker.state import Exported, StateSet, dense, describe, memory, on_cpu
 from keepstep.worker.statefile import DigestMismatch, read_file, write_file
 
@@ -162,8 +162,7 @@ class StateServer:
         self._connections: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
         self._closed = False
-        family = socket.AF_INET6 if ":" in bind_host else socket.AF_INET
-        self._listener = socket.create_server((bind_host, 0), family=family, backlog=64)
+        self._listener = gloo.listen(bind_host)
         self.address = Address(bind_host, self._listener.getsockname()[1])
         vm.let_others_read(True)
         self._spawn(self._accept)
