@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from keepstep.errors import UsageError
 from keepstep.worker import codec, rng
 from keepstep.worker.position import Tracker
 from keepstep.worker.rng import torch_state
@@ -27,6 +29,7 @@ class Loop:
     aborted step had pulled itself, with the end of the loader if it came to that."""
 
     def __init__(self, tracker: Tracker, loader: Iterable[Any]) -> None:
+        _refuse_races(loader)
         self.loader = loader
         self.tracker = tracker
         self.level: Level
@@ -34,6 +37,7 @@ class Loop:
         self.pulled: list[_Pulled] = []  # by the transaction in progress
         self.again: list[_Pulled] = []  # to be served again
         self.fetched = 0
+        self._watched = not isinstance(loader, DataLoader) and not hasattr(loader, "state_dict")
         self._iterator: Iterator[Any] | None = None
         self._owed = False  # the target's batch must be handed out (again) before anything else
         if self.target is not None:
@@ -71,11 +75,15 @@ class Loop:
         state_of = getattr(self.loader, "state_dict", None)
         before = state_of() if state_of is not None else None
         batch, error = None, None
+        drawn = rng.capture() if self._watched and self.fetched else None
         try:
             batch = next(iterator)
             self.fetched += 1
         except Exception as raised:  # an iterator that raised may be finished: do not ask again
             error = raised
+        if drawn is not None and rng.capture() != drawn:
+            self._watched = False
+            _warn_of_draws(self.loader)
         return _Pulled(batch, rng.capture() if self.tracker.in_txn else None, before, error)
 
     def close(self) -> None:
@@ -208,16 +216,39 @@ def _sampler_of(loader: Any) -> Any:
     return getattr(loader, "sampler", None)
 
 
-def _generators(loader: Any) -> bytes | None:
-    """The random state from which an iterator over this loader draws its seeds."""
-    if not isinstance(loader, DataLoader):
-        return None
+def _generators(loader: Any) -> bytes:
+    """The random state from which an iterator over this loader draws: a sampler may shuffle with
+    any of the process's generators."""
     own = [g.get_state().numpy().tobytes() for g in _own_generators(loader)]
-    return codec.dumps_inline({"cpu": torch.get_rng_state().numpy().tobytes(), "own": own})
+    return codec.dumps_inline({"global": rng.capture(), "own": own})
 
 
 def _set_generators(loader: Any, encoded: bytes) -> None:
     states = codec.loads_inline(encoded)
-    torch.set_rng_state(torch_state(states["cpu"]))
+    rng.restore(states["global"])
     for generator, state in zip(_own_generators(loader), states["own"], strict=False):
         generator.set_state(torch_state(state))
+
+
+# ---------------------------------------------------------------------- orders that nobody repeats
+
+
+def _refuse_races(loader: Any) -> None:
+    if isinstance(loader, DataLoader) and loader.num_workers > 1 and not loader.in_order:
+        raise UsageError(
+            "this DataLoader hands out batches in the order in which its workers finish "
+            "(in_order=False): no other process can repeat it, so a moved rank would train on "
+            "some samples twice and never on others",
+            hint="leave in_order at True",
+        )
+
+
+def _warn_of_draws(loader: Any) -> None:
+    print(
+        f"keepstep: {type(loader).__name__} draws from the process's random generators while it is "
+        "iterated, as training does: if the order of its batches depends on that, a moved rank "
+        "gets other batches (hint: draw from a generator of its own, or give it state_dict and "
+        "load_state_dict)",
+        file=sys.stderr,
+        flush=True,
+    )
