@@ -383,6 +383,9 @@ def _waiting_is_holding(old: Any, sample: Any) -> bool:
 
 
 FIXED: dict[str, Patch] = {
+    "once: the last holders of all state were given up": lambda: wrap(
+        faults._wait_after_all, nothing
+    ),
     "once: a node was called fenced while nobody was in reach": lambda: wrap(
         timers._fenced_timer, _fenced_unseen
     ),
@@ -902,6 +905,7 @@ HINTS: dict[str, tuple[str, ...]] = {
     "slots: taints do not matter": ("lying-detectors", "operators"),
     "agent: fences itself without need": ("RETIRE/planned/link/pause", "blackout"),
     "agent: a hold excuses everything": ("hung-hold",),
+    "once: the last holders of all state were given up": ("last-holders",),
     "once: a quiet stream was a lost node": ("blackout", "COPY/planned/link/hang"),
     "once: all silent ranks were fenced": ("blackout",),
     "once: ranks were staged before the newcomers came": ("no-spare",),

@@ -16,12 +16,14 @@ def recoverable(world: World) -> str:
     job = faults.facts(world)
     assert job is not None
     # A node that was given up for good is as good as dead: its agent would have ended its ranks.
-    # A process that hangs never answers, so nobody can take state from it.
+    # A process that hangs never answers, so nobody can take state from it; one whose device has
+    # failed has none.
     alive = {
         rank: world.ranks[w]
         for rank, w in owners.items()
         if world.ranks[w].alive
         and not world.ranks[w].hung
+        and world.ranks[w].error_kind != "device"
         and job.nodes[world.ranks[w].node.name].state != "dead"
     }
     if not alive:

@@ -52,6 +52,7 @@ class SimNode:
         self.stores: dict[int, Store] = {}
         self.stream: Connection | None = None
         self.accepted = False
+        self.stalls: dict[str, m.Stalled] = {}  # what the agent says and has not taken back
         self.backoff_ns = BACKOFF_NS_MIN
         world.after(world.random.randrange(100 * MS), self.connect)
         world.at(self.machine.deadline(), self.look)
@@ -185,6 +186,10 @@ class SimNode:
         self.world.at(self.machine.deadline(), self.look)
 
     def _say(self, effect: core.Say) -> None:
+        if isinstance(effect.message, m.Stalled):
+            self.stalls[effect.message.worker] = effect.message
+        elif isinstance(effect.message, m.Unstalled):
+            self.stalls.pop(effect.message.worker, None)
         if self.stream is not None and self.accepted:
             self.stream.up(effect.message)
         elif effect.keep:

@@ -9,6 +9,8 @@ from keepstep.sim.net import MS, SECOND
 from keepstep.sim.plan import Fault, Plan
 
 FALL_BACK = "fall-back"
+LAST_HOLDERS = "last-holders"
+APART = frozenset({FALL_BACK, LAST_HOLDERS})  # in a common draw they would change all other worlds
 
 
 def _full_disk(seed: int, draw: random.Random) -> Plan:
@@ -207,6 +209,27 @@ def _cut_off_twice(seed: int, draw: random.Random) -> Plan:
     return Plan(seed=seed, migration="", faults=faults)
 
 
+def _last_holders(seed: int, draw: random.Random) -> Plan:
+    """A node is cut off and given up; before it must have ended its ranks, which hold, all others
+    are lost: they wait in a fence, and nobody reaches the orchestrator."""
+    faults = (
+        Fault(
+            "partition",
+            "crash",
+            at_ns=draw.randrange(SECOND),
+            length_ns=draw.randrange(60, 80) * SECOND,
+        ),
+        Fault(
+            "orchestrator",
+            "blackout",
+            at_ns=draw.randrange(11 * SECOND, 24 * SECOND),
+            length_ns=draw.randrange(35, 60) * SECOND,
+        ),
+    )
+    checkpoint_ns = draw.choice((0, 0, 3 * SECOND))
+    return Plan(seed=seed, per_node=4, migration="", checkpoint_ns=checkpoint_ns, faults=faults)
+
+
 def _lost_swap(seed: int, draw: random.Random) -> Plan:
     """A move is committed and nobody hears of it: all streams are cut, the orchestrator is
     restarted, and gives up waiting for its agents."""
@@ -248,5 +271,6 @@ RARE: dict[str, Callable[[int, random.Random], Plan]] = {
     "cut-off-twice": _cut_off_twice,
     "lost-swap": _lost_swap,
     "hung-asking": _hung_asking,
+    LAST_HOLDERS: _last_holders,
     FALL_BACK: _fall_back,
 }
