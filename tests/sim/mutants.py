@@ -35,7 +35,7 @@ from keepstep.core import (
     understudies,
     workers,
 )
-from keepstep.core.agent import blobs, gather, machine, stall
+from keepstep.core.agent import blobs, gather, machine, parity, stall
 from keepstep.core.state import Attempt, Job, Out, Worker
 from keepstep.model import messages as m
 from keepstep.model import records as r
@@ -378,16 +378,37 @@ def _swap_as_decided(old: Any, job_: Job, out: Out, worker: Worker) -> Any:
     return worker.swap
 
 
+def _parity_as_decided(old: Any, job_: Job, out: Out, worker: Worker) -> Any:
+    assert worker.swap is not None
+    parity = worker.swap.parity
+    worker.swap = msgspec.structs.replace(old(job_, out, worker), parity=parity)
+    return worker.swap
+
+
+def _offers_what_is_new(old: Any, job_: Job, out: Out, name: str, lost: tuple[str, ...]) -> None:
+    if name in lost:
+        old(job_, out, name, lost)
+
+
 def _waiting_is_holding(old: Any, sample: Any) -> bool:
     return bool(old(sample)) or sample.hold
 
 
 FIXED: dict[str, Patch] = {
+    "once: the last holders of all state were given up": lambda: wrap(
+        faults._wait_after_all, nothing
+    ),
     "once: a node was called fenced while nobody was in reach": lambda: wrap(
         timers._fenced_timer, _fenced_unseen
     ),
     "once: a Swap said again took back the buddy": lambda: wrap(
         processes.swap_of, _swap_as_decided
+    ),
+    "once: a Swap said again took back the parity": lambda: wrap(
+        processes.swap_of, _parity_as_decided
+    ),
+    "once: a node that came back was offered to nobody": lambda: wrap(
+        job._offer_buddy, _offers_what_is_new
     ),
     "once: a hang while waiting for a buddy was excused": lambda: wrap(
         stall.may_stand_still, _waiting_is_holding
@@ -466,7 +487,31 @@ def _deaf_to_stores(old: Any, job_: Job, out: Out, name: str, message: Any) -> N
         old(job_, out, name, message)
 
 
+def _adds_again(old: Any, self: parity.ParityStore, member: Any, put: Any, pieces: Any) -> None:
+    cell = member.group.cells.get(self._key(member, put))
+    if cell is not None:
+        cell.parts.get(member.rank, {}).pop(put.unit, None)
+    old(self, member, put, pieces)
+
+
+def _settles_more(old: Any, self: Any, writer: Any, oldest: int) -> None:
+    old(self, writer, oldest + 1)
+
+
+def _with_a_member(old: Any, nodes: Any, first: int, _members: Any) -> Any:
+    return old(nodes, first, ())
+
+
 NAMED: dict[str, Patch] = {
+    "parity: what comes twice is added twice": lambda: method(
+        parity.ParityStore, "keep", _adds_again
+    ),
+    "parity: what others may need is dropped": lambda: method(
+        parity.ParityStore, "settle", _settles_more
+    ),
+    "parity: the holder may be where a member is": lambda: wrap(
+        placement.parity_node, _with_a_member
+    ),
     "stall: it outlives its stream": lambda: wrap(job.agent_joined, _keep_stalls),
     "stall: it is never taken back": lambda: wrap(job.agent_said, _never_unstalled),
     "store: that it died is not heard": lambda: wrap(job._store_answered, _deaf_to_stores),
@@ -828,6 +873,7 @@ def every_mutant() -> list[Mutant]:
 # Where a bug shows soonest; any other mutant is looked for in worlds of all kinds.
 HINTS: dict[str, tuple[str, ...]] = {
     **{name: ("understudies",) for name in NAMED if name.startswith("understudies: ")},
+    **{name: ("parity",) for name in NAMED if name.startswith("parity: ")},
     "timer forgotten: rehearse": ("understudies",),
     **{
         f"generation: any {answer} counts": ("late-answers",)
@@ -902,6 +948,7 @@ HINTS: dict[str, tuple[str, ...]] = {
     "slots: taints do not matter": ("lying-detectors", "operators"),
     "agent: fences itself without need": ("RETIRE/planned/link/pause", "blackout"),
     "agent: a hold excuses everything": ("hung-hold",),
+    "once: the last holders of all state were given up": ("last-holders",),
     "once: a quiet stream was a lost node": ("blackout", "COPY/planned/link/hang"),
     "once: all silent ranks were fenced": ("blackout",),
     "once: ranks were staged before the newcomers came": ("no-spare",),
@@ -919,6 +966,8 @@ HINTS: dict[str, tuple[str, ...]] = {
     "once: a resumed job began with generation 0": ("resume",),
     "once: a node was called fenced while nobody was in reach": ("cut-off-twice",),
     "once: a Swap said again took back the buddy": ("lost-swap",),
+    "once: a Swap said again took back the parity": ("parity",),
+    "once: a node that came back was offered to nobody": ("come-back",),
     "once: a hang while waiting for a buddy was excused": ("hung-asking",),
     "breaker: every taint moves": ("mass-taint",),
 }

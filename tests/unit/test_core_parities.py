@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 from test_core_support import World, job_spec
 
+from keepstep.core import processes
+from keepstep.core.state import Out, Outcome
 from keepstep.model import messages as m
 
 
@@ -73,3 +75,31 @@ def test_status_says_when_no_node_is_left_for_the_parity() -> None:
     world.run()
     assert not world.view.node_loss_protected
     assert "no node is left that could keep the parity of ranks 0, 1, 2" in world.view.protection
+
+
+def test_a_node_that_comes_back_is_offered_to_who_has_none() -> None:
+    world = trained("n0:1 n1:1 n2:1 n3:1")
+    lost = m.BuddyLost(generation=0, error="gone", parity=world.nodes["n3"].blobs)
+    world.say(world.rank(0), lost)
+    world.pump()
+    for name in ("n3", "n0", "n1", "n2"):
+        world.lose_agent(name)
+    world.run(world.spec.stall_timeout_ns / 1e9 + 1)
+    for name in ("n0", "n1", "n2", "n3"):
+        world.join(name)
+        world.pump()
+    told: dict[str, m.Buddy] = {}
+    for id, command in world.told(m.Buddy):
+        assert isinstance(command, m.Buddy)
+        told[id] = command
+    first = told[world.rank(0).id]
+    assert first.address == world.nodes["n1"].blobs and first.parity == at(world, "n3")
+
+
+def test_a_swap_that_is_said_again_names_the_holder_of_now() -> None:
+    world = trained()
+    core = world.core.state("j")
+    worker = core.workers[world.rank(0).id]
+    worker.swap = m.Swap(generation=0, buddy=None, solo=False)
+    out = Out(world.now, core, Outcome())
+    assert processes.swap_of(core, out, worker).parity == at(world, "n3")

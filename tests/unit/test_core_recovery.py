@@ -199,6 +199,20 @@ def test_nobody_is_called_fenced_while_no_rank_is_in_reach() -> None:
     assert world.last.victims == [0, 1]
 
 
+def test_ranks_that_were_given_up_are_waited_for_when_all_others_die() -> None:
+    world = trained(nodes="n0:2 n1:2 n2:4", spares=4)
+    world.lose_agent("n0")
+    world.run(world.spec.stall_timeout_ns / 1e9 + 1)
+    assert world.core.state("j").nodes["n0"].state == "unreachable"
+    world.kill_node("n1")
+    world.run(500)
+    assert world.view.state == "recovering", "what n0 has is all there is"
+    world.join("n0")
+    world.run()
+    world.assert_training()
+    assert [record.placement.keys() for record in world.recorded(r.Committed)] == [{2, 3}]
+
+
 def test_the_store_is_not_opened_where_ranks_die() -> None:
     world = trained(spares=2)
     world.kill_node("n0")

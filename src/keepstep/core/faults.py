@@ -33,6 +33,7 @@ from keepstep.model.records import SignalSeen
 
 # How long an agent may believe in a stream that is gone, and how late it may look.
 SILENT_NS = 25 * SECOND
+ALL_SILENT_NS = 120 * SECOND
 FENCE_SLACK_NS = 2 * SECOND
 
 
@@ -51,6 +52,8 @@ def broken(job: Job) -> bool:
 
 def recover_from(job: Job, out: Out) -> None:
     """Start an attempt for everything that is broken now."""
+    if not job.live():
+        _wait_after_all(job, out)
     dead, live = job.dead(), job.live()
     previous = job.attempt
     cause, reason = _cause(job, dead)
@@ -240,6 +243,30 @@ def give_up_node(job: Job, out: Out, name: str, why: str) -> None:
         job.causes.setdefault(worker.rank, ("node-lost", reason))
     for worker in joining:
         newcomer_failed(job, out, worker, f"{name} {why}")
+
+
+def _wait_after_all(job: Job, out: Out) -> None:
+    """Nodes are given up because others can rebuild their ranks. If these are lost too, what a node
+    out of reach has is all there is: its agent spares ranks that hold, and nobody was given their
+    seats. So they are waited for as if the others had been lost first (timers.py says how long)."""
+    patience_ns = job.stall_ns + ALL_SILENT_NS
+    for node in job.order:
+        until = max(node.gone_at, job.progress_at) + patience_ns
+        over = job.saves.newest is not None and out.now >= until
+        if node.state != "unreachable" or over:
+            continue
+        given_up = [
+            worker
+            for worker in job.owners_on(node.name)
+            if worker.alive and job.causes.get(worker.rank, ("",))[0] == "node-lost"
+        ]
+        for worker in given_up:
+            worker.killed_at = None
+            del job.causes[worker.rank]
+        if given_up:
+            node.state = "disconnected"
+            ranks = name_ranks([worker.rank for worker in given_up])
+            warn(job, out, f"{node.name} is waited for: only {ranks} may be left alive")
 
 
 def lose_node(job: Job, out: Out, name: str, why: str) -> None:

@@ -192,20 +192,21 @@ def agent_joined(job: Job, out: Out, name: str, hello: Hello) -> None:
     _sweep(job, out, name, hello)
     starting = job.mode == "starting" and job.spec.redundancy == "parity"
     if (job.mode == "running" or starting) and not job.replayed:
-        if moved:
-            _offer_buddy(job, out, name)
+        if moved or job.lonely:
+            _offer_buddy(job, out, name, ("", name) if moved else ("",))
         for owner in job.owners_on(name):
             if owner.usable and owner.buddy_due:
                 recovery.tell_buddy(job, out, owner)
         checkpoints.agent_joined(job, out, name)
 
 
-def _offer_buddy(job: Job, out: Out, name: str) -> None:
-    """A new node, or an agent that was started anew and has lost the copies it kept: whoever had
-    none, or had it here, is told where to put its side state from now on."""
+def _offer_buddy(job: Job, out: Out, name: str, lost: tuple[str, ...]) -> None:
+    """A node that is new or back, or an agent that was started anew and has lost the copies it
+    kept: whoever had none, or had it here, is told where to put its side state from now on."""
+    job.lonely = False
     for _, owner in job.owning():
-        parity = job.spec.redundancy == "parity" and owner.parity in ("", name)
-        if owner.usable and owner.node != name and (owner.buddy in ("", name) or parity):
+        parity = job.spec.redundancy == "parity" and owner.parity in lost
+        if owner.usable and owner.node != name and (owner.buddy in lost or parity):
             recovery.tell_buddy(job, out, owner)
 
 

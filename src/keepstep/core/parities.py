@@ -20,6 +20,7 @@ def give(job: Job, worker: Worker) -> Parity | None:
         return None
     members = placement.parity_group(job.spec, worker.rank)
     worker.parity = job.parities[members[0]] = holder_of(job, members)
+    job.lonely |= not worker.parity
     blobs = job.nodes[worker.parity].blobs if worker.parity else None
     return Parity(holder=blobs, members=members) if blobs is not None else None
 

@@ -46,6 +46,7 @@ def start_worker(
     job.add_worker(worker)
     buddy = placement.buddy_node(job.order, job.nodes[node]) if rank >= 0 else None
     worker.buddy = buddy.name if buddy is not None else ""
+    job.lonely |= buddy is None and rank >= 0
     parity = parities.give(job, worker) if rank >= 0 else None
     generation = job.generation_max if rank >= 0 else job.generation
     worker.start = StartWorker(
@@ -230,16 +231,17 @@ def give_buddy(job: Job, out: Out, worker: Worker, avoid: str = "") -> Address |
     """Choose the buddy anew and remember it; the caller sends it."""
     buddy = placement.buddy_node(job.order, job.nodes[worker.node], avoid)
     worker.buddy = buddy.name if buddy is not None else ""
+    job.lonely |= buddy is None
     return buddy.blobs if buddy is not None else None
 
 
 def swap_of(job: Job, out: Out, worker: Worker) -> Swap:
-    """What it is told alone. Its buddy may be another one than when the Swap was decided, and has
-    been told so with a command that the Swap follows: it must not take that back."""
+    """What it is told alone. Its buddy and its parity may be others than when the Swap was decided,
+    and it has been told so with a command that the Swap follows: it must not take that back."""
     assert worker.swap is not None
     if job.nodes[worker.node].state == "connected":
-        buddy = give_buddy(job, out, worker)
-        worker.swap = msgspec.structs.replace(worker.swap, buddy=buddy)
+        buddy, parity = give_buddy(job, out, worker), parities.give(job, worker)
+        worker.swap = msgspec.structs.replace(worker.swap, buddy=buddy, parity=parity)
     return worker.swap
 
 

@@ -12,6 +12,7 @@ from itertools import chain
 
 from keepstep.core import breaker, checkpoints, understudies
 from keepstep.core.faults import (
+    ALL_SILENT_NS,
     FENCE_SLACK_NS,
     give_up_node,
     lose_node,
@@ -32,7 +33,6 @@ from keepstep.core.state import SECOND, Attempt, Job, Node, Out, Worker
 from keepstep.core.together import aside
 from keepstep.model.messages import KillWorker
 
-ALL_SILENT_NS = 120 * SECOND
 LEAVE_NS = 10 * SECOND
 KILL_AGAIN_NS = 5 * SECOND
 STORE_NS = 15 * SECOND

@@ -398,12 +398,15 @@ class Checker:
         old, given = self.seats.get(rank, ("", epoch))
         self.seats[rank] = worker, epoch
         over = old in ("", worker) or old in self.killed | self.ended_on_record
-        before = self.world.orchestrator.core.state(self.world.plan.job).workers.get(old)
+        job = self.world.orchestrator.core.state(self.world.plan.job)
+        before, process = job.workers.get(old), self.world.ranks.get(old)
         # An understudy whose Assign was lost with the orchestrator is an understudy still, and a
-        # standby that never heard of it is free for any seat.
+        # standby that never heard of it is free for any seat. One that did hear of it is ended when
+        # its agent tells so: before that, a new orchestrator cannot know.
         over = over or before is None or not before.usable or before.role == "understudy"
-        process = self.world.ranks.get(old)
-        over = over or (given != epoch and process is not None and process.rank != rank)
+        if process is not None and given != epoch:
+            away = job.nodes[process.node.name].state != "connected"
+            over = over or process.rank != rank or away
         owner = old in self.owners.values()
         self.ensure(over or owner, f"rank {rank} is given to {worker} and still to {old}")
 
@@ -486,6 +489,7 @@ class Checker:
             process.shared == truth.shared[tick]
             and process.own == truth.own[tick][process.rank]
             and process.version == truth.version[tick]
+            and (not self.world.plan.parity or process.shard == truth.shard[tick][process.rank])
         )
         if not right:
             what = "shared" if process.shared != truth.shared[tick] else "own"

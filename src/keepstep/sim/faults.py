@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from keepstep.core.migration import sources_for
 from keepstep.core.state import Attempt, Job
 from keepstep.model import messages as m
@@ -300,8 +298,14 @@ def _lie(world: World, process: Rank, length_ns: int, lost: bool) -> None:
     if lost and process.node.stream is not None:
         world.after(length_ns, process.node.stream.close, "orchestrator")
     else:
-        over = msgspec.structs.replace(said, message=m.Unstalled(worker=process.id))
-        world.after(length_ns, _hear, world, process.node.name, over)
+        world.after(length_ns, _take_back, world, process)
+
+
+def _take_back(world: World, process: Rank) -> None:
+    """The truth is what its agent has seen for itself meanwhile."""
+    node = process.node
+    truth = node.stalls.get(process.id, m.Unstalled(worker=process.id))
+    _hear(world, node.name, AgentSaid(job=world.plan.job, node=node.name, message=truth))
 
 
 def _hear(world: World, node: str, said: AgentSaid) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from keepstep.sim import faults
+from keepstep.sim import faults, shards
 
 if TYPE_CHECKING:
+    from keepstep.sim.node import SimNode
     from keepstep.sim.world import World
 
 
@@ -16,12 +17,14 @@ def recoverable(world: World) -> str:
     job = faults.facts(world)
     assert job is not None
     # A node that was given up for good is as good as dead: its agent would have ended its ranks.
-    # A process that hangs never answers, so nobody can take state from it.
+    # A process that hangs never answers, so nobody can take state from it; one whose device has
+    # failed has none.
     alive = {
         rank: world.ranks[w]
         for rank, w in owners.items()
         if world.ranks[w].alive
         and not world.ranks[w].hung
+        and world.ranks[w].error_kind != "device"
         and job.nodes[world.ranks[w].node.name].state != "dead"
     }
     if not alive:
@@ -38,13 +41,21 @@ def recoverable(world: World) -> str:
 
 
 def _held(world: World, rank: int, tick: int) -> bool:
-    """By a node that is not given up: those end what they hold."""
+    """By nodes that are not given up: those end what they hold."""
     job = faults.facts(world)
     assert job is not None
-    return tick == 0 or any(
-        node.alive
-        and job.nodes[name].state != "dead"
-        and (node.blob(rank, tick) is not None or tick in world.checker.gave.get((name, rank), ()))
+    nodes = [
+        node
         for name, node in world.nodes.items()
-        if name in job.nodes
-    )
+        if node.alive and name in job.nodes and job.nodes[name].state != "dead"
+    ]
+    gave = world.checker.gave
+    side = any(n.blob(rank, tick) or tick in gave.get((n.name, rank), ()) for n in nodes)
+    return tick == 0 or (side and (not world.plan.parity or covered(world, nodes, rank, tick)))
+
+
+def covered(world: World, nodes: list[SimNode], rank: int, tick: int) -> bool:
+    """What these nodes have of a rank's shard is what it was."""
+    with shards.unseen(nodes):
+        found = shards.restored(nodes, rank, world.truth.version[tick])
+    return found == world.truth.shard[tick][rank]

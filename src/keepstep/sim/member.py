@@ -15,10 +15,10 @@ from keepstep.sim import training
 from keepstep.sim.groups import Group
 from keepstep.sim.net import MS, SECOND
 from keepstep.sim.process import Blob
-from keepstep.sim.saver import Saver
+from keepstep.sim.shards import Keeper
 
 
-class Member(Saver):
+class Member(Keeper):
     # ------------------------------------------------------------------ groups
 
     def _on_abort(self) -> None:
@@ -101,6 +101,7 @@ class Member(Saver):
 
     def _attached(self, generation: int) -> None:
         self.say(attached(self, generation))
+        self.connect_shard()
         self._begin()
 
     # ------------------------------------------------------------------ transaction
@@ -120,6 +121,7 @@ class Member(Saver):
         self.go("compute")
         self.computing = self.stepping = True
         self.marks += 1
+        self.begin_shard()
         plan = self.world.plan
         step_ns = plan.step_ns + self.world.random.randrange(plan.step_ns // 4)
         for pulse_ns in range(plan.stall_ns // 2, step_ns, plan.stall_ns // 2):
@@ -142,7 +144,7 @@ class Member(Saver):
         version = self.version + training.is_step(tick)
         blob = (tick + 1, version, training.next_own(self.own, tick, self.rank))
         self.node.publish(self, blob)
-        self._publish(blob, self._enter_fence)
+        self._publish(blob, self.secure_shard)
 
     def _publish(self, blob: Blob, then: Callable[[], None]) -> None:
         """To the buddy, acknowledged. An Abort interrupts it: the fence is then not reached."""
@@ -223,6 +225,7 @@ class Member(Saver):
         self.in_fence = False
         self.computing = False
         self.own = training.next_own(self.own, self.tick, self.rank)
+        self.apply_to_shard()
         self.version += training.is_step(self.tick)
         self.tick += 1
         self.shared = shared
@@ -361,13 +364,14 @@ class Member(Saver):
             self.hold_generation = -1
         self.snapshot_asked = -1
         if not command.same_buddy:
-            self.buddy = command.buddy
+            self.buddy, self.parity = command.buddy, command.parity
         self.error_kind = ""
         self.stepping = True
         self.tick_marks = self.marks
         self.world.checker.swapped(self)
         self.say(m.Swapped(generation=command.generation, swap_ns=1))
         blob = (self.tick, self.version, self.own)
+        self.connect_shard()
         if self.done or self.aborted():
             self._begin()
         else:
@@ -435,6 +439,7 @@ def attached(rank: Member, generation: int) -> m.Attached:
         parameters=1,
         bytes_state=8,
         redundant=True,
+        kept_bytes=8 * rank.has_shard,
         members=members,
     )
 

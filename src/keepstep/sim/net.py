@@ -134,57 +134,69 @@ class Connection:
         self.agent_open = True
         self.server_open = True
         self._up_at = self._down_at = 0
-        self._up: deque[AgentMessage] = deque()  # kept by a cut link
+        # Sent and not arrived. Each has one arrival ahead of it, or is kept by a cut link: whenever
+        # one is due the oldest comes, so that nothing overtakes what was kept.
+        self._up: deque[AgentMessage] = deque()
         self._down: deque[AgentCommand] = deque()
+        self._up_kept = self._down_kept = 0
         world.net.connections.append(self)
 
     def up(self, message: AgentMessage) -> None:
         if self.agent_open:
-            world = self.world
-            delay = world.net.delay(self.node.name, ORCHESTRATOR)
-            self._up_at = max(self._up_at + 1, world.now + delay)
-            world.at(self._up_at, self._arrive_up, message)
+            self._up.append(message)
+            self._send_up(self.world.net.delay(self.node.name, ORCHESTRATOR))
+
+    def _send_up(self, ns: int) -> None:
+        self._up_at = max(self._up_at + 1, self.world.now + ns)
+        self.world.at(self._up_at, self._arrive_up)
 
     def down(self, command: AgentCommand) -> None:
         if self.server_open:
-            world = self.world
-            delay = world.net.delay(ORCHESTRATOR, self.node.name)
-            self._down_at = max(self._down_at + 1, world.now + delay)
-            world.at(self._down_at, self._arrive_down, command)
+            self._down.append(command)
+            self._send_down()
 
-    def _arrive_up(self, message: AgentMessage) -> None:
-        if self._up or self.world.net.is_cut(self.node.name, ORCHESTRATOR):
-            self._up.append(message)
-        elif self.server_open:
+    def _send_down(self) -> None:
+        ns = self.world.net.delay(ORCHESTRATOR, self.node.name)
+        self._down_at = max(self._down_at + 1, self.world.now + ns)
+        self.world.at(self._down_at, self._arrive_down)
+
+    def _arrive_up(self) -> None:
+        if self._up_kept or self.world.net.is_cut(self.node.name, ORCHESTRATOR):
+            self._up_kept += 1
+            return
+        message = self._up.popleft()
+        if self.server_open:
             self.world.net.messages += 1
             self.world.orchestrator.receive(self, message)
 
-    def _arrive_down(self, command: AgentCommand) -> None:
-        if self._down or self.world.net.is_cut(ORCHESTRATOR, self.node.name):
-            self._down.append(command)
-        elif self.agent_open:
+    def _arrive_down(self) -> None:
+        if self._down_kept or self.world.net.is_cut(ORCHESTRATOR, self.node.name):
+            self._down_kept += 1
+            return
+        command = self._down.popleft()
+        if self.agent_open:
             self.world.net.messages += 1
             self.node.receive(self, command)
 
     def flush(self) -> None:
         """A link healed: what it kept arrives now, in order."""
-        if self._up and not self.world.net.is_cut(self.node.name, ORCHESTRATOR):
-            kept, self._up = self._up, deque()
-            for message in kept:
-                self.up(message) if self.agent_open else self._late_up(message)
-        if self._down and not self.world.net.is_cut(ORCHESTRATOR, self.node.name):
-            commands, self._down = self._down, deque()
-            for command in commands:
-                self.down(command)
+        net, name = self.world.net, self.node.name
+        if self._up_kept and not net.is_cut(name, ORCHESTRATOR):
+            kept, self._up_kept = self._up_kept, 0
+            for _ in range(kept):
+                # Sent before its sender gave the stream up: it is still on its way.
+                self._send_up(net.delay(name, ORCHESTRATOR) if self.agent_open else MS)
+        if self._down_kept and not net.is_cut(ORCHESTRATOR, name):
+            kept, self._down_kept = self._down_kept, 0
+            for _ in range(kept):
+                if self.server_open:
+                    self._send_down()
+                else:
+                    self._down.popleft()
         if self.agent_open != self.server_open:
             # One end has given up already; the next probe of the other tells it.
             end = "agent" if self.agent_open else "orchestrator"
             self.world.after(self.world.random.randrange(5 * SECOND), self.close, end)
-
-    def _late_up(self, message: AgentMessage) -> None:
-        """Sent before its sender gave the stream up: it is still on its way."""
-        self._up_at = max(self._up_at + 1, self.world.now + MS)
-        self.world.at(self._up_at, self._arrive_up, message)
 
     def close(self, end: str) -> None:
         """One end closes; the other learns of it if the link lets it. A closed end loses what it

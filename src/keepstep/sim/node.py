@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from keepstep.core.agent import machine as core
 from keepstep.core.agent.blobs import BlobStore
+from keepstep.core.agent.parity import ParityStore
+from keepstep.core.agent.vault import VaultStore
 from keepstep.model import messages as m
 from keepstep.model.page import TICKS_KEPT
 from keepstep.sim.groups import Store
@@ -48,10 +50,12 @@ class SimNode:
         self.processes: dict[str, Rank] = {}
         self.pages: dict[str, dict[int, Blob]] = {}  # worker -> slot -> side state
         self.copies = BlobStore()
+        self.vault, self.parity = VaultStore(), ParityStore()
         self.copied_in: dict[tuple[int, int], int] = {}  # (rank, tick) -> generation
         self.stores: dict[int, Store] = {}
         self.stream: Connection | None = None
         self.accepted = False
+        self.stalls: dict[str, m.Stalled] = {}  # what the agent says and has not taken back
         self.backoff_ns = BACKOFF_NS_MIN
         world.after(world.random.randrange(100 * MS), self.connect)
         world.at(self.machine.deadline(), self.look)
@@ -185,6 +189,10 @@ class SimNode:
         self.world.at(self.machine.deadline(), self.look)
 
     def _say(self, effect: core.Say) -> None:
+        if isinstance(effect.message, m.Stalled):
+            self.stalls[effect.message.worker] = effect.message
+        elif isinstance(effect.message, m.Unstalled):
+            self.stalls.pop(effect.message.worker, None)
         if self.stream is not None and self.accepted:
             self.stream.up(effect.message)
         elif effect.keep:
@@ -256,8 +264,11 @@ class SimNode:
             store.close()
 
     def _drop(self, effect: core.Drop) -> None:
-        self.processes.pop(effect.worker, None)
+        gone = self.processes.pop(effect.worker, None)
         self.pages.pop(effect.worker, None)
+        left = [process.rank for process in self.processes.values() if process.alive]
+        if gone is not None and gone.rank not in left:
+            self.vault.left(gone.rank)
 
     def keep_copy(self, rank: Process, blob: Blob) -> None:
         self.copies.put(rank.rank, blob[0], blob)  # type: ignore[arg-type]
@@ -269,6 +280,8 @@ class SimNode:
                 del self.copied_in[rank, tick]
                 if tick in self.copies.ticks(rank):
                     self.copies.drop(rank, tick)
+        self.vault.forget_before(effect.before)
+        self.parity.forget_before(effect.before)
 
     def _end_workers(self, effect: core.EndWorkers) -> None:
         for process in [] if effect.finished else list(self.processes.values()):

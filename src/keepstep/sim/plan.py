@@ -36,6 +36,7 @@ class Plan:
     spare_nodes: int = 2
     spares: int = 2
     understudies: int = 0
+    parity: bool = False  # ranks have shards, kept by their agents and a parity
     stall_ns: int = 10 * SECOND
     progress_ns: int = SECOND
     step_ns: int = 300 * MS
@@ -104,6 +105,7 @@ class Plan:
             nodes=[NodeSpec(name=name, slots=self.per_node) for name in names],
             spares=self.spares,
             understudies=self.understudies,
+            redundancy="parity" if self.parity else "auto",
             stall_timeout_ns=self.stall_ns,
             script=["train.py"],
             directory="/jobs/j",

@@ -75,12 +75,13 @@ class Process:
         self.snapshot_asked = -1  # number of a checkpoint
         self.inbox: list[m.WorkerCommand] = []
         self.answers: dict[type[m.Message], m.Message] = {}
-        self.buddy = start.buddy
+        self.buddy, self.parity = start.buddy, start.parity
         # seat
         self.tick = self.version = 0
         self.generation = start.generation if start.rank >= 0 else 0
         self.shared = training.first_shared()
         self.own = training.first_own(start.rank)
+        self.shard = training.first_shard(start.rank)
         self.group: Group | None = None
         self.staged: Group | None = None
         self.stage_asked = -1
@@ -219,7 +220,7 @@ class Process:
             return
         if self._answered(kind, generation) or self._saved_before(command):
             if isinstance(command, m.Swap) and not command.same_buddy:
-                self.buddy = command.buddy
+                self.buddy, self.parity = command.buddy, command.parity
             return
         if kind is m.Abort:
             if self.world.echoes and generation > self.abort_generation:
@@ -241,7 +242,7 @@ class Process:
             self.hold_generation = generation
         elif kind is m.Buddy:
             assert isinstance(command, m.Buddy)
-            self.buddy = command.address
+            self.buddy, self.parity = command.address, command.parity
         elif kind is m.Arm or kind is m.Welcome:
             pass
         else:

@@ -91,7 +91,9 @@ class Prompt:
         # One that was stopped itself, or whose disk is slow, cannot help it.
         slow = any(f.actor == "orchestrator" and f.kind == "slow-down" for f in plan.faults)
         awake = now - orchestrator.resumed_ns > SLACK_NS and not slow
-        long = job.replayed and now - orchestrator.restarted_ns > plan.stall_ns + SLACK_NS
+        # It may have been stopped before its first look: it waits from then on.
+        looked_ns = max(orchestrator.restarted_ns, orchestrator.resumed_ns)
+        long = job.replayed and now - looked_ns > plan.stall_ns + SLACK_NS
         self.checker.ensure(not (long and awake), "a restart still waits for agents")
         since = self.held_ns if self.held_ns is not None else now
         late = self.streams_well and now - since > plan.stall_ns + SLACK_NS

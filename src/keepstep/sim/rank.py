@@ -8,14 +8,18 @@ and then a rank. A mode of one that has no place in the job yet:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from keepstep.model import messages as m
-from keepstep.sim import training
+from keepstep.sim import shards, training
 from keepstep.sim.member import Member, attached
 from keepstep.sim.net import SECOND
 from keepstep.sim.process import Blob
+
+if TYPE_CHECKING:
+    from keepstep.sim.node import SimNode
 
 TICK_CHECKPOINT = -3
 
@@ -155,17 +159,48 @@ class Rank(Member):
             wait = 3 * SECOND if silent or not reached else 0
             self.after(wait, self._pull, blob, sources[1:], sources[0].rank)
             return
-        self._copied(blob, source)
+        self._restore(blob, source)
+
+    def _restore(self, blob: Blob, source: Rank) -> None:
+        """What no other rank has; a leaver still has it. All who may have it are asked."""
+        assert self.copy is not None
+        if source.rank == self.rank or not self.has_shard or blob[1] == 0:
+            first = training.first_shard(self.rank)
+            self.shard = source.shard if source.rank == self.rank else first
+            self._copied(blob, source)
+            return
+        nodes = [self.world.blobs_at(address) for address in self.copy.holders]
+        epoch, heard_of = self.epoch, dict[str, bool]()
+
+        def heard(name: str, answered: bool, _: object) -> None:
+            heard_of[name] = answered
+            if len(heard_of) == len(nodes):
+                there = [one for one in nodes if heard_of[one.name]]
+                self._due(epoch, self._heard, (blob, source, there, len(there) < len(nodes)))
+
+        for node in nodes:
+            yes, no = (functools.partial(heard, node.name, answer) for answer in (True, False))
+            self.world.net.ask(self.node.name, node, lambda: None, yes, no)
+
+    def _heard(self, blob: Blob, source: Rank, there: list[SimNode], silent: bool) -> None:
+        shard = shards.restored(there, self.rank, blob[1])
+        if shard is not None:
+            self.shard = shard
+            self._copied(blob, source)
+        elif silent:
+            self._copy_failed("side-state-unreachable", "somebody did not answer")
+        else:
+            self._copy_failed("shards-missing", f"the shard of rank {self.rank} is in no vault")
 
     def _from_checkpoint(self) -> Blob:
         path, tick, truth = self.assigned.checkpoint, self.world.plan.resume_tick, self.world.truth
         if path in self.world.saved:
             part = self.world.saved[path][self.rank]
-            self.shared = part.shared
+            self.shared, self.shard = part.shared, part.shard
             return part.tick, part.version, part.own
         if path != self.world.plan.spec().resume:
             self.world.checker.violated(f"{self.id} is to start from {path}, which is not there")
-        self.shared = truth.shared[tick]
+        self.shared, self.shard = truth.shared[tick], truth.shard[tick][self.rank]
         return tick, truth.version[tick], truth.own[tick][self.rank]
 
     def _copied(self, blob: Blob, source: Rank | None) -> None:

@@ -16,17 +16,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepstep.core import understudies
+from keepstep.core import parities, understudies
 from keepstep.core.orchestrator import Outcome
+from keepstep.core.placement import buddy_node
 from keepstep.core.state import Job
 from keepstep.model.job import Untaint
 from keepstep.model.records import Committed
 from keepstep.sim import faults
 from keepstep.sim.check import Violation
-from keepstep.sim.losses import recoverable
+from keepstep.sim.losses import covered, recoverable
 from keepstep.sim.net import SECOND
 from keepstep.sim.plan import Fault, Plan
 from keepstep.sim.reasons import heard
+from keepstep.sim.shards import RENEW
 from keepstep.sim.world import World
 
 FIRE_NS = 25 * SECOND  # a fault that waits for its phase longer than this strikes anyway
@@ -107,6 +109,11 @@ class Run:
         self._must(self._settled, QUIET_NS + steps_ns, "the healed job does not train again")
         if plan.checkpoint_ns and not world.over:
             self._must(self._saved, QUIET_NS, "no checkpoint is written any more")
+        if plan.parity and not world.over:
+            goal = self._tick() + 2 * RENEW + 2
+            steps_ns = 2 * (goal - self._tick()) * plan.step_ns
+            self._must(lambda: self._tick() > goal, QUIET_NS + steps_ns, "no steps are made")
+            self._check_parities()
         if not world.over:
             self._check_leaks()
             world.target = max(process.tick for process in world.ranks.values()) + 3
@@ -319,17 +326,37 @@ class Run:
         self._check_buddies(job)
         world.checker.prompt.forgotten()
 
+    def _check_parities(self) -> None:
+        """Whichever node is lost now, what its ranks alone had can be rebuilt, or the core knows
+        that it cannot."""
+        world, job = self.world, faults.facts(self.world)
+        if job is None or world.over or parities.uncovered(job):
+            return
+        for lost in sorted({worker.node for worker in job.seated()}):
+            nodes = [node for node in world.nodes.values() if node.alive and node.name != lost]
+            ranks = [world.ranks[worker.id] for worker in job.seated()]
+            tick = max((p.tick for p in ranks if p.node.name != lost), default=0)
+            for process in ranks:
+                if process.node.name == lost and not covered(world, nodes, process.rank, tick):
+                    raise Violation(f"the shard of rank {process.rank} would be lost with {lost}")
+
     def _check_buddies(self, job: Job) -> None:
-        """Everybody publishes where the core believes it does."""
+        """Everybody publishes where the core believes it does, if there is another node at all."""
         for rank, worker in job.owning():
-            node = job.nodes.get(worker.buddy)
-            believed = node.blobs if node is not None else None
             process = self.world.ranks[worker.id]
-            if not worker.done and process.buddy != believed and not process.hold:
-                raise Violation(
-                    f"rank {rank} ({worker.id}) has buddy {process.buddy}, "
-                    f"the core believes {worker.buddy!r} at {believed}"
-                )
+            if worker.done or process.hold:
+                continue
+            parity = process.parity.holder if process.parity is not None else None
+            for kept, name in ((process.buddy, worker.buddy), (parity, worker.parity)):
+                node = job.nodes.get(name)
+                believed = node.blobs if node is not None else None
+                if kept != believed:
+                    raise Violation(
+                        f"rank {rank} ({worker.id}) has buddy or parity {kept}, "
+                        f"the core believes {name!r} at {believed}"
+                    )
+            if not worker.buddy and buddy_node(job.order, job.nodes[worker.node]) is not None:
+                raise Violation(f"rank {rank} ({worker.id}) has no buddy")
 
     def _check_understudies(self, job: Job) -> None:
         """As many as are wanted in every place that has a standby, each for another rank."""

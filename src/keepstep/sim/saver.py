@@ -18,6 +18,7 @@ class Saved(NamedTuple):
     version: int
     own: int
     shared: int
+    shard: int
 
 
 class Saver(Process):
@@ -29,7 +30,7 @@ class Saver(Process):
             self.say(m.SaveFailed(number=number, error="still writing"))
             return
         self.saving = True
-        part = Saved(number, self.tick, self.version, self.own, self.shared)
+        part = Saved(number, self.tick, self.version, self.own, self.shared, self.shard)
         wait = SECOND // 5 + self.world.random.randrange(2 * SECOND)
         self.world.after(wait, self.thread, self._saved, part)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from keepstep.core.placement import parity_trouble
 from keepstep.errors import UsageError
 from keepstep.sim.net import MS, SECOND
 from keepstep.sim.plan import Fault, Plan
 from keepstep.sim.stories import STORIES
-from keepstep.sim.stories_rare import FALL_BACK
+from keepstep.sim.stories_rare import APART, FALL_BACK
 from keepstep.sim.table import (
     ACTORS,
     KINDS,
@@ -24,12 +25,15 @@ from keepstep.sim.table import (
 
 def draw_plan(seed: int) -> tuple[str, Plan]:
     """The world of a seed: half of them from the table or a story, half thrown together. Every
-    fourth has understudies beside its standbys."""
+    fourth has understudies beside its standbys, every eighth shards and parities."""
     if random.Random(f"fallback {seed}").random() < 0.03:
-        return FALL_BACK, STORIES[FALL_BACK](seed, random.Random(f"{FALL_BACK} {seed}"))
-    name, plan = _draw(seed)
-    understudies = random.Random(f"understudies {seed}").choice((0, 0, 0, 0, 0, 0, 2, 3))
-    return name, replace(plan, understudies=plan.understudies or understudies)
+        name, plan = find_plan(seed, FALL_BACK)
+    else:
+        name, plan = _draw(seed)
+        understudies = random.Random(f"understudies {seed}").choice((0, 0, 0, 0, 0, 0, 2, 3))
+        plan = replace(plan, understudies=plan.understudies or understudies)
+    parity = random.Random(f"parity {seed}").random() < 0.125 and not parity_trouble(plan.spec())
+    return name, replace(plan, parity=plan.parity or parity)
 
 
 def _draw(seed: int) -> tuple[str, Plan]:
@@ -39,8 +43,7 @@ def _draw(seed: int) -> tuple[str, Plan]:
         cell = draw.choice(list(cells()))
         return "/".join(cell), plan_cell(cell, seed)
     if dice < 0.55:
-        # The story that was drawn apart would change the worlds of all other seeds.
-        name = draw.choice(sorted(STORIES.keys() - {FALL_BACK}))
+        name = draw.choice(sorted(STORIES.keys() - APART))
         return name, STORIES[name](seed, draw)
     ranks, per_node = draw.choice(((8, 2), (8, 2), (8, 4), (12, 3), (12, 2), (16, 4)))
     migration = draw.choice(("", "planned", "pre-emptive", "unplanned", "unplanned"))

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 from keepstep.sim.net import MS, SECOND
 from keepstep.sim.plan import Fault, Plan
 
 FALL_BACK = "fall-back"
+LAST_HOLDERS = "last-holders"
+PARITY = "parity"
+COME_BACK = "come-back"
+# In the common draw these would change the worlds of all other seeds.
+APART = frozenset({FALL_BACK, LAST_HOLDERS, PARITY, COME_BACK})
 
 
 def _full_disk(seed: int, draw: random.Random) -> Plan:
@@ -207,6 +213,39 @@ def _cut_off_twice(seed: int, draw: random.Random) -> Plan:
     return Plan(seed=seed, migration="", faults=faults)
 
 
+def _last_holders(seed: int, draw: random.Random) -> Plan:
+    """A node is cut off and given up; before it must have ended its ranks, which hold, all others
+    are lost: they wait in a fence, and nobody reaches the orchestrator."""
+    faults = (
+        Fault(
+            "partition",
+            "crash",
+            at_ns=draw.randrange(SECOND),
+            length_ns=draw.randrange(60, 80) * SECOND,
+        ),
+        Fault(
+            "orchestrator",
+            "blackout",
+            at_ns=draw.randrange(11 * SECOND, 24 * SECOND),
+            length_ns=draw.randrange(35, 60) * SECOND,
+        ),
+    )
+    checkpoint_ns = draw.choice((0, 0, 3 * SECOND))
+    return Plan(seed=seed, per_node=4, migration="", checkpoint_ns=checkpoint_ns, faults=faults)
+
+
+def _come_back(seed: int, draw: random.Random) -> Plan:
+    """Ranks have lost their buddies and got others. Then nobody reaches the orchestrator, and the
+    agents come back one after the other."""
+    length = draw.randrange(6, 9) * SECOND
+    away = draw.randrange(12 * SECOND, 20 * SECOND)
+    faults = (
+        Fault("data", "cut", at_ns=draw.randrange(SECOND), length_ns=length),
+        Fault("orchestrator", "blackout", at_ns=away, length_ns=draw.randrange(40, 60) * SECOND),
+    )
+    return Plan(seed=seed, migration="", parity=draw.random() < 0.5, faults=faults)
+
+
 def _lost_swap(seed: int, draw: random.Random) -> Plan:
     """A move is committed and nobody hears of it: all streams are cut, the orchestrator is
     restarted, and gives up waiting for its agents."""
@@ -229,6 +268,30 @@ def _hung_asking(seed: int, draw: random.Random) -> Plan:
     return Plan(seed=seed, migration="", faults=faults)
 
 
+def _parity(seed: int, draw: random.Random) -> Plan:
+    """Ranks have shards. Nodes are lost, one after the other: with ranks, with parities, and
+    something else besides; or a story that is hard on buddies is told of them."""
+    if draw.random() < 0.3:
+        story = draw.choice((_lost_swap, _cut_off_twice, _fall_back))
+        return replace(story(seed, draw), parity=True)
+    actor, kind = draw.choice((("agent", "crash"), ("agent", "vanish"), ("bystander", "crash")))
+    faults = (
+        Fault(actor, kind, at_ns=draw.randrange(3 * SECOND, 6 * SECOND)),
+        Fault("agent", "crash", at_ns=draw.randrange(10 * SECOND, 40 * SECOND)),
+        Fault(
+            draw.choice(("partition", "link", "data", "orchestrator", "buddy", "echo")),
+            draw.choice(("crash", "hang")),
+            at_ns=draw.randrange(40 * SECOND),
+            length_ns=draw.randrange(20 * SECOND),
+        ),
+    )
+    count = draw.choice((1, 2, 2, 3))
+    migration = draw.choice(("", "planned", "unplanned"))
+    return Plan(
+        seed=seed, parity=True, spare_nodes=3, spares=4, migration=migration, faults=faults[:count]
+    )
+
+
 RARE: dict[str, Callable[[int, random.Random], Plan]] = {
     "full-disk": _full_disk,
     "no-spare": _no_spare,
@@ -248,5 +311,8 @@ RARE: dict[str, Callable[[int, random.Random], Plan]] = {
     "cut-off-twice": _cut_off_twice,
     "lost-swap": _lost_swap,
     "hung-asking": _hung_asking,
+    LAST_HOLDERS: _last_holders,
+    PARITY: _parity,
+    COME_BACK: _come_back,
     FALL_BACK: _fall_back,
 }
