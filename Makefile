@@ -13,7 +13,7 @@ APT := DEBIAN_FRONTEND=noninteractive sh -c 'apt-get update -qq && apt-get insta
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml src/keepstep/native/torch_ext/*.cpp
+$(VENV)/.ready: pyproject.toml src/keepstep/native/*/*.cpp src/keepstep/native/*/*.h
 	@command -v g++ >/dev/null || $(APT) g++
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || $(APT) python3-venv
 	@$(PYTHON) -c 'import os, sysconfig as s; os.stat(s.get_paths()["include"] + "/Python.h")' \
