@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rig import Harness, Rig, wait_until
 
-# A silent loss is noticed after the kernel's first retransmission timeout; shorter ones need not be.
+# A silent loss shows after the kernel's first retransmission timeout; a shorter one may not.
 NOTICED_S = 1.2
 
 

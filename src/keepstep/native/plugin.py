@@ -21,7 +21,7 @@ NCCL_NAME = "libnccl-net-keepstep.so"
 RCCL_NAME = "librccl-net-keepstep.so"
 # NCCL unloads plugins while their threads run (nodelete), and the host program may carry another
 # libstdc++ (static, and only the tables are exported).
-FLAGS = ["-std=c++17", "-O2", "-g", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"]
+FLAGS = ["-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"]
 LINK = ["-static-libstdc++", "-static-libgcc", "-Wl,-z,nodelete", "-Wl,-z,now"]
 
 
