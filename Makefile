@@ -9,11 +9,12 @@ export OMP_NUM_THREADS ?= 1
 # What a bare Debian lacks is installed once; without root this fails and names the package.
 APT := DEBIAN_FRONTEND=noninteractive sh -c 'apt-get update -qq && apt-get install -y -qq "$$0"'
 
-.PHONY: setup setup-postgres demo test test-all lint unit sim sim-soak chaos test-gpu bench docs clean
+.PHONY: setup setup-postgres setup-network demo test test-all lint unit sim sim-soak chaos network \
+  net-soak test-gpu bench docs clean
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml src/keepstep/native/torch_ext/*.cpp
+$(VENV)/.ready: pyproject.toml src/keepstep/native/*/*.cpp src/keepstep/native/*/*.h
 	@command -v g++ >/dev/null || $(APT) g++
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || $(APT) python3-venv
 	@$(PYTHON) -c 'import os, sysconfig as s; os.stat(s.get_paths()["include"] + "/Python.h")' \
@@ -29,10 +30,14 @@ setup-postgres:
 	@command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 \
 	  || $(APT) postgresql || echo 'no PostgreSQL server: its tests are skipped'
 
+# Namespaces, links and queues of the network tests.
+setup-network:
+	@command -v tc >/dev/null || $(APT) iproute2 || echo 'no iproute2: network tests are skipped'
+
 demo: setup
 	$(BIN)/keepstep demo
 
-test: setup lint unit sim chaos
+test: setup lint unit sim network chaos
 
 lint: setup
 	$(BIN)/ruff check .
@@ -57,7 +62,16 @@ sim-soak: setup
 chaos: setup setup-postgres
 	$(BIN)/pytest -q tests/chaos
 
-test-all: setup setup-postgres lint unit sim
+# The network plugin between namespaces: 60 faults, sanitizers, bad input.
+network: setup setup-network
+	$(BIN)/pytest -q tests/network
+
+# One long run: make net-soak NET_FAULTS=1000
+NET_FAULTS ?= 1000
+net-soak: setup setup-network
+	$(BIN)/python tests/network/soak.py --faults $(NET_FAULTS) --report benchmarks/results/net-soak.json
+
+test-all: setup setup-postgres lint unit sim network
 	$(BIN)/pytest -q tests/chaos --chaos-all --chaos-report benchmarks/results/chaos-full.json
 
 # On a machine with one NVIDIA GPU, with its own Python and torch: make test-gpu GPU_PYTHON=python3

@@ -17,19 +17,21 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from keepstep.adapters.identity.files import write_private
 from keepstep.agent.blobs import BlobServer
 from keepstep.agent.keeper_client import KeptProcesses
 from keepstep.agent.link import Link
+from keepstep.agent.network import NetworkEvents, socket_path
 from keepstep.agent.page import PageReader
 from keepstep.agent.processes import OwnProcesses, Processes
 from keepstep.agent.session import main_thread_stat
 from keepstep.agent.stores import Stores, native_store_command
 from keepstep.agent.workers import Setting, Worker, Workers
 from keepstep.core.agent import machine as core
+from keepstep.core.agent.network import Limits
 from keepstep.errors import KeepstepError
 from keepstep.model.messages import (
     Address,
@@ -65,6 +67,7 @@ class AgentConfig:
     bind: str = "127.0.0.1"
     tls: TlsFiles | None = None  # None: everything is on loopback
     keeper: Path | None = None  # folder of the keeper whose children the workers are
+    network: Limits = field(default_factory=Limits)  # when a flapping path is a reason to leave
     worker_command: Sequence[str] = (sys.executable, "-m", "keepstep.worker")
     store_command: Callable[[], Sequence[str]] = native_store_command
 
@@ -86,8 +89,13 @@ class Agent:
                 node=config.node,
                 slots=config.slots,
                 stall_timeout_ns=config.stall_timeout_ns,
+                network=config.network,
             ),
             time.monotonic_ns(),
+        )
+        self._network = NetworkEvents(
+            socket_path(config.job, config.node, config.directory),
+            lambda event: self._handle(core.NetworkSaid(event)),
         )
         self._link = Link(
             config.orchestrators,
@@ -120,6 +128,7 @@ class Agent:
             stall_timeout_ns=config.stall_timeout_ns,
             logs=config.directory / "logs",
             command=config.worker_command,
+            network=self._network.path if self._network.open() else None,
         )
         self._workers = Workers(
             setting, on_said=self._said, on_exited=self._exited, processes=self._processes
@@ -131,13 +140,15 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._handle, core.StopNow(STOP_GRACE_NS))
         self._watch_launcher()
-        tasks = [asyncio.create_task(self._run_link()), asyncio.create_task(self._watch())]
+        work = (self._run_link(), self._watch(), self._network.watch_ports())
+        tasks = [asyncio.create_task(one) for one in work]
         try:
             return await self._done
         finally:
             for task in tasks:
                 task.cancel()
             self._blobs.close()
+            self._network.close()
             if self._leaves_workers and isinstance(self._processes, KeptProcesses):
                 self._stores.close_all()
                 self._processes.leave()

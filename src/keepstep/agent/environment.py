@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
 from keepstep.adapters.transport.tls import is_loopback
 from keepstep.model.messages import StartWorker
+from keepstep.net.environment import worker_network
 
 TOKEN = "KEEPSTEP_TOKEN"
 
@@ -21,11 +23,13 @@ def worker_environment(
     *,
     job: str,
     bind: str,
+    network: Path | None = None,
 ) -> dict[str, str]:
     """What the job asks for beats what is inherited; what the protocol needs beats both."""
     env = {**base, **start.env}
     for name in (*_OF_A_RANK, TOKEN):
         env.pop(name, None)
+    env |= worker_network(env, network)
     env.setdefault("OMP_NUM_THREADS", "1")
     env.setdefault("PYTHONHASHSEED", "0")
     # Left alone, gloo resolves the machine's name, which may be an address nobody else can reach.

@@ -9,7 +9,7 @@ import ipaddress
 import logging
 import os
 import sys
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from keepstep.adapters.transport.tls import is_loopback
@@ -19,9 +19,11 @@ from keepstep.agent.environment import TOKEN
 from keepstep.agent.session import leads_session
 from keepstep.agent.stores import native_store_command
 from keepstep.agent.workers import check_name
+from keepstep.core.agent.network import SECOND, Limits
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.model.messages import Address
 
+LIMIT_MAX = 1_000_000
 DEFAULT_WORKER_COMMAND = (sys.executable, "-m", "keepstep.worker")
 
 
@@ -98,9 +100,27 @@ def _configure(
         stall_timeout_ns=given.stall_timeout_ns,
         bind=bind,
         keeper=given.keeper,
+        network=_network_limits(environment),
         worker_command=worker_command,
         store_command=store_command,
     )
+
+
+def _network_limits(environment: Mapping[str, str]) -> Limits:
+    """KEEPSTEP_NET_FLAPS faults within KEEPSTEP_NET_WINDOW_S, or one of KEEPSTEP_NET_DOWN_S."""
+    given = {}
+    for field, name, unit in (
+        ("flaps", "KEEPSTEP_NET_FLAPS", 1),
+        ("window_ns", "KEEPSTEP_NET_WINDOW_S", SECOND),
+        ("down_ns", "KEEPSTEP_NET_DOWN_S", SECOND),
+    ):
+        text = environment.get(name, "")
+        if not text:
+            continue
+        if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= LIMIT_MAX:
+            raise UsageError(f"{name}={text}", hint=f"a whole number from 1 to {LIMIT_MAX}")
+        given[field] = int(text) * unit
+    return Limits(**given)
 
 
 def _address(text: str) -> Address:

@@ -60,6 +60,7 @@ class Setting:
     stall_timeout_ns: int
     logs: Path
     command: Sequence[str]  # the script and its arguments are appended
+    network: Path | None = None  # where the network plugin's words are heard
 
 
 @dataclass
@@ -130,7 +131,9 @@ class Workers:
             slot=start.slot,
             rank=start.rank,
             command=[*setting.command, *start.script],
-            env=worker_environment(os.environ, start, job=setting.job, bind=setting.bind),
+            env=worker_environment(
+                os.environ, start, job=setting.job, bind=setting.bind, network=setting.network
+            ),
             log=str(log),
             greeting=self._greeting(start),
         )

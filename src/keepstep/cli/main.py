@@ -30,6 +30,7 @@ COMMANDS = {
     "inject": "keepstep.cli.operate:inject",
     "ledger": "keepstep.cli.operate:ledger",
     "orchestrator": "keepstep.cli.serve:orchestrator",
+    "net": "keepstep.cli.net:net",
     "token": "keepstep.cli.token:token",
     "agent": "keepstep.cli.node:agent",
     "demo": "keepstep.cli.demo:demo",

@@ -25,6 +25,8 @@ from keepstep.cli.output import Output
 from keepstep.core.placement import parity_trouble
 from keepstep.errors import UsageError
 from keepstep.model.job import InjectSpec, JobSpec
+from keepstep.native import plugin
+from keepstep.net.environment import MODE, check_mode
 from keepstep.orchestrator.main import Orchestrator
 from keepstep.orchestrator.registry import check_id, prepare_home
 
@@ -92,6 +94,10 @@ STALL_S_DEFAULT = 300.0
     "--inject", multiple=True, metavar="SPEC",
     help="Inject a fault, e.g. kill:rank=2,step=5,point=in_backward (repeatable).",
 )  # fmt: skip
+@click.option(
+    "--net", type=click.Choice(["auto", "tcp"]), is_flag=False, flag_value="auto", default=None,
+    help="Collectives over Keepstep's network plugin; tcp: even where RDMA devices are.",
+)  # fmt: skip
 @click.option("--quiet", "-q", is_flag=True, help="Only ranks' output and errors.")
 @click.option("--standalone", is_flag=True, help="Accepted as torchrun's; every job is.")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module name, as in python -m.")
@@ -114,6 +120,7 @@ def run(
     log_dir: str | None,
     job_id: str | None,
     inject: tuple[str, ...],
+    net: Literal["auto", "tcp"] | None,
     quiet: bool,
     standalone: bool,
     module: bool,
@@ -134,6 +141,9 @@ def run(
     if not 0 < stall_s < 1e9:
         raise UsageError(f"--stall-timeout is {stall_s:g}: it must be above 0")
     injects = [parse_inject(text, f"inject-{i}") for i, text in enumerate(inject, 1)]
+    if net is not None:
+        check_mode(net)
+        plugin.ensure()
     where = home()
     prepare_home(where)
     job = job_id or new_job_id(script)
@@ -152,6 +162,7 @@ def run(
         redundancy=redundancy,
         stall_timeout_ns=int(stall_s * 1e9),
         script=(["-m", script] if module else [script]) + list(args),
+        env={MODE: net} if net is not None else {},
         directory=str(Path(log_dir).absolute() if log_dir else where / "jobs" / job),
         resume=resume,
         checkpoints=periodic.directory,

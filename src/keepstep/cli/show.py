@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from keepstep.model.network import PathView
 from keepstep.model.views import CheckpointsView, IncidentView, JobView
 from keepstep.orchestrator.requests import SpareLine
 
@@ -94,6 +95,20 @@ def print_incidents(incidents: Sequence[IncidentView]) -> None:
 def print_spares(spares: Sequence[SpareLine]) -> None:
     rows = [[s.job, s.slot, s.pid, s.state, s.parked_at, _ready(s)] for s in spares]
     _table(_console(), ("job", "slot", "pid", "state", "parked at", "understudies"), rows)
+
+
+def print_paths(nodes: Mapping[str, Sequence[PathView]]) -> None:
+    rows = [
+        [
+            *(node, path.interface, path.local, path.state, f"{path.comms_up}/{path.comms}"),
+            *(f"{path.sent_bytes / 1e6:.1f}", f"{path.received_bytes / 1e6:.1f}"),
+            *(f"{path.resent_bytes / 1e6:.1f}", path.faults, f"{path.stalled_ms} ms"),
+        ]
+        for node, paths in nodes.items()
+        for path in paths
+    ]
+    names = ("node", "interface", "address", "state", "up", "sent MB", "received MB")
+    _table(_console(), (*names, "resent MB", "faults", "stalled"), rows)
 
 
 def _ready(spare: SpareLine) -> str:

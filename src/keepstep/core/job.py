@@ -11,6 +11,7 @@ from keepstep.core import (
     checkpoints,
     fallback,
     faults,
+    operator,
     planned,
     processes,
     recovery,
@@ -32,6 +33,8 @@ from keepstep.model.messages import (
     Hello,
     KillNode,
     KillWorker,
+    PathNoticed,
+    PathsSeen,
     Progress,
     Release,
     Resumed,
@@ -315,6 +318,10 @@ def agent_said(job: Job, out: Out, name: str, message: AgentMessage) -> None:
                 job.hang_warned = False
     elif isinstance(message, StoreOpened | StoreFailed):
         _store_answered(job, out, name, message)
+    elif isinstance(message, PathNoticed):
+        operator.path_noticed(job, out, name, message)
+    elif isinstance(message, PathsSeen):
+        job.nodes[name].paths = message.paths
 
 
 def _relayed(job: Job, out: Out, name: str, message: WorkerSaid) -> None:

@@ -28,7 +28,7 @@ from keepstep.model.job import (
     Taint,
     Untaint,
 )
-from keepstep.model.messages import KillNode
+from keepstep.model.messages import KillNode, PathNoticed
 from keepstep.model.records import SignalSeen, Tainted, Untainted
 
 # One request must not make the orchestrator count to infinity: whatever is looped over is bounded.
@@ -230,6 +230,16 @@ def taint(job: Job, out: Out, request: Taint) -> None:
     ranks = sorted(set(_ranks_in(job, node, slot)) - _moving(job))
     if ranks and job.mode == "running":
         breaker.move_away(job, out, request.target, ranks, request.reason)
+
+
+def path_noticed(job: Job, out: Out, name: str, message: PathNoticed) -> None:
+    """An agent judges its own node's network; what follows is as for any other detector."""
+    if message.taint and not job.nodes[name].taints:
+        reason = f"{message.kind}: {message.reason}"
+        taint(job, out, Taint(job=job.id, target=name, reason=reason))
+    else:
+        said = Note(job=job.id, target=name, signal=message.kind, reason=message.reason)
+        note(job, out, said)
 
 
 def retry_deferred(job: Job, out: Out) -> None:

@@ -192,6 +192,7 @@ def node_view(node: Node) -> NodeView:
         session=node.session,
         slots=node.slots,
         taints=taints,
+        paths=node.paths,
     )
 
 

@@ -33,6 +33,7 @@ from keepstep.model.messages import (
     Done,
     Failure,
     Held,
+    PathsSeen,
     Progress,
     Report,
     Resumed,
@@ -57,6 +58,8 @@ def follows_nothing(job: Job, out: Out, event: CoreInput) -> bool:
     if not isinstance(event, AgentSaid):
         return False
     message = event.message
+    if isinstance(message, PathsSeen):
+        return True  # for people only
     if isinstance(message, Progress) and job.mode == "running" and job.attempt is None:
         return True  # most of what is ever said
     if not job.rest:

@@ -45,6 +45,7 @@ from keepstep.model.messages import (
     Tell,
     WorkerCommand,
 )
+from keepstep.model.network import PathView
 from keepstep.model.records import Record, SignalSeen, Trigger, Warned
 from keepstep.model.views import IncidentView, JobView, NoteView
 
@@ -85,6 +86,7 @@ class Node:
     slot_taints: dict[int, list[str]] = field(default_factory=dict)
     crashes: dict[int, int] = field(default_factory=dict)  # slot -> without training in between
     stores: set[int] = field(default_factory=set)  # generations whose store was opened here
+    paths: list[PathView] = field(default_factory=list)  # as its agent has seen them last
 
     def healthy(self, slot: int) -> bool:
         return not self.taints and not self.slot_taints.get(slot)

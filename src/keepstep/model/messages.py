@@ -19,6 +19,8 @@ from typing import Literal
 
 import msgspec
 
+from keepstep.model.network import PathView
+
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True, gc=False):
     """Messages are trees, and an orchestrator of many ranks holds many: the collector of cycles
@@ -571,6 +573,20 @@ class StoreFailed(Message, frozen=True):
     error: str
 
 
+class PathNoticed(Message, frozen=True):
+    """The network of this node: a line for the record, or a reason to leave it (`taint`)."""
+
+    kind: str
+    reason: str
+    taint: bool = False
+
+
+class PathsSeen(Message, frozen=True):
+    """What the network plugins of the node's processes count, whenever it has changed."""
+
+    paths: list[PathView]
+
+
 class StopDone(Message, frozen=True):
     """Answer to Stop: every worker of the node is gone and reaped."""
 
@@ -586,6 +602,8 @@ AgentMessage = (
     | Unstalled
     | StoreOpened
     | StoreFailed
+    | PathNoticed
+    | PathsSeen
     | StopDone
 )
 

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from keepstep.model.network import PathView
+
 JobState = Literal[
     "starting", "running", "recovering", "held", "done", "failed", "fell_back", "cancelled"
 ]
@@ -46,6 +48,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     session: int
     slots: int
     taints: list[str]
+    paths: list[PathView] = []  # where the network plugin is in use
 
 
 class NoteView(msgspec.Struct, frozen=True, kw_only=True):

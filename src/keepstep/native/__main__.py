@@ -5,17 +5,19 @@ from __future__ import annotations
 import sys
 
 from keepstep.errors import KeepstepError
-from keepstep.native import build
+from keepstep.native import build, plugin
 
 
 def main() -> int:
     try:
         artifacts = build.ensure()
+        network = plugin.ensure()
     except KeepstepError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(artifacts.extension)
     print(artifacts.store_host)
+    print(network / plugin.NCCL_NAME)
     return 0
 
 

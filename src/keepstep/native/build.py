@@ -19,6 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -70,55 +71,74 @@ def ensure() -> Artifacts:
     """Builds what is missing; returns at once when it is there."""
     torch = _torch()
     folder = cache_folder() / _key(torch)
-    artifacts = Artifacts(folder / f"{EXTENSION}.so", folder / "keepstep-store")
-    if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with Path(f"{folder}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not folder.is_dir():
-                _build(torch, folder)
-    return artifacts
+    once(folder, lambda scratch: _build(torch, scratch))
+    return Artifacts(folder / f"{EXTENSION}.so", folder / "keepstep-store")
 
 
-def _build(torch: _Torch, folder: Path) -> None:
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
+def once(folder: Path, fill: Callable[[Path], None]) -> None:
+    """The folder appears as `fill` left a scratch folder, whole or not at all."""
+    if folder.is_dir():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with Path(f"{folder}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.is_dir():
+            return
+        scratch = Path(tempfile.mkdtemp(prefix=".build-", dir=folder.parent))
+        try:
+            fill(scratch)
+            scratch.chmod(0o755)
+            os.rename(scratch, folder)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def compiler() -> str:
+    found = shutil.which(os.environ.get("CXX", "g++"))
+    if found is None:
         raise UsageError(
             "no C++ compiler found: Keepstep's native parts cannot be built",
             hint="install g++ (Debian/Ubuntu: apt install g++) or set CXX",
         )
+    return found
+
+
+def run_all(commands: Sequence[Sequence[str]], hint: str) -> None:
+    """All at once; the first that fails is the error."""
+    jobs = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        )
+        for command in commands
+    ]
+    outputs = [job.communicate()[0] for job in jobs]
+    for job, output in zip(jobs, outputs, strict=True):
+        if job.returncode != 0:
+            raise UsageError(
+                f"{commands[0][0]} failed with code {job.returncode}:\n{output.strip()[-3000:]}",
+                hint=hint,
+            )
+
+
+def _build(torch: _Torch, scratch: Path) -> None:
+    tool = compiler()
     print("keepstep: compiling native parts for torch", torch.version, file=sys.stderr, flush=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".build-", dir=folder.parent))
-    try:
-        jobs = [
-            _compile(compiler, torch, "solo_backend.cpp", scratch / f"{EXTENSION}.so", ["-shared"]),
-            _compile(compiler, torch, "store_host.cpp", scratch / "keepstep-store", []),
-        ]
-        outputs = [job.communicate()[0] for job in jobs]
-        for job, output in zip(jobs, outputs, strict=True):
-            if job.returncode != 0:
-                raise UsageError(
-                    f"{compiler} failed with code {job.returncode}:\n{output.strip()[-3000:]}",
-                    hint=f"torch {torch.version} may be untested, or the compiler lacks C++20 "
-                    "(g++ >= 11) or the Python headers (python3-dev)",
-                )
-        scratch.chmod(0o755)
-        os.rename(scratch, folder)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    run_all(
+        [
+            _command(tool, torch, "solo_backend.cpp", scratch / f"{EXTENSION}.so", ["-shared"]),
+            _command(tool, torch, "store_host.cpp", scratch / "keepstep-store", []),
+        ],
+        hint=f"torch {torch.version} may be untested, or the compiler lacks C++20 "
+        "(g++ >= 11) or the Python headers (python3-dev)",
+    )
 
 
-def _compile(
-    compiler: str, torch: _Torch, source: str, target: Path, extra: list[str]
-) -> subprocess.Popen[str]:
+def _command(tool: str, torch: _Torch, source: str, target: Path, extra: list[str]) -> list[str]:
     include = torch.folder / "include"
     lib = torch.folder / "lib"
-    command = [compiler, *_FLAGS, *extra, str(SOURCES / source), "-o", str(target)]
+    command = [tool, *_FLAGS, *extra, str(SOURCES / source), "-o", str(target)]
     command += [f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"]
     command += [f"-I{sysconfig.get_paths()['include']}"]
     # CUDA builds of libtorch_cpu need libraries that only its own rpath finds: not our business.
     command += [f"-L{lib}", "-ltorch_cpu", "-lc10"]
-    command += [f"-Wl,-rpath,{lib}", "-Wl,--allow-shlib-undefined"]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )
+    return [*command, f"-Wl,-rpath,{lib}", "-Wl,--allow-shlib-undefined"]

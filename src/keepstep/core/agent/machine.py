@@ -31,6 +31,7 @@ from dataclasses import dataclass
 import msgspec
 
 from keepstep.core.agent.gather import Gather
+from keepstep.core.agent.network import Limits, PathWatch
 from keepstep.core.agent.rate import Rate
 from keepstep.core.agent.stall import StallDetector, may_stand_still
 from keepstep.model.messages import (
@@ -47,6 +48,7 @@ from keepstep.model.messages import (
     KillNode,
     KillWorker,
     OpenStore,
+    PathsSeen,
     Progress,
     Release,
     Signal,
@@ -66,9 +68,11 @@ from keepstep.model.messages import (
     WorkerStarted,
     WorkerState,
 )
+from keepstep.model.network import PathEvent, PathView
 from keepstep.model.page import Sample
 
 PROGRESS_NS = 250_000_000
+PATHS_NS = 2_000_000_000
 QUEUED_MAX = 10_000
 SIGKILL = 9
 START_FAILED = 127  # exit code told for a process that could not be started, as shells do
@@ -83,6 +87,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     stall_timeout_ns: int
     progress_ns: int = PROGRESS_NS
+    network: Limits = Limits()
 
 
 # ------------------------------------------------------------------ inputs
@@ -164,6 +169,12 @@ class StoreSaid(Input, frozen=True):
     message: StoreOpened | StoreFailed
 
 
+class NetworkSaid(Input, frozen=True):
+    """A word of the network plugin of one of the node's processes."""
+
+    event: PathEvent
+
+
 class StopNow(Input, frozen=True):
     """Asked for on this machine, not by the orchestrator."""
 
@@ -187,6 +198,7 @@ Given = (
     | Exited
     | Looked
     | StoreSaid
+    | NetworkSaid
     | StopNow
     | Emptied
 )
@@ -307,6 +319,9 @@ class AgentMachine:
     def __init__(self, setting: Setting, now_ns: int) -> None:
         self._setting = setting
         self._detector = StallDetector(setting.stall_timeout_ns)
+        self._network = PathWatch(setting.network)
+        self._paths: list[PathView] = []  # as told last
+        self._paths_at_ns = now_ns
         self._processes: dict[str, Process] = {}  # in order of their start
         self._queued: deque[AgentMessage] = deque()
         self._gather = Gather()
@@ -338,6 +353,9 @@ class AgentMachine:
                 self._not_spawned(given.start, given.error)
             case StoreSaid():
                 self._send(given.message)
+            case NetworkSaid():
+                for signal in self._network.heard(now_ns, given.event):
+                    self._send(signal)
             case Accepted():
                 self._accepted()
             case Lost():
@@ -593,6 +611,9 @@ class AgentMachine:
                 self._offer(news)
             else:
                 self._send(news)
+        for signal in self._network.look(now_ns):
+            self._send(signal)
+        self._show_paths(now_ns)
         if now_ns >= self._show_at_ns:
             self._show_at_ns = now_ns + self._setting.progress_ns * 9 // 10
             states = self._states(now_ns, workers)
@@ -600,6 +621,14 @@ class AgentMachine:
                 self._shown = states
         if not self._connected:
             self._fence(now_ns, workers)
+
+    def _show_paths(self, now_ns: int) -> None:
+        if now_ns < self._paths_at_ns:
+            return
+        self._paths_at_ns = now_ns + PATHS_NS
+        paths = self._network.views(now_ns)
+        if paths != self._paths and self._offer(PathsSeen(paths=paths)):
+            self._paths = paths
 
     def _judge_hold(self, seen: Seen) -> Seen:
         process, sample = self._processes[seen.worker], seen.sample

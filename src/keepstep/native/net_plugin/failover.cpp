@@ -1,0 +1,430 @@
+#include "failover.h"
+
+#include <algorithm>
+
+namespace keepstep::net {
+
+namespace {
+// Stands in for payload that nobody will look at.
+const uint8_t kZeros[kChunkBytes] = {};
+
+size_t chunk_bits(uint64_t total) {
+  return total ? static_cast<size_t>((total + kChunkBytes - 1) / kChunkBytes) : 1;
+}
+}  // namespace
+
+// ---------------------------------------------------------------------------------------- Outbox
+
+uint64_t Outbox::post(const uint8_t* data, uint64_t size) {
+  ring_[next_ % kMessagesOpen] = {data, size};
+  return next_++;
+}
+
+void Outbox::opened(int path, uint32_t epoch) {
+  closed(path);
+  Flight& flight = flights_[static_cast<size_t>(path)];
+  flight.ring.resize(kFlightChunks);
+  flight.live = true;
+  flight.epoch = epoch;
+}
+
+void Outbox::closed(int path) {
+  Flight& flight = flights_[static_cast<size_t>(path)];
+  for (uint64_t n = flight.arrived; n < flight.given; ++n) {
+    const Chunk& chunk = flight.ring[n % kFlightChunks];
+    if (delivered(chunk.message)) continue;
+    again_.push_back({chunk.message, chunk.offset});
+    ++flight.counts.resent_chunks;
+    flight.counts.resent_bytes += chunk.length;
+  }
+  std::sort(again_.begin(), again_.end(), [](const Again& a, const Again& b) {
+    return a.message != b.message ? a.message < b.message : a.offset < b.offset;
+  });
+  flight.live = false;
+  flight.arrived = flight.written = flight.given = flight.bytes = 0;
+  flight.written_part = 0;
+}
+
+bool Outbox::may_start(uint64_t id) const {
+  if (id < allowed_) return true;
+  uint64_t size = message(id).size;
+  return size <= kEagerBytes && unasked_ + size <= kStashBytes;
+}
+
+bool Outbox::take(uint64_t* id, uint64_t* offset) {
+  while (!again_.empty()) {
+    Again front = again_.front();
+    again_.pop_front();
+    if (delivered(front.message)) continue;
+    *id = front.message;
+    *offset = front.offset;
+    return true;
+  }
+  if (cursor_ == next_ || (cursor_offset_ == 0 && !may_start(cursor_))) return false;
+  uint64_t size = message(cursor_).size;
+  *id = cursor_;
+  *offset = cursor_offset_;
+  cursor_offset_ += chunk_length(cursor_offset_, size);
+  if (cursor_offset_ == size) {
+    if (cursor_ >= allowed_) unasked_ += size;
+    ++cursor_;
+    cursor_offset_ = 0;
+  }
+  return true;
+}
+
+void Outbox::give(int path, uint64_t id, uint64_t offset) {
+  Flight& flight = flights_[static_cast<size_t>(path)];
+  uint64_t total = message(id).size;
+  Chunk& chunk = flight.ring[flight.given++ % kFlightChunks];
+  chunk.message = id;
+  chunk.offset = offset;
+  chunk.length = static_cast<uint32_t>(chunk_length(offset, total));
+  flight.bytes += chunk.length;
+  encode({Type::Data, static_cast<uint8_t>(path), chunk.length, id, offset, total}, chunk.header);
+}
+
+bool Outbox::fill(int path) {
+  Flight& flight = flights_[static_cast<size_t>(path)];
+  if (!flight.live) return false;
+  if (flight.written < flight.given) return true;
+  uint64_t batch = 0;
+  for (int n = 0; n < kBatchChunks && batch < kBatchBytes; ++n) {
+    if (flight.given - flight.arrived >= kFlightChunks || flight.bytes >= kFlightBytes) break;
+    uint64_t id, offset;
+    if (!take(&id, &offset)) break;
+    give(path, id, offset);
+    batch += chunk_length(offset, message(id).size);
+  }
+  return flight.written < flight.given;
+}
+
+int Outbox::gather(int path, Slice* slices) const {
+  const Flight& flight = flights_[static_cast<size_t>(path)];
+  int count = 0;
+  size_t skip = flight.written_part;
+  for (uint64_t n = flight.written; n < flight.given && count + 2 <= kSlicesMax; ++n) {
+    const Chunk& chunk = flight.ring[n % kFlightChunks];
+    const uint8_t* data = delivered(chunk.message) ? kZeros
+                                                   : message(chunk.message).data + chunk.offset;
+    if (skip < kHeaderBytes) {
+      slices[count++] = {chunk.header + skip, kHeaderBytes - skip};
+      if (chunk.length) slices[count++] = {data, chunk.length};
+    } else {
+      slices[count++] = {data + (skip - kHeaderBytes), chunk.length - (skip - kHeaderBytes)};
+    }
+    skip = 0;
+  }
+  return count;
+}
+
+void Outbox::wrote(int path, size_t bytes) {
+  Flight& flight = flights_[static_cast<size_t>(path)];
+  flight.written_part += bytes;
+  while (flight.written < flight.given) {
+    size_t whole = kHeaderBytes + flight.ring[flight.written % kFlightChunks].length;
+    if (flight.written_part < whole) return;
+    flight.written_part -= whole;
+    ++flight.written;
+  }
+}
+
+bool Outbox::unsent() const {
+  for (const Flight& flight : flights_) {
+    if (flight.live && flight.written < flight.given) return true;
+  }
+  return !again_.empty() || (cursor_ < next_ && (cursor_offset_ || may_start(cursor_)));
+}
+
+Outbox::Answer Outbox::heard(const State& state, unsigned* dead) {
+  *dead = 0;
+  if (state.done > cursor_ || state.done > state.posted || state.paths != paths_) {
+    return Answer::Impossible;
+  }
+  for (int i = 0; i < paths_; ++i) {
+    const Flight& flight = flights_[static_cast<size_t>(i)];
+    if (flight.live && state.path[i].epoch == flight.epoch &&
+        state.path[i].chunks > flight.written) {
+      return Answer::Impossible;
+    }
+  }
+  for (; allowed_ < state.posted; ++allowed_) {
+    if (allowed_ >= cursor_) {
+      allowed_ = state.posted;
+      break;
+    }
+    unasked_ -= message(allowed_).size;
+  }
+  done_ = std::max(done_, state.done);
+  for (int i = 0; i < paths_; ++i) {
+    Flight& flight = flights_[static_cast<size_t>(i)];
+    if (!flight.live) continue;
+    if (state.path[i].buried >= flight.epoch) *dead |= 1u << i;
+    if (state.path[i].epoch != flight.epoch) continue;
+    for (; flight.arrived < state.path[i].chunks; ++flight.arrived) {
+      uint32_t length = flight.ring[flight.arrived % kFlightChunks].length;
+      flight.bytes -= length;
+      flight.counts.bytes += length;
+    }
+  }
+  return Answer::Ok;
+}
+
+// ----------------------------------------------------------------------------------------- Inbox
+
+Inbox::Slot& Inbox::slot(uint64_t id) {
+  Slot& slot = slots_[id % kSlots];
+  if (slot.id != id) {
+    slot.id = id;
+    slot.buffer = nullptr;
+    slot.posted = slot.known = slot.complete = false;
+    slot.total = slot.received = 0;
+  }
+  return slot;
+}
+
+bool Inbox::has(const Slot& slot, uint64_t offset) const {
+  uint64_t bit = offset / kChunkBytes;
+  return slot.have[bit / 64] >> (bit % 64) & 1;
+}
+
+Inbox::Verdict Inbox::post(uint8_t* buffer, uint64_t capacity, uint64_t* id) {
+  Slot& slot = this->slot(posted_);
+  if (slot.known && slot.total > capacity) return Verdict::TooLarge;
+  slot.buffer = buffer;
+  slot.capacity = capacity;
+  slot.posted = true;
+  *id = posted_++;
+  if (slot.known) {
+    stashed_ -= slot.total;
+    if (slot.complete) {
+      if (slot.total) std::memcpy(buffer, slot.stash.get(), slot.total);
+      slot.stash.reset();
+    }
+  }
+  settle();
+  return Verdict::Ok;
+}
+
+bool Inbox::complete(uint64_t id) const {
+  if (id < done_) return true;
+  const Slot& slot = slots_[id % kSlots];
+  return slot.id == id && slot.complete;
+}
+
+void Inbox::settle() {
+  while (done_ < posted_ && slots_[done_ % kSlots].id == done_ && slots_[done_ % kSlots].complete) {
+    ++done_;
+  }
+}
+
+bool Inbox::opened(int path, uint32_t epoch) {
+  Reading& reading = reading_[static_cast<size_t>(path)];
+  if (epoch <= reading.seen) return false;
+  closed(path);
+  reading.epoch = reading.seen = epoch;
+  return true;
+}
+
+void Inbox::closed(int path) {
+  Reading& reading = reading_[static_cast<size_t>(path)];
+  reading.epoch = 0;
+  reading.chunks = 0;
+  reading.busy = false;
+}
+
+Inbox::Verdict Inbox::begin(int path, const Header& header) {
+  Reading& reading = reading_[static_cast<size_t>(path)];
+  if (reading.busy || reading.epoch == 0 || header.type != Type::Data) return Verdict::Impossible;
+  if (header.message >= posted_ + kMessagesOpen) return Verdict::Impossible;
+  if (header.message >= done_) {
+    Slot& slot = this->slot(header.message);
+    if (slot.known) {
+      if (slot.total != header.total) return Verdict::Impossible;
+    } else if (slot.posted) {
+      if (header.total > slot.capacity) return Verdict::TooLarge;
+    } else {
+      if (header.total > kEagerBytes || stashed_ + header.total > kStashBytes) {
+        return Verdict::Impossible;
+      }
+      slot.stash.reset(new uint8_t[header.total]);
+      stashed_ += header.total;
+    }
+    if (!slot.known) {
+      slot.known = true;
+      slot.total = header.total;
+      slot.have.assign((chunk_bits(header.total) + 63) / 64, 0);
+    }
+  }
+  reading.busy = true;
+  reading.message = header.message;
+  reading.offset = header.offset;
+  reading.length = header.length;
+  reading.got = 0;
+  return reading.length ? Verdict::Ok : advance(path, 0);
+}
+
+uint64_t Inbox::wanted(int path) const {
+  const Reading& reading = reading_[static_cast<size_t>(path)];
+  return reading.busy ? reading.length - reading.got : 0;
+}
+
+uint8_t* Inbox::target(int path) {
+  const Reading& reading = reading_[static_cast<size_t>(path)];
+  if (!reading.busy || reading.message < done_) return nullptr;
+  const Slot& slot = slots_[reading.message % kSlots];
+  if (slot.id != reading.message || slot.complete || has(slot, reading.offset)) return nullptr;
+  uint8_t* base = slot.stash ? slot.stash.get() : slot.buffer;
+  return base + reading.offset + reading.got;
+}
+
+Inbox::Verdict Inbox::advance(int path, uint64_t bytes) {
+  Reading& reading = reading_[static_cast<size_t>(path)];
+  if (!reading.busy || bytes > reading.length - reading.got) return Verdict::Impossible;
+  reading.got += bytes;
+  if (reading.got < reading.length) return Verdict::Ok;
+  reading.busy = false;
+  ++reading.chunks;
+  reading.counts.bytes += reading.length;
+  if (reading.message < done_) return Verdict::Ok;
+  Slot& slot = slots_[reading.message % kSlots];
+  if (slot.id != reading.message || slot.complete || has(slot, reading.offset)) return Verdict::Ok;
+  uint64_t bit = reading.offset / kChunkBytes;
+  slot.have[bit / 64] |= 1ull << (bit % 64);
+  slot.received += reading.length;
+  if (slot.received < slot.total) return Verdict::Ok;
+  slot.complete = true;
+  if (slot.posted && slot.stash) {
+    if (slot.total > slot.capacity) return Verdict::TooLarge;
+    if (slot.total) std::memcpy(slot.buffer, slot.stash.get(), slot.total);
+    slot.stash.reset();
+  }
+  settle();
+  return Verdict::Ok;
+}
+
+State Inbox::state() const {
+  State state{};
+  state.posted = posted_;
+  state.done = done_;
+  state.paths = paths_;
+  for (int i = 0; i < paths_; ++i) {
+    const Reading& reading = reading_[static_cast<size_t>(i)];
+    uint32_t buried = reading.epoch ? reading.epoch - 1 : reading.seen;
+    state.path[i] = {reading.epoch, buried, reading.chunks};
+  }
+  return state;
+}
+
+// ----------------------------------------------------------------------------------------- Paths
+
+Paths::Paths(int paths, const Limits& limits, uint64_t seed, Nanos now)
+    : limits_(limits), random_(seed | 1), path_(static_cast<size_t>(paths)), ticked_(now) {}
+
+Nanos Paths::jitter() {
+  random_ = random_ * 6364136223846793005ull + 1442695040888963407ull;
+  return static_cast<Nanos>((random_ >> 33) % static_cast<uint64_t>(limits_.retry / 2 + 1));
+}
+
+int Paths::healthy() const {
+  return static_cast<int>(std::count_if(path_.begin(), path_.end(), [](const Path& path) {
+    return path.health == Health::Up;
+  }));
+}
+
+bool Paths::should_open(int path, Nanos now) const {
+  const Path& it = path_[static_cast<size_t>(path)];
+  if (it.health == Health::Up || it.opening || now < it.next_try) return false;
+  // Whoever has nothing else takes a flapping path too.
+  return now >= it.hold_until || healthy() == 0;
+}
+
+void Paths::opening(int path, Nanos now) {
+  Path& it = path_[static_cast<size_t>(path)];
+  it.opening = true;
+  it.connected = false;
+  it.opening_since = now;
+}
+
+void Paths::connected(int path, Nanos now) {
+  Path& it = path_[static_cast<size_t>(path)];
+  it.connected = true;
+  it.opening_since = now;
+}
+
+bool Paths::open_expired(int path, Nanos now) const {
+  const Path& it = path_[static_cast<size_t>(path)];
+  Nanos most = it.connected ? limits_.hello_timeout : limits_.connect_timeout;
+  return it.opening && now - it.opening_since > most;
+}
+
+void Paths::open_failed(int path, Nanos now) {
+  Path& it = path_[static_cast<size_t>(path)];
+  it.opening = false;
+  it.next_try = now + limits_.retry + jitter();
+}
+
+void Paths::link_up(int path, Nanos now) { path_[static_cast<size_t>(path)].next_try = now; }
+
+void Paths::up(int path, Nanos now) {
+  Path& it = path_[static_cast<size_t>(path)];
+  it.health = Health::Up;
+  it.opening = false;
+  it.since = now;
+  ever_up_ = true;
+}
+
+void Paths::down(int path, Nanos now) {
+  Path& it = path_[static_cast<size_t>(path)];
+  if (it.health == Health::Down) return;
+  Nanos calm = (now - it.since) / limits_.calm;
+  it.level = it.level > calm ? it.level - static_cast<int>(calm) : 0;
+  it.level = std::min(it.level + 1, 16);
+  it.health = Health::Down;
+  it.since = now;
+  it.next_try = now + limits_.retry / 5;
+  // The first two failures are forgiven: most faults never come back.
+  Nanos hold = it.level <= 2 ? 0 : limits_.hold << (it.level - 3);
+  it.hold_until = now + std::min(hold, limits_.hold_max);
+}
+
+Paths::Advice Paths::look(int path, const KernelView& view) {
+  Path& it = path_[static_cast<size_t>(path)];
+  if (it.health == Health::Down) return Advice::Keep;
+  bool silent = view.unacknowledged > 0 && view.retransmits > 0 &&
+                view.acknowledged_ago > limits_.stall;
+  if (!silent) {
+    if (it.health == Health::Up) return Advice::Keep;
+    it.health = Health::Up;
+    return Advice::Cleared;
+  }
+  int others = healthy() - (it.health == Health::Up ? 1 : 0);
+  if (others > 0) return Advice::Kill;
+  if (it.health == Health::Suspect) return Advice::Keep;
+  it.health = Health::Suspect;
+  it.next_try = 0;  // a second connection beside it
+  return Advice::Suspect;
+}
+
+Paths::Tick Paths::tick(Nanos now, bool waited_for) {
+  Tick tick{};
+  // A process that was stopped for long finds its paths first, and looks at the clock later.
+  Nanos passed = std::min(now - ticked_, 100 * kMillisecond);
+  ticked_ = now;
+  if (healthy() > 0) {
+    tick.back = all_down_;
+    tick.stalled = all_down_ ? now - unhealthy_since_ : 0;
+    all_down_ = false;
+    unhealthy_ = 0;
+    return tick;
+  }
+  if (!all_down_ && ever_up_) {
+    tick.all_down = all_down_ = true;
+    unhealthy_since_ = now;
+  }
+  if (waited_for) unhealthy_ += passed;
+  tick.deadline = unhealthy_ > limits_.deadline;
+  return tick;
+}
+
+}  // namespace keepstep::net

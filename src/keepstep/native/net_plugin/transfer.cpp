@@ -1,0 +1,381 @@
+// How bytes move: the half of Comm that runs for every message. See comm.h for threads and
+// failover.h for what may go where.
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "comm.h"
+
+namespace keepstep::net {
+
+namespace {
+constexpr uint64_t kSmallFrame = 8 * 1024;
+constexpr size_t kTurnBytes = 4 << 20;  // per call, so that a fast peer cannot keep us here
+constexpr Nanos kStateLazy = 100'000;   // nobody waits for it
+constexpr Nanos kStateElsewhere = 2 * kMillisecond;  // a second copy, over the other paths
+constexpr uint64_t kStateMessages = 32;
+constexpr uint64_t kCopyBytes = kStashBytes;
+
+bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR; }
+}  // namespace
+
+// ------------------------------------------------------------------------------------ NCCL's calls
+
+Request* Comm::free_request(uint64_t message) {
+  Request& request = requests_[message % kReceivesOpen];
+  return request.comm ? nullptr : &request;
+}
+
+// Room for a copy, or null: the peer has to take some first.
+uint8_t* Comm::copy(const void* data, uint64_t size) {
+  while (!copied_.empty() && out_->delivered(copied_.front().message)) {
+    copies_begin_ = copied_.front().end;
+    copied_.pop_front();
+  }
+  if (copied_.empty()) copies_begin_ = copies_end_;
+  if (!copies_) copies_.reset(new uint8_t[kCopyBytes]);
+  uint64_t at = copies_end_;
+  if (at % kCopyBytes + size > kCopyBytes) at += kCopyBytes - at % kCopyBytes;  // never around the edge
+  if (at + size - copies_begin_ > kCopyBytes) return nullptr;
+  uint8_t* place = copies_.get() + at % kCopyBytes;
+  if (size) std::memcpy(place, data, size);
+  copies_end_ = at + size;
+  return place;
+}
+
+abi::Result Comm::isend(const void* data, uint64_t size, void** result) {
+  *result = nullptr;
+  std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  if (!lock) return abi::Success;
+  if (error_) return error_;
+  if (size > kMessageBytesMax) return abi::InvalidUsage;
+  Nanos now = monotonic();
+  polled_ = now;
+  Request* request = free_request(out_->posted());
+  bool small = size <= kEagerBytes;
+  const auto* from = static_cast<const uint8_t*>(data);
+  if (request && out_->room() && small) from = copy(data, size);
+  if (!request || !out_->room() || (small && !from)) {
+    pump(now);
+    return error_;
+  }
+  uint64_t id = out_->post(from, size);
+  if (small) {
+    copied_.push_back({id, copies_end_});
+  } else {
+    uncopied_ = id + 1;
+  }
+  *request = {this, id, size, small};
+  *result = request;
+  // Answers matter to small messages only when the rings fill up.
+  if (++calls_ % 16 == 0 || !small) {
+    pump(now);
+  } else {
+    size_t bytes;
+    while (write_once(turn_, now, &bytes) == Io::Moved) {}
+    if (out_->unsent()) pump(now);
+  }
+  if (small && out_->unsent()) around_.wake();  // nobody may ever call again
+  return error_;
+}
+
+abi::Result Comm::irecv(void* data, uint64_t capacity, void** result) {
+  *result = nullptr;
+  std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  if (!lock) return abi::Success;
+  if (error_) return error_;
+  Nanos now = monotonic();
+  polled_ = now;
+  Request* request = free_request(in_->posted());
+  if (!request || !in_->room()) {
+    progress(now, nullptr);
+    return error_;
+  }
+  uint64_t id;
+  if (in_->post(static_cast<uint8_t*>(data), capacity, &id) == Inbox::Verdict::TooLarge) {
+    log(abi::LogWarn, "a message is larger than the receive that was posted for it");
+    fail(abi::InvalidUsage);
+    return error_;
+  }
+  *request = {this, id, capacity, false};
+  *result = request;
+  // A sender of large messages may be waiting for exactly this one.
+  if (capacity > kEagerBytes && told_.posted < in_->done() + 3) urgent_ = true;
+  note_arrival(now);
+  say_states(now);
+  return error_;
+}
+
+abi::Result Comm::test(Request* request, int* done, int* size) {
+  *done = 0;
+  std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  if (!lock) return abi::Success;
+  bool sends = role_ == Role::Send;
+  auto complete = [&] {
+    return sends ? request->copied || out_->delivered(request->message)
+                 : in_->complete(request->message);
+  };
+  if (!complete()) {
+    if (error_) return error_;
+    Nanos now = monotonic();
+    polled_ = now;
+    progress(now, request);
+  }
+  if (!complete()) return error_;
+  *done = 1;
+  if (size) *size = static_cast<int>(sends ? request->size : in_->size(request->message));
+  request->comm = nullptr;
+  return abi::Success;
+}
+
+void Comm::progress(Nanos now, const Request* wanted) {
+  if (role_ == Role::Send) {
+    pump(now);
+    return;
+  }
+  int count = static_cast<int>(path_.size());
+  int first = last_;
+  // The path that brought the last bytes likely brings the next; the others are not forgotten.
+  bool all = ++calls_ % 8 == 0;
+  for (int k = 0; k < count; ++k) {
+    int i = (first + k) % count;
+    if (path_[static_cast<size_t>(i)].socket < 0) continue;
+    if (read_data(i, now) == Io::Moved) last_ = i;
+    if (!all && wanted && in_->complete(wanted->message)) break;
+  }
+  note_arrival(now);
+  say_states(now);
+}
+
+// ---------------------------------------------------------------------------------------- sending
+
+void Comm::pump(Nanos now) {
+  int count = static_cast<int>(path_.size());
+  for (int i = 0; i < count; ++i) {
+    if (path_[static_cast<size_t>(i)].socket >= 0) hear_states(i, now);
+  }
+  size_t total = 0;
+  for (int idle = 0; idle < count && total < kTurnBytes;) {
+    size_t bytes = 0;
+    Io io = write_once(turn_, now, &bytes);
+    total += bytes;
+    idle = io == Io::Moved ? 0 : idle + 1;
+    // Small messages stay on one path, where one system call carries many; large ones alternate.
+    if (io != Io::Moved || bytes >= kBatchBytes) turn_ = (turn_ + 1) % count;
+  }
+}
+
+Comm::Io Comm::write_once(int i, Nanos now, size_t* bytes) {
+  Path& path = path_[static_cast<size_t>(i)];
+  *bytes = 0;
+  if (path.socket < 0 || !out_->fill(i)) return Io::Nothing;
+  Slice slices[kSlicesMax];
+  iovec vectors[kSlicesMax];
+  int count = out_->gather(i, slices);
+  for (int k = 0; k < count; ++k) {
+    vectors[k] = {const_cast<uint8_t*>(slices[k].data), slices[k].length};
+  }
+  msghdr message{};
+  message.msg_iov = vectors;
+  message.msg_iovlen = static_cast<size_t>(count);
+  ssize_t wrote = sendmsg(path.socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (wrote < 0) {
+    if (would_block()) return Io::Blocked;
+    if (errno == EFAULT) fail(abi::InvalidUsage);  // the user's buffer is gone
+    lose(i, now, strerror(errno));
+    return Io::Lost;
+  }
+  *bytes = static_cast<size_t>(wrote);
+  out_->wrote(i, *bytes);
+  return Io::Moved;
+}
+
+Comm::Io Comm::hear_states(int i, Nanos now) {
+  Path& path = path_[static_cast<size_t>(i)];
+  Io result = Io::Nothing;
+  for (;;) {
+    ssize_t got = recv(path.socket, path.in.get() + path.in_end, kReadAhead - path.in_end,
+                       MSG_DONTWAIT);
+    if (got == 0 || (got < 0 && !would_block())) {
+      lose(i, now, got == 0 ? "closed by the peer" : strerror(errno));
+      return Io::Lost;
+    }
+    if (got < 0) return result;
+    result = Io::Moved;
+    bool whole = path.in_end + static_cast<size_t>(got) < kReadAhead;
+    path.in_end += static_cast<size_t>(got);
+    while (path.in_end - path.in_begin >= kHeaderBytes) {
+      const uint8_t* at = path.in.get() + path.in_begin;
+      auto header = parse_header(at);
+      if (!header || header->type != Type::State) {
+        lose(i, now, "not a frame of this protocol");
+        return Io::Lost;
+      }
+      if (path.in_end - path.in_begin < kHeaderBytes + header->length) break;
+      path.in_begin += kHeaderBytes + header->length;
+      State state = parse_state(*header, at + kHeaderBytes);
+      unsigned dead = 0;
+      if (out_->heard(state, &dead) == Outbox::Answer::Impossible) {
+        lose(i, now, "an answer that cannot be true");
+        return Io::Lost;
+      }
+      peer_left_ |= state.leaving;
+      for (int k = 0; k < static_cast<int>(path_.size()); ++k) {
+        if (dead >> k & 1) lose(k, now, "lost by the peer");
+      }
+      if (path.socket < 0) return Io::Lost;
+    }
+    std::memmove(path.in.get(), path.in.get() + path.in_begin, path.in_end - path.in_begin);
+    path.in_end -= path.in_begin;
+    path.in_begin = 0;
+    if (whole) return result;  // a short read: the kernel has no more
+  }
+}
+
+// -------------------------------------------------------------------------------------- receiving
+
+bool Comm::take_header(int i, Nanos now) {
+  Path& path = path_[static_cast<size_t>(i)];
+  auto header = parse_header(path.in.get() + path.in_begin);
+  path.in_begin += kHeaderBytes;
+  if (header && header->type == Type::Bye) {
+    peer_left_ = true;
+    return true;
+  }
+  auto verdict = header ? in_->begin(i, *header) : Inbox::Verdict::Impossible;
+  if (verdict == Inbox::Verdict::Ok) {
+    path.small_frames = header->length <= kSmallFrame;
+    return true;
+  }
+  if (verdict == Inbox::Verdict::TooLarge) {
+    log(abi::LogWarn, "a message of %llu bytes is larger than the receive posted for it",
+        static_cast<unsigned long long>(header->total));
+    fail(abi::InvalidUsage);
+  }
+  lose(i, now, "not a frame of this protocol");
+  return false;
+}
+
+// Uses up what was read ahead.
+Comm::Io Comm::consume(int i, Nanos now) {
+  Path& path = path_[static_cast<size_t>(i)];
+  for (;;) {
+    size_t have = path.in_end - path.in_begin;
+    if (in_->in_chunk(i)) {
+      if (have == 0) break;
+      size_t n = std::min<size_t>(have, in_->wanted(i));
+      if (uint8_t* target = in_->target(i)) {
+        std::memcpy(target, path.in.get() + path.in_begin, n);
+      }
+      path.in_begin += n;
+      in_->advance(i, n);
+    } else {
+      if (have < kHeaderBytes) break;
+      if (!take_header(i, now)) return Io::Lost;
+    }
+  }
+  size_t rest = path.in_end - path.in_begin;
+  if (rest) std::memmove(path.in.get(), path.in.get() + path.in_begin, rest);
+  path.in_begin = 0;
+  path.in_end = rest;
+  return Io::Moved;
+}
+
+Comm::Io Comm::read_data(int i, Nanos now) {
+  Path& path = path_[static_cast<size_t>(i)];
+  Io result = Io::Nothing;
+  for (size_t total = 0; total < kTurnBytes;) {
+    // Payload goes straight to its place; behind it the next header, or many small frames.
+    uint64_t wanted = in_->wanted(i);
+    uint8_t* target = wanted ? in_->target(i) : nullptr;
+    iovec vectors[2];
+    int count = 0;
+    size_t direct = 0;
+    if (target) {
+      direct = wanted;
+      vectors[count++] = {target, direct};
+    }
+    size_t ahead = path.small_frames || (wanted && !target) ? kReadAhead : kHeaderBytes;
+    ahead = std::max(ahead, path.in_end) - path.in_end;
+    vectors[count++] = {path.in.get() + path.in_end, ahead};
+    ssize_t got = readv(path.socket, vectors, count);
+    if (got == 0 || (got < 0 && !would_block())) {
+      lose(i, now, got == 0 ? "closed by the peer" : strerror(errno));
+      return Io::Lost;
+    }
+    if (got < 0) return result;
+    result = Io::Moved;
+    auto n = static_cast<size_t>(got);
+    total += n;
+    if (direct) in_->advance(i, std::min(n, direct));
+    if (n > direct) path.in_end += n - direct;
+    if (consume(i, now) == Io::Lost) return Io::Lost;
+    if (n < direct + ahead) return result;  // a short read: the kernel has no more
+  }
+  return result;
+}
+
+// ------------------------------------------------------------------------------------------ State
+
+void Comm::note_arrival(Nanos now) {
+  State fresh = in_->state();
+  bool differs = fresh.posted != told_.posted || fresh.done != told_.done;
+  bool asked = false;
+  for (uint64_t id = told_.done; id < fresh.done && !asked; ++id) {
+    asked = in_->size(id) > kEagerBytes;  // its sender holds a buffer for us
+  }
+  for (int i = 0; i < fresh.paths && !differs; ++i) {
+    differs = std::memcmp(&fresh.path[i], &told_.path[i], sizeof told_.path[i]) != 0;
+  }
+  if (!differs) return;
+  if (!changed_) {
+    changed_ = true;
+    changed_at_ = now;
+  }
+  for (Path& path : path_) path.state_stale = true;
+  urgent_ |= asked || fresh.done - told_.done >= kStateMessages;
+}
+
+void Comm::say_states(Nanos now) {
+  int count = static_cast<int>(path_.size());
+  bool due = changed_ && (urgent_ || now - changed_at_ >= kStateLazy);
+  if (due && path_[static_cast<size_t>(last_)].socket < 0) {
+    for (int i = 0; i < count; ++i) {
+      if (path_[static_cast<size_t>(i)].socket >= 0) last_ = i;
+    }
+  }
+  for (int i = 0; i < count; ++i) {
+    Path& path = path_[static_cast<size_t>(i)];
+    if (path.socket < 0) continue;
+    bool turn = (due && i == last_) || now - path.state_at >= kStateElsewhere;
+    if (path.state_sent < path.state_size || (path.state_stale && turn)) send_state(i, now);
+  }
+}
+
+// At most one State waits in a path; a newer one replaces what was never begun.
+bool Comm::send_state(int i, Nanos now) {
+  Path& path = path_[static_cast<size_t>(i)];
+  if (path.state_sent == path.state_size || path.state_sent == 0) {
+    State state = in_->state();
+    state.leaving = closing_;
+    path.state_size = encode_state(i, state, path.state);
+    path.state_sent = 0;
+    path.state_stale = false;
+    path.state_at = now;
+    told_ = state;
+    changed_ = urgent_ = false;
+  }
+  ssize_t sent = send(path.socket, path.state + path.state_sent, path.state_size - path.state_sent,
+                      MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (sent < 0) {
+    if (!would_block()) lose(i, now, strerror(errno));
+    return false;
+  }
+  path.state_sent += static_cast<size_t>(sent);
+  return path.state_sent == path.state_size;
+}
+
+}  // namespace keepstep::net

@@ -1,0 +1,1 @@
+"""The network of a job: the plugin's environment, and what NCCL itself does for RDMA."""
