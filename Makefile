@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 # What a bare Debian lacks is installed once; without root this fails and names the package.
 APT := DEBIAN_FRONTEND=noninteractive sh -c 'apt-get update -qq && apt-get install -y -qq "$$0"'
 
-.PHONY: setup setup-postgres demo test test-all lint unit sim sim-soak chaos test-gpu bench docs clean
+.PHONY: setup setup-postgres setup-slurm schedulers demo test test-all lint unit sim sim-soak chaos test-gpu bench docs clean
 
 setup: $(VENV)/.ready
 
@@ -29,10 +29,18 @@ setup-postgres:
 	@command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 \
 	  || $(APT) postgresql || echo 'no PostgreSQL server: its tests are skipped'
 
+# Likewise a private cluster. No daemon of the packages is started, and nothing in /etc is used.
+SLURM := munge slurmctld slurmd slurmdbd slurm-client slurm-wlm-mysql-plugin mariadb-server
+setup-slurm:
+	@command -v slurmctld slurmd slurmdbd mariadbd munged salloc >/dev/null \
+	  || (DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 sh -c 'apt-get update -qq && \
+	    apt-get install -y -qq --no-install-recommends $(SLURM)') \
+	  || echo 'SKIPPED slurm: its packages cannot be installed here'
+
 demo: setup
 	$(BIN)/keepstep demo
 
-test: setup lint unit sim chaos
+test: setup lint unit sim schedulers chaos
 
 lint: setup
 	$(BIN)/ruff check .
@@ -53,11 +61,15 @@ SEED ?= 1000000
 sim-soak: setup
 	$(BIN)/keepstep sim --seed $(SEED) --seconds $(SECONDS) --jobs 2 --json
 
+# Every scheduler through one suite, and jobs on a real Slurm cluster of this machine.
+schedulers: setup setup-slurm
+	$(BIN)/pytest -q tests/schedulers
+
 # A sample of the fault matrix, chosen by the commit id (see tests/chaos/README.md).
 chaos: setup setup-postgres
 	$(BIN)/pytest -q tests/chaos
 
-test-all: setup setup-postgres lint unit sim
+test-all: setup setup-postgres lint unit sim schedulers
 	$(BIN)/pytest -q tests/chaos --chaos-all --chaos-report benchmarks/results/chaos-full.json
 
 # On a machine with one NVIDIA GPU, with its own Python and torch: make test-gpu GPU_PYTHON=python3
