@@ -32,7 +32,8 @@ setup-postgres:
 # Likewise a private cluster. No daemon of the packages is started, and nothing in /etc is used.
 SLURM := munge slurmctld slurmd slurmdbd slurm-client slurm-wlm-mysql-plugin mariadb-server
 setup-slurm:
-	@command -v slurmctld slurmd slurmdbd mariadbd munged salloc >/dev/null \
+	@(for one in slurmctld slurmd slurmdbd mariadbd munged salloc; do \
+	    command -v $$one >/dev/null || exit 1; done) \
 	  || (DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 sh -c 'apt-get update -qq && \
 	    apt-get install -y -qq --no-install-recommends $(SLURM)') \
 	  || echo 'SKIPPED slurm: its packages cannot be installed here'

@@ -32,6 +32,7 @@ COMMANDS = {
     "orchestrator": "keepstep.cli.serve:orchestrator",
     "token": "keepstep.cli.token:token",
     "agent": "keepstep.cli.node:agent",
+    "slurm": "keepstep.cli.slurm:slurm",
     "demo": "keepstep.cli.demo:demo",
     "sim": "keepstep.cli.sim:sim",
 }

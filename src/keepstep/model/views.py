@@ -46,6 +46,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     session: int
     slots: int
     taints: list[str]
+    place: str = ""  # its machine as a scheduler names it
 
 
 class NoteView(msgspec.Struct, frozen=True, kw_only=True):

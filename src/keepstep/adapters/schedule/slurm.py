@@ -193,9 +193,10 @@ class SlurmScheduler:
             process.send_signal(signal.SIGINT)  # takes the request back
             process.communicate()
             return f"nothing within {limit_s:g} s"
-        except BaseException:
+        except BaseException:  # Ctrl-C: it may have been given in this moment
             process.send_signal(signal.SIGINT)
             process.wait()
+            self.abort_swap(ask.job, ask.op)
             raise
         if process.returncode == 0:
             return ""
