@@ -145,7 +145,7 @@ def launch(
     allowed: dict[Kind, object] = {"reserved": reservation, "idle": idle, "preempt": preempt}
     kinds = [kind for kind, wanted in allowed.items() if wanted]
     scheduler = SlurmScheduler()
-    _check(scheduler, limits, kinds)
+    _check(scheduler, limits, kinds, nodes + spare_nodes)
     where = home()
     prepare_home(where)
     job = job_id or new_job_id(script)
@@ -193,9 +193,9 @@ def _gpus(words: str) -> tuple[int, str]:
     return (int(match[2]), match[1] or "") if match else (0, "")
 
 
-def _check(scheduler: SlurmScheduler, limits: Constraints, kinds: list[Kind]) -> None:
+def _check(scheduler: SlurmScheduler, limits: Constraints, kinds: list[Kind], count: int) -> None:
     """Everything that can be known to be wrong, before anything is asked for."""
-    scheduler.check(limits, kinds)
+    scheduler.check(limits, kinds, count)
     can = scheduler.capabilities()
     if "preempt" in kinds and not can.preempt:
         raise UsageError(

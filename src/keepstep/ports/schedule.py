@@ -32,7 +32,7 @@ class Scheduler(Protocol):
 
     def capabilities(self) -> Capabilities: ...
 
-    def check(self, constraints: Constraints, kinds: list[Kind]) -> None:
+    def check(self, constraints: Constraints, kinds: list[Kind], count: int = 1) -> None:
         """Raises UsageError for what does not exist or can never be had; changes nothing."""
 
     def places(self) -> list[Place]: ...

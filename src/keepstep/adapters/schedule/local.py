@@ -86,9 +86,10 @@ class LocalScheduler:
     def capabilities(self) -> Capabilities:
         return Capabilities(taint=True, preempt=True, shrink=True)
 
-    def check(self, constraints: Constraints, kinds: list[Kind]) -> None:
+    def check(self, constraints: Constraints, kinds: list[Kind], count: int = 1) -> None:
         with self.pool() as pool:
-            types = {place.gpu_type for place in pool.places.values()} - {""}
+            there = [place.gpu_type for place in pool.places.values()]
+            types = set(there) - {""}
             reservations = list(pool.reserved)
         if constraints.partition:
             raise UsageError(f"no partition {constraints.partition}", hint="there are none here")
@@ -97,6 +98,9 @@ class LocalScheduler:
                 f"no place has GPUs of type {constraints.gpu_type}",
                 hint=f"types: {', '.join(sorted(types)) or 'none'}",
             )
+        fit = [one for one in there if constraints.gpu_type in ("", one)]
+        if len(fit) < count:
+            raise UsageError(f"{count} nodes are wanted, and there are {len(fit)}")
         if constraints.reservation and constraints.reservation not in reservations:
             raise UsageError(
                 f"no reservation {constraints.reservation}",

@@ -65,19 +65,24 @@ class SlurmScheduler:
             lacks=[] if self._operator else [NO_TAINT],
         )
 
-    def check(self, constraints: Constraints, kinds: list[Kind]) -> None:
-        lines = cli.run("sinfo", "-h", "-a", "-o", "%R|%G").splitlines()
-        offered = [(line.split("|")[0], cli.gpu_type(line.split("|", 1)[1])) for line in lines]
-        partition = constraints.partition
-        if partition and partition not in dict(offered):
-            names = ", ".join(sorted(dict(offered)))
+    def check(self, constraints: Constraints, kinds: list[Kind], count: int = 1) -> None:
+        lines = cli.run("sinfo", "-h", "-N", "-a", "-o", "%R|%N|%G").splitlines()
+        rows = [line.split("|", 2) for line in lines]
+        partition, wanted = constraints.partition, constraints.gpu_type
+        if partition and partition not in {row[0] for row in rows}:
+            names = ", ".join(sorted({row[0] for row in rows}))
             raise UsageError(f"Slurm has no partition {partition}", hint=f"partitions: {names}")
-        types = {kind for name, kind in offered if kind and partition in ("", name)}
-        if constraints.gpu_type and constraints.gpu_type not in types:
+        where = f" in partition {partition}" if partition else ""
+        there = {row[1]: cli.gpu_type(row[2]) for row in rows if partition in ("", row[0])}
+        if wanted and wanted not in there.values():
+            types = ", ".join(sorted({one for one in there.values() if one})) or "none"
             raise UsageError(
-                f"no node{f' of partition {partition}' if partition else ''} has GPUs of type "
-                f"{constraints.gpu_type}",
-                hint=f"types there: {', '.join(sorted(types)) or 'none'}",
+                f"no node{where} has GPUs of type {wanted}", hint=f"types there: {types}"
+            )
+        fit = [name for name, kind in there.items() if wanted in ("", kind)]
+        if len(fit) < count:
+            raise UsageError(
+                f"{count} nodes are wanted, and there are {len(fit)}{where}", hint="see sinfo -N"
             )
         if "reserved" in kinds and constraints.reservation:
             known = list(cli.reserved())
@@ -87,7 +92,7 @@ class SlurmScheduler:
                     hint=f"reservations: {', '.join(known) or 'none'}",
                 )
         # Whatever else Slurm has to say against it: account, QOS, features, numbers.
-        cli.run("srun", "--test-only", "-N1", *_wanted(constraints), "true")
+        cli.run("srun", "--test-only", f"-N{count}", *_wanted(constraints), "true")
 
     def places(self) -> list[Place]:
         return list(cli.read_places().values())

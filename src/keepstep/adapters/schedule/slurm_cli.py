@@ -29,6 +29,10 @@ WRONG = re.compile(
 )
 
 
+def me() -> str:
+    return pwd.getpwuid(os.geteuid()).pw_name
+
+
 def environment() -> dict[str, str]:
     """Without what an allocation around us says: it is not the one that we mean."""
     return {
@@ -110,8 +114,7 @@ def gpu_type(gres: str) -> str:
 
 def read_leases(states: str) -> list[Lease]:
     """Of this user, by the comment that each of ours has."""
-    user = pwd.getpwuid(os.geteuid()).pw_name
-    words = ("squeue", "-h", "-a", "-u", user, "-t", states, "-o", "%i|%N|%k")
+    words = ("squeue", "-h", "-a", "-u", me(), "-t", states, "-o", "%i|%N|%k")
     found: list[Lease] = []
     for line in run(*words).splitlines():
         id, places, comment = line.split("|", 2)
@@ -162,7 +165,7 @@ def read_steps(allocation: str) -> list[tuple[str, str]]:
 
 def is_operator() -> bool:
     """May this user change nodes and reservations?"""
-    user = pwd.getpwuid(os.geteuid()).pw_name
+    user = me()
     config = run("scontrol", "show", "config")
     owner = re.search(r"^SlurmUser\s*=\s*(\S+?)\(", config, re.MULTILINE)
     if user == "root" or (owner is not None and owner.group(1) == user):
