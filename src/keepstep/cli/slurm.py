@@ -11,8 +11,10 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import click
+import msgspec
 
 from keepstep import native
 from keepstep.adapters.schedule import slurm_cli
@@ -23,7 +25,7 @@ from keepstep.cli.client import AsyncClient
 from keepstep.cli.find import Reached, external
 from keepstep.cli.home import home
 from keepstep.cli.launcher import Launcher
-from keepstep.cli.layout import check_counts, lay_out
+from keepstep.cli.layout import Layout, check_counts, lay_out
 from keepstep.cli.output import Output
 from keepstep.cli.run import STALL_S_DEFAULT, check_script, log_to, new_job_id
 from keepstep.errors import KeepstepError, UsageError
@@ -34,6 +36,58 @@ from keepstep.orchestrator.registry import check_id, prepare_home
 from keepstep.orchestrator.requests import Info
 
 FOR_EVER_S = 1e6
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """The command line."""
+
+    nodes: int
+    nproc: int
+    spare_nodes: int
+    partition: str
+    account: str
+    qos: str
+    features: str
+    gpus: str
+    reservation: str
+    idle: bool
+    preempt: bool
+    spare_s: float
+    queue_s: float | None
+    stall_s: float
+    orchestrator: str | None
+    host: str
+    resume: str | None
+    checkpoint_dir: str | None
+    interval: str
+    log_dir: str | None
+    job_id: str | None
+    quiet: bool
+    module: bool
+
+    def provision(self) -> Provision:
+        """Which nodes will do, and where spares may come from; it has none yet."""
+        count, gpu_type = _gpus(self.gpus)
+        allowed: dict[Kind, object] = {
+            "reserved": self.reservation,
+            "idle": self.idle,
+            "preempt": self.preempt,
+        }
+        return Provision(
+            scheduler=SlurmScheduler.name,
+            places={},
+            kinds=[kind for kind, wanted in allowed.items() if wanted],
+            patience_ns=int(self.spare_s * 1e9),
+            constraints=Constraints(
+                partition=self.partition,
+                reservation=self.reservation,
+                account=self.account,
+                qos=self.qos,
+                features=self.features,
+                gpus=count,
+                gpu_type=gpu_type,
+            ),
+        )
 
 
 @click.group()
@@ -92,98 +146,64 @@ def slurm() -> None:
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module name, as in python -m.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def launch(
-    nodes: int,
-    nproc: int,
-    spare_nodes: int,
-    partition: str,
-    account: str,
-    qos: str,
-    features: str,
-    gpus: str,
-    reservation: str,
-    idle: bool,
-    preempt: bool,
-    spare_s: float,
-    queue_s: float | None,
-    stall_s: float,
-    orchestrator: str | None,
-    host: str,
-    resume: str | None,
-    checkpoint_dir: str | None,
-    interval: str,
-    log_dir: str | None,
-    job_id: str | None,
-    quiet: bool,
-    module: bool,
-    script: str,
-    args: tuple[str, ...],
-) -> None:
+def launch(script: str, args: tuple[str, ...], **given: Any) -> None:
     """Start SCRIPT with ARGS on nodes of Slurm; when some are lost, take others."""
-    check_counts(
-        nnodes=nodes,
-        nproc=nproc,
-        spares=0,
-        local_nodes=None,
-        spare_nodes=spare_nodes,
-        external=True,
-    )
-    check_script(script, module)
-    for name, value in (("--stall-timeout", stall_s), ("--spare-timeout", spare_s)):
+    options = Options(**given)
+    check_script(script, options.module)
+    for name, value in (("stall", options.stall_s), ("spare", options.spare_s)):
         if not 0 < value < 1e9:
-            raise UsageError(f"{name} is {value:g}: it must be above 0")
-    count, gpu_type = _gpus(gpus)
-    limits = Constraints(
-        partition=partition,
-        reservation=reservation,
-        account=account,
-        qos=qos,
-        features=features,
-        gpus=count,
-        gpu_type=gpu_type,
-    )
-    allowed: dict[Kind, object] = {"reserved": reservation, "idle": idle, "preempt": preempt}
-    kinds = [kind for kind, wanted in allowed.items() if wanted]
+            raise UsageError(f"--{name}-timeout is {value:g}: it must be above 0")
     scheduler = SlurmScheduler()
-    _check(scheduler, limits, kinds, nodes + spare_nodes)
+    layout = _lay_out(options)
+    provision = options.provision()
+    _check(scheduler, provision, len(layout.nodes))
     where = home()
     prepare_home(where)
-    job = job_id or new_job_id(script)
+    job = options.job_id or new_job_id(script)
     check_id(job)
-    layout = lay_out(local_nodes=nodes, nproc=nproc, spares=0, spare_nodes=spare_nodes)
-    resume = check_resume(resume, layout.world)
-    periodic = check_periodic(checkpoint_dir, interval, None, job, resume)
+    resume = check_resume(options.resume, layout.world)
+    periodic = check_periodic(options.checkpoint_dir, options.interval, None, job, resume)
     native.store_host_path()
-    there = _named(where, orchestrator) if orchestrator is not None else None
-    lease = _allocate(scheduler, limits, job, len(layout.nodes), queue_s)
-    names = [node.name for node in layout.nodes]
+    named = options.orchestrator
+    there = _named(where, named) if named is not None else None
+    lease = _allocate(scheduler, provision.constraints, job, len(layout.nodes), options.queue_s)
+    places = dict(zip((node.name for node in layout.nodes), lease.places, strict=True))
+    log_dir = Path(options.log_dir).absolute() if options.log_dir else where / "jobs" / job
     spec = JobSpec(
         job=job,
         world=layout.world,
         local_world=layout.local_world,
         nodes=layout.nodes,
         spares=layout.spares,
-        stall_timeout_ns=int(stall_s * 1e9),
-        script=(["-m", script] if module else [script]) + list(args),
-        directory=str(Path(log_dir).absolute() if log_dir else where / "jobs" / job),
+        stall_timeout_ns=int(options.stall_s * 1e9),
+        script=(["-m", script] if options.module else [script]) + list(args),
+        directory=str(log_dir),
         resume=resume,
         checkpoints=periodic.directory,
         checkpoint_interval_ns=periodic.interval_ns,
-        provision=Provision(
-            scheduler=scheduler.name,
-            places=dict(zip(names, lease.places, strict=True)),
-            constraints=limits,
-            kinds=kinds,
-            patience_ns=int(spare_s * 1e9),
-        ),
+        provision=msgspec.structs.replace(provision, places=places),
     )
     try:
-        output = Output(quiet=quiet)
-        sys.exit(asyncio.run(_run(spec, where, there, host, output, scheduler)))
+        output = Output(quiet=options.quiet)
+        sys.exit(asyncio.run(_run(spec, where, there, options.host, output, scheduler)))
     finally:
         with contextlib.suppress(KeepstepError):
             for left in scheduler.leases(job):
                 scheduler.release(left)
+
+
+def _lay_out(options: Options) -> Layout:
+    check_counts(
+        nnodes=options.nodes,
+        nproc=options.nproc,
+        spares=0,
+        local_nodes=None,
+        spare_nodes=options.spare_nodes,
+        external=True,
+    )
+    return lay_out(
+        local_nodes=options.nodes, nproc=options.nproc, spares=0, spare_nodes=options.spare_nodes
+    )
 
 
 def _gpus(words: str) -> tuple[int, str]:
@@ -193,11 +213,11 @@ def _gpus(words: str) -> tuple[int, str]:
     return (int(match[2]), match[1] or "") if match else (0, "")
 
 
-def _check(scheduler: SlurmScheduler, limits: Constraints, kinds: list[Kind], count: int) -> None:
+def _check(scheduler: SlurmScheduler, provision: Provision, count: int) -> None:
     """Everything that can be known to be wrong, before anything is asked for."""
-    scheduler.check(limits, kinds, count)
+    scheduler.check(provision.constraints, provision.kinds, count)
     can = scheduler.capabilities()
-    if "preempt" in kinds and not can.preempt:
+    if "preempt" in provision.kinds and not can.preempt:
         raise UsageError(
             "--preempt: this cluster does not preempt", hint="PreemptType in slurm.conf"
         )
