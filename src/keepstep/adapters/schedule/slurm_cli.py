@@ -100,7 +100,7 @@ def read_places() -> dict[str, Place]:
 def _state(word: str) -> Literal["free", "used", "degraded", "down"]:
     plain = word.rstrip(FLAGS).lower()
     if plain in ("idle", "reserved"):
-        return "free" if "*" not in word else "down"
+        return "free" if "*" not in word else "used"  # it does not answer at the moment
     if plain in ("allocated", "mixed", "completing", "planned"):
         return "used"
     return "degraded" if plain in ("draining", "drained") else "down"
