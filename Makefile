@@ -9,8 +9,8 @@ export OMP_NUM_THREADS ?= 1
 # What a bare Debian lacks is installed once; without root this fails and names the package.
 APT := DEBIAN_FRONTEND=noninteractive sh -c 'apt-get update -qq && apt-get install -y -qq "$$0"'
 
-.PHONY: setup setup-postgres setup-network demo test test-all lint unit sim sim-soak chaos network \
-  net-soak test-gpu bench docs clean
+.PHONY: setup setup-postgres setup-network setup-slurm demo test test-all lint unit sim sim-soak chaos \
+  network net-soak schedulers test-gpu bench docs clean
 
 setup: $(VENV)/.ready
 
@@ -30,6 +30,15 @@ setup-postgres:
 	@command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 \
 	  || $(APT) postgresql || echo 'no PostgreSQL server: its tests are skipped'
 
+# Likewise a private cluster. No daemon of the packages is started, and nothing in /etc is used.
+SLURM := munge slurmctld slurmd slurmdbd slurm-client slurm-wlm-mysql-plugin mariadb-server
+setup-slurm:
+	@(for one in slurmctld slurmd slurmdbd mariadbd munged salloc; do \
+	    command -v $$one >/dev/null || exit 1; done) \
+	  || (DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 sh -c 'apt-get update -qq && \
+	    apt-get install -y -qq --no-install-recommends $(SLURM)') \
+	  || echo 'SKIPPED slurm: its packages cannot be installed here'
+
 # Namespaces, links and queues of the network tests.
 setup-network:
 	@command -v tc >/dev/null || $(APT) iproute2 || echo 'no iproute2: network tests are skipped'
@@ -37,7 +46,7 @@ setup-network:
 demo: setup
 	$(BIN)/keepstep demo
 
-test: setup lint unit sim network chaos
+test: setup lint unit sim network schedulers chaos
 
 lint: setup
 	$(BIN)/ruff check .
@@ -58,6 +67,10 @@ SEED ?= 1000000
 sim-soak: setup
 	$(BIN)/keepstep sim --seed $(SEED) --seconds $(SECONDS) --jobs 2 --json
 
+# Every scheduler through one suite, and jobs on a real Slurm cluster of this machine.
+schedulers: setup setup-slurm
+	$(BIN)/pytest -q tests/schedulers
+
 # A sample of the fault matrix, chosen by the commit id (see tests/chaos/README.md).
 chaos: setup setup-postgres
 	$(BIN)/pytest -q tests/chaos
@@ -71,7 +84,7 @@ NET_FAULTS ?= 1000
 net-soak: setup setup-network
 	$(BIN)/python tests/network/soak.py --faults $(NET_FAULTS) --report benchmarks/results/net-soak.json
 
-test-all: setup setup-postgres lint unit sim network
+test-all: setup setup-postgres lint unit sim network schedulers
 	$(BIN)/pytest -q tests/chaos --chaos-all --chaos-report benchmarks/results/chaos-full.json
 
 # On a machine with one NVIDIA GPU, with its own Python and torch: make test-gpu GPU_PYTHON=python3

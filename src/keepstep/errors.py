@@ -7,8 +7,10 @@
     |   `-- RemoteProtocolError the peer broke it (malformed, oversized or unauthenticated frame)
     |-- TransientError          may work later; `retry_after_s` says when
     |   |-- StoreUnavailable    the ledger cannot be reached; the last write may or may not be there
-    |   `-- NotActive           another orchestrator decides; `active` says where, if it is known
+    |   |-- NotActive           another orchestrator decides; `active` says where, if it is known
+    |   `-- NoSpare             the scheduler has no machine for us now
     `-- PermanentError          will not work, whatever is tried
+        `-- NoRight             the scheduler does not let us do it
 
 A message says what happened and to which ids; `hint` says what to do about it.
 """
@@ -58,5 +60,13 @@ class NotActive(TransientError):
         self.active = active
 
 
+class NoSpare(TransientError):
+    pass
+
+
 class PermanentError(KeepstepError):
+    pass
+
+
+class NoRight(PermanentError):
     pass

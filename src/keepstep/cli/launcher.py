@@ -112,7 +112,7 @@ class Launcher:
             self._output.words(f"job {self._spec.job}, logs in {self._directory / 'logs'}")
             if self._starts_agents:
                 await self._start_agents()
-            else:
+            elif self._spec.provision is None:
                 self._say_how_to_join()
             self._spawn(self._watch())
             self._spawn(self._follow_logs())
@@ -304,9 +304,12 @@ class Launcher:
             return
         if "held" not in self._held_said:
             self._held_said.add("held")
+            spare = f"a spare appears: keepstep agent --job {view.job} --slots 1"
+            if self._spec.provision is not None:
+                spare = f"{self._spec.provision.scheduler} gives a node"
             self._output.words(
                 f"job {view.job} holds: {view.reason or 'no spare is left'}. Nothing is lost; it "
-                f"goes on when a spare appears: keepstep agent --job {view.job} --slots 1",
+                f"goes on when {spare}",
                 always=True,
             )
         if view.checkpoint and view.checkpoint not in self._held_said:

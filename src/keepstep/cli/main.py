@@ -33,6 +33,7 @@ COMMANDS = {
     "net": "keepstep.cli.net:net",
     "token": "keepstep.cli.token:token",
     "agent": "keepstep.cli.node:agent",
+    "slurm": "keepstep.cli.slurm:slurm",
     "demo": "keepstep.cli.demo:demo",
     "sim": "keepstep.cli.sim:sim",
 }

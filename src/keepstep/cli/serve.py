@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from keepstep.adapters.schedule.slurm import SlurmScheduler
 from keepstep.cli import show
 from keepstep.cli.home import home
 from keepstep.errors import UsageError
@@ -39,8 +40,18 @@ LEASE_S_MIN, LEASE_S_MAX = 1.0, 300.0
     "--lease", "lease_s", type=float, default=LEASE_S, show_default=True, metavar="S",
     help="With --store: after this time without a word another one takes over.",
 )  # fmt: skip
+@click.option(
+    "--scheduler", type=click.Choice(("slurm",)),
+    help="Take further nodes from it for jobs of `keepstep slurm launch`.",
+)  # fmt: skip
 def orchestrator(
-    id_: str | None, host: str, port: int, stream_port: int, store: str, lease_s: float
+    id_: str | None,
+    host: str,
+    port: int,
+    stream_port: int,
+    store: str,
+    lease_s: float,
+    scheduler: str | None,
 ) -> None:
     """Run an orchestrator for `keepstep run --orchestrator NAME`."""
     logging.basicConfig(
@@ -55,7 +66,12 @@ def orchestrator(
         raise UsageError("--id is missing", hint="it names the ledger, for example --id main")
     id_ = id_ or socket.gethostname()
     where = {"id": id_, "host": host, "port": port, "stream_port": stream_port}
-    sys.exit(asyncio.run(_orchestrate({**where, "store": store, "lease_s": lease_s})))
+    by = SlurmScheduler() if scheduler is not None else None
+    if by is not None:
+        for sentence in by.capabilities().lacks:
+            show.words(f"note: {sentence}")
+    more = {"store": store, "lease_s": lease_s, "scheduler": by}
+    sys.exit(asyncio.run(_orchestrate({**where, **more})))
 
 
 async def _orchestrate(options: dict[str, Any]) -> int:

@@ -14,6 +14,7 @@ from keepstep.core import (
     operator,
     planned,
     processes,
+    provision,
     recovery,
     rewire,
     start,
@@ -61,6 +62,7 @@ def settle(job: Job, out: Out) -> None:
     if job.ended is None and not job.replayed:
         _release(job, out)
         _refill(job, out)
+        provision.advance(job, out)
     job.rest = out.said == said
 
 
@@ -162,7 +164,9 @@ def _refill(job: Job, out: Out) -> None:
 def agent_joined(job: Job, out: Out, name: str, hello: Hello) -> None:
     node = job.nodes[name]
     if node.state != "connected" or node.session != hello.session:
-        out.record(NodeJoined(job=job.id, at_ns=out.now, node=name, slots=hello.slots))
+        joined = NodeJoined(job=job.id, at_ns=out.now, node=name, slots=hello.slots)
+        out.record(joined)
+        provision.apply(job, joined)
     node.state = "connected"
     moved = (node.blobs, node.pid) != (hello.blobs, hello.pid)
     node.blobs, node.pid, node.session = hello.blobs, hello.pid, hello.session

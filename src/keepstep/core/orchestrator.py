@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from keepstep.core import faults, operator, quiet, recovery
+from keepstep.core import faults, operator, provision, quiet, recovery
 from keepstep.core import job as jobs_
+from keepstep.core.capacity import CapacityView
 from keepstep.core.project import incident_view, job_view
 from keepstep.core.state import EVERY_NODE, Job, Out, Outcome, Send
 from keepstep.core.timers import fire, timers
@@ -33,6 +34,9 @@ from keepstep.model.job import (
     Migrate,
     NodeDead,
     Note,
+    PlaceReturned,
+    SpareGranted,
+    SpareRefused,
     Submit,
     Taint,
     Untaint,
@@ -114,6 +118,10 @@ class Core:
     def job(self, job_id: str) -> JobView:
         return job_view(self._job(job_id))
 
+    def capacity(self, job_id: str) -> CapacityView | None:
+        """What a scheduler is to do for the job; None: nothing (any more)."""
+        return provision.look(self._job(job_id))
+
     def state(self, job_id: str) -> Job:
         """The facts themselves, for those who check and never change them."""
         return self._job(job_id)
@@ -158,6 +166,8 @@ class Core:
         elif isinstance(event, NodeDead):
             if event.node in job.nodes:
                 faults.lose_node(job, out, event.node, "died")
+        elif isinstance(event, SpareGranted | SpareRefused | PlaceReturned):
+            provision.answered(job, out, event)
         elif isinstance(event, Migrate):
             operator.migrate(job, out, event)
         elif isinstance(event, Drain):
@@ -179,5 +189,7 @@ class Core:
             node = recovery.add_node(job, event.node, event.hello.slots)
             node.state = "connected"
             out.send(node.name, Stop(grace_ns=0))
-        elif not isinstance(event, AgentSaid | AgentGone | NodeDead):
+        elif isinstance(event, AgentGone) and event.node in job.nodes:
+            job.nodes[event.node].state = "disconnected"  # its place can go back
+        elif not isinstance(event, AgentSaid | AgentGone | NodeDead | PlaceReturned):
             operator.check_open(job)

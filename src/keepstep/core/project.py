@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from keepstep.core import parities
+from keepstep.core.capacity import Capacity
 from keepstep.core.interval import HOUR
 from keepstep.core.placement import buddy_node
 from keepstep.core.saves import Complete
@@ -82,7 +83,7 @@ def job_view(job: Job, state: JobState | None = None, exit_code: int | None = No
         protection=protection,
         ranks=ranks,
         spares=[spare_view(job, w) for w in job.workers.values() if is_spare(w)],
-        nodes=[node_view(node) for node in job.nodes.values()],
+        nodes=[node_view(node, job.capacity) for node in job.order],
         last_incident=newest,
         injects_fired=list(job.fired),
         traceback=job.traceback,
@@ -181,7 +182,7 @@ def spare_view(job: Job, worker: Worker) -> SpareView:
     )
 
 
-def node_view(node: Node) -> NodeView:
+def node_view(node: Node, capacity: Capacity) -> NodeView:
     taints = list(node.taints)
     for slot, reasons in sorted(node.slot_taints.items()):
         taints += [f"{node.name}/{slot}: {reason}" for reason in reasons]
@@ -193,6 +194,7 @@ def node_view(node: Node) -> NodeView:
         slots=node.slots,
         taints=taints,
         paths=node.paths,
+        place=capacity.places.get(node.name, ""),
     )
 
 

@@ -12,7 +12,7 @@ happened since. In between (`Job.replayed`) the core only collects. Then:
 
 from __future__ import annotations
 
-from keepstep.core import parities
+from keepstep.core import parities, provision
 from keepstep.core.fallback import fallen
 from keepstep.core.incidents import close_incident
 from keepstep.core.processes import give_buddy
@@ -38,8 +38,12 @@ from keepstep.model.records import (
     JobSubmitted,
     NodeJoined,
     NodeLost,
+    NodeReturned,
     Placed,
     Record,
+    SpareDenied,
+    SpareGiven,
+    SpareWanted,
     StartBegun,
     Tainted,
     Untainted,
@@ -74,6 +78,8 @@ def apply(jobs: dict[str, Job], record: Record) -> None:
         return
     job.replayed = True
     job.note(record)
+    if isinstance(record, SpareWanted | SpareGiven | SpareDenied | NodeReturned | NodeJoined):
+        provision.apply(job, record)
     if isinstance(record, Placed | WorkerEnded | NodeLost | NodeJoined | StartBegun | JobStarted):
         _apply_processes(job, record)
     elif isinstance(record, IncidentOpened | IncidentWidened | IncidentClosed):

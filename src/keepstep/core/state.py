@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from keepstep.core.capacity import Capacity
 from keepstep.core.ranks import Ranks, Tally, Told
 from keepstep.core.saves import Saves
 from keepstep.core.timeline import Timeline
@@ -320,6 +321,7 @@ class Job:
     checkpoint_tick: int | None = None
     resume: str = ""  # checkpoint that all ranks are to be started from
     saves: Saves = field(init=False)
+    capacity: Capacity = field(init=False)
     causes: dict[int, tuple[str, str]] = field(default_factory=dict)  # dead rank -> (cause, why)
     alarm: tuple[str, str] | None = None  # a rank's exception: (cause, why), until an attempt
     deaths: dict[int, tuple[int, set[str]]] = field(default_factory=dict)  # rank -> tick, workers
@@ -361,6 +363,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self.resume, self.saves = self.spec.resume, Saves(self.spec)
+        self.capacity = Capacity.of(self.spec)
 
     @property
     def id(self) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-from keepstep.core import breaker, checkpoints, understudies
+from keepstep.core import breaker, checkpoints, provision, understudies
 from keepstep.core.faults import (
     ALL_SILENT_NS,
     FENCE_SLACK_NS,
@@ -77,6 +77,8 @@ def timers(job: Job) -> list[Timer]:
         rows.append((job.rejoin_until, "rejoin", ""))
     if job.attempt is not None:
         rows += _attempt_timers(job, job.attempt)
+    if not job.replayed:
+        rows += provision.timers(job)
     return rows
 
 
@@ -249,6 +251,10 @@ def _fire_one(job: Job, out: Out, what: str, subject: str) -> None:
         job.rejoin_until = None
     elif what == "stalls":
         job.judge_at = None
+    elif what == "spare":
+        provision.late(job, out)
+    elif what == "ask-again":
+        job.capacity.again_at = 0
     elif what == "start-store":
         store_failed(job, out, f"{job.store_node} did not open the store in time")
     elif what == "attach":

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from keepstep.model.messages import AgentMessage, Hello
+from keepstep.model.schedule import Provision
 
 POINTS = (
     "before_forward",
@@ -54,6 +55,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     checkpoint_interval_ns: int = 0  # 0: from what one costs, and mttf_ns
     mttf_ns: int = 0  # of the job; 0: from the number of its nodes
     inject: list[InjectSpec] = []
+    provision: Provision | None = None  # its nodes are a scheduler's
 
 
 # --------------------------------------------------------------------------- inputs of the core
@@ -94,6 +96,29 @@ class AgentGone(Input, frozen=True):
 
 class NodeDead(Input, frozen=True):
     """Positive knowledge (its launcher reaped it and swept its session): fenced already."""
+
+    job: str
+    node: str
+
+
+class SpareGranted(Input, frozen=True):
+    """The scheduler has given a place for the node that was wanted; its agent is being started."""
+
+    job: str
+    op: str
+    place: str
+
+
+class SpareRefused(Input, frozen=True):
+    """The scheduler has none, for now."""
+
+    job: str
+    op: str
+    why: str
+
+
+class PlaceReturned(Input, frozen=True):
+    """The scheduler has a node's place back; nothing of the job runs there any more."""
 
     job: str
     node: str
@@ -164,6 +189,9 @@ CoreInput = (
     | AgentSaid
     | AgentGone
     | NodeDead
+    | SpareGranted
+    | SpareRefused
+    | PlaceReturned
     | Wake
     | Migrate
     | Drain

@@ -79,6 +79,39 @@ class NodeJoined(BaseRecord, frozen=True, kw_only=True):
     slots: int
 
 
+class SpareWanted(BaseRecord, frozen=True, kw_only=True):
+    """The job has no spare for a victim: the scheduler is asked for a place for `node`."""
+
+    op: str
+    node: str
+    instead_of: str  # the victim's place
+    avoid: list[str]  # places
+    reason: str
+
+
+class SpareGiven(BaseRecord, frozen=True, kw_only=True):
+    """It gave one. What follows is the agent's NodeJoined, or SpareDenied."""
+
+    op: str
+    node: str
+    place: str
+
+
+class SpareDenied(BaseRecord, frozen=True, kw_only=True):
+    """It gave none, or its agent did not come, or none is needed any more: whatever was acquired
+    goes back."""
+
+    op: str
+    why: str
+
+
+class NodeReturned(BaseRecord, frozen=True, kw_only=True):
+    """The scheduler has the place of a node that was left."""
+
+    node: str
+    place: str
+
+
 class IncidentOpened(BaseRecord, frozen=True, kw_only=True):
     """A cause with its victims; from here on somebody looks after it."""
 
@@ -222,6 +255,10 @@ Record = (
     | WorkerEnded
     | NodeLost
     | NodeJoined
+    | SpareWanted
+    | SpareGiven
+    | SpareDenied
+    | NodeReturned
     | IncidentOpened
     | IncidentWidened
     | AttemptStarted

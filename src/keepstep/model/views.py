@@ -49,6 +49,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     taints: list[str]
     paths: list[PathView] = []  # where the network plugin is in use
+    place: str = ""  # its machine as a scheduler names it
 
 
 class NoteView(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,6 +24,8 @@ import logging
 import os
 import secrets
 import socket
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -36,12 +38,15 @@ from keepstep.adapters.transport.tls import is_loopback, server_context
 from keepstep.core.orchestrator import Core
 from keepstep.errors import PermanentError, UsageError
 from keepstep.model.messages import PROTOCOL, Address, TlsFiles
+from keepstep.model.schedule import AgentStart
 from keepstep.model.views import JobView
 from keepstep.orchestrator import api, registry
+from keepstep.orchestrator.broker import Broker
 from keepstep.orchestrator.requests import Info, Peer
 from keepstep.orchestrator.server import AgentServer
 from keepstep.orchestrator.terms import Terms, enroll
 from keepstep.ports.ledger import LedgerStore, Member
+from keepstep.ports.schedule import Scheduler
 from keepstep.runtime.driver import Driver
 
 if TYPE_CHECKING:  # an orchestrator on loopback does without cryptography
@@ -53,6 +58,7 @@ log = logging.getLogger("keepstep.orchestrator")
 ENDED = frozenset({"done", "failed", "fell_back", "cancelled"})
 STOP_S_MAX = 3
 LEASE_S = 10.0
+AGENT_TOKEN_NS = 600 * 10**9  # to join with; whoever has joined has a certificate
 
 
 class _Web(uvicorn.Server):
@@ -106,6 +112,7 @@ class Orchestrator:
         embedded: bool,
         identity: Identity | None = None,
         tls: TlsFiles | None = None,
+        scheduler: Scheduler | None = None,
     ) -> None:
         self.id = id
         self.home = home
@@ -120,6 +127,10 @@ class Orchestrator:
         self._agents = AgentServer(token, tls)
         self.driver = Driver(Core(), store, self._agents)
         self.terms = Terms(store, self.driver, self._agents, me)
+        self.broker: Broker | None = None
+        if scheduler is not None:
+            self.broker = Broker(self.driver, scheduler, self._agent_start)
+        self._brokering: asyncio.Task[None] | None = None
         self._office: asyncio.Task[None] | None = None
         self._web: _Web | None = None
         self._web_task: asyncio.Task[None] | None = None
@@ -137,6 +148,7 @@ class Orchestrator:
         embedded: bool = False,
         store: str = "",
         lease_s: float = LEASE_S,
+        scheduler: Scheduler | None = None,
     ) -> Orchestrator:
         """Listen, replay the ledger (or stand by), and write HOME/orchestrators/<id>.json."""
         registry.check_id(id)
@@ -177,6 +189,7 @@ class Orchestrator:
                 embedded=embedded,
                 identity=identity,
                 tls=identity.authority.serve_as(names_of(host)) if identity is not None else None,
+                scheduler=scheduler,
             )
             await self.terms.begin()
             if self.terms.role == "active":
@@ -206,7 +219,9 @@ class Orchestrator:
     async def stop(self) -> None:
         """Close everything. Agents of jobs that still live go on and try to reconnect."""
         live = self.live_jobs()
-        for task in (self._registrar, self._office):
+        if self.broker is not None:
+            await self.broker.stop()
+        for task in (self._registrar, self._office, self._brokering):
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
@@ -248,6 +263,35 @@ class Orchestrator:
         self._write_entry()
         self._registrar = asyncio.create_task(self._keep_entry())
         self._office = asyncio.create_task(self.terms.run())
+        if self.broker is not None:
+            self._brokering = asyncio.create_task(self.broker.run())
+
+    def _agent_start(self, job: str, node: str) -> AgentStart:
+        """On whatever machine: beyond loopback with a token for this one node."""
+        spec = self.driver.core.state(job).spec
+        slots = next((one.slots for one in spec.nodes if one.name == node), spec.local_world)
+        where, env = self.id, {"KEEPSTEP_HOME": str(self.home)}
+        if self._identity is not None:
+            where = self.url
+            if is_unspecified(self.stream.host):
+                where = f"https://{socket.gethostname()}:{self.url.rpartition(':')[2]}"
+            env["KEEPSTEP_TOKEN"], _ = self._identity.tokens.create(
+                self._identity.authority.fingerprint,
+                role="join",
+                now_ns=time.time_ns(),
+                ttl_ns=AGENT_TOKEN_NS,
+                node=node,
+            )
+        command = [sys.executable, "-P", "-m", "keepstep", "agent", "--orchestrator", where]
+        command += ["--job", job, "--node", node, "--slots", str(slots), "--wait"]
+        return AgentStart(
+            job=job,
+            node=node,
+            command=command,
+            env=env,
+            directory=str(self.home),
+            log=f"{spec.directory}/start-{node}.log",
+        )
 
     def _desk(self) -> Desk | None:
         if self._identity is None:
@@ -300,6 +344,7 @@ class Orchestrator:
             reason=away.message if away is not None else "",
             active=self.terms.active_url,
             peers=self._peers(),
+            scheduler=self.broker.scheduler.name if self.broker is not None else "",
         )
 
     def _peers(self) -> list[Peer]:

@@ -127,6 +127,7 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""  # why it is not active
     active: str = ""  # address of the active one, as far as it is known
     peers: list[Peer] = []  # all that share the store, this one included
+    scheduler: str = ""  # that gives nodes to its jobs
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,52 @@
+"""What is known about the places of a job whose nodes a scheduler gives (see provision.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from keepstep.model.job import JobSpec
+from keepstep.model.schedule import START
+
+
+@dataclass(slots=True)
+class Want:
+    """A place that the scheduler was asked for. Its answer is an agent that joins as `node`."""
+
+    op: str
+    node: str
+    instead_of: str
+    avoid: list[str]
+    at: int
+    place: str = ""  # given; the agent is awaited
+
+
+@dataclass(slots=True)
+class Capacity:
+    places: dict[str, str]  # node -> place, of those that the scheduler has not back
+    ops: dict[str, str]  # node -> what its place was acquired for
+    want: Want | None = None
+    swaps: dict[str, str] = field(default_factory=dict)  # place -> op of what took its seat
+    asked: int = 0  # how often
+    again_at: int = 0  # not before
+    denied: str = ""  # why, the last time
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> Capacity:
+        places = dict(spec.provision.places) if spec.provision is not None else {}
+        return cls(places=places, ops=dict.fromkeys(places, START))
+
+
+class CapacityView(msgspec.Struct, frozen=True, kw_only=True):
+    """What whoever talks to the scheduler has to see to. Each line stays until it is done."""
+
+    want: Want | None  # to be acquired, unless its place is known
+    start: dict[str, str]  # node -> place: an agent is to run there
+    connected: set[str]  # nodes
+    away: dict[str, str]  # node -> place: without a stream
+    fence: dict[str, str]  # node -> place: given up, but it may still run
+    taint: dict[str, tuple[str, str]]  # node -> place and why nothing new may start there
+    leave: dict[str, tuple[str, str]]  # node -> place and the op that took its seat, "" for none
+    places: dict[str, str]  # node -> place
+    ops: set[str]  # what was acquired for anything else goes back

@@ -1,0 +1,235 @@
+"""Nodes from a scheduler: when one is asked for, and when one goes back.
+
+Theory of operation. As long as a job has spares, or healthy slots to start some in, the scheduler
+plays no part in a migration. If victims are left without one, a *want* is put on record, and after
+that the scheduler is asked for one place, under the want's op. The answer is an agent that joins
+under the name that the want gave, which is one more node as any other: its slots are free, so
+spares are started there. One place is asked for at a time; if it is not enough, the next one is.
+
+No answer changes anything but this: a refusal, an agent that does not come within the patience
+of the job, or victims who need nothing any more close the want (SpareDenied), and what is still
+lacking is asked for again after a while, under another op. What comes after that is late: the shell
+gives back whatever belongs to no op on record.
+
+A node is left when it is dead, or when it is tainted and nothing runs there any more; its place
+goes back once no attempt is under way, because until then it may be somebody's source of state.
+
+The shell looks at `look` and does what stands there, again and again until it does not: after a
+restart, too, for everything here is on record.
+"""
+
+from __future__ import annotations
+
+from keepstep.core.capacity import CapacityView, Want
+from keepstep.core.incidents import warn
+from keepstep.core.planned import pending_ranks
+from keepstep.core.processes import free_slots
+from keepstep.core.state import SECOND, Job, Node, Out
+from keepstep.errors import UsageError
+from keepstep.model.job import PlaceReturned, SpareGranted, SpareRefused
+from keepstep.model.records import (
+    NodeJoined,
+    NodeReturned,
+    SpareDenied,
+    SpareGiven,
+    SpareWanted,
+)
+from keepstep.model.schedule import START
+
+AGAIN_NS = 15 * SECOND
+JOIN_NS = 60 * SECOND  # from a place to its agent
+
+Happened = SpareWanted | SpareGiven | SpareDenied | NodeReturned | NodeJoined
+
+
+def victims(job: Job) -> list[int]:
+    """Ranks that need a spare and have none yet."""
+    attempt = job.attempt
+    if attempt is None or attempt.kind == "planned":
+        taken = set(attempt.newcomers) if attempt is not None and not attempt.committed else set()
+        if not pending_ranks(job):
+            return []
+        waiting = (i.pending for i in job.incidents if i.cause != "resume")
+        return [rank for pending in waiting for rank in pending if rank not in taken]
+    if attempt.committed or attempt.incident.give_up:
+        return []
+    return [rank for rank in attempt.moving if rank not in attempt.newcomers]
+
+
+def lacking(job: Job) -> list[int]:
+    """Those of them for whom the job's own nodes have no room."""
+    needy = victims(job)
+    if not needy:
+        return []
+    healthy = [
+        worker
+        for worker in job.special.values()
+        if job.nodes[worker.node].state in ("connected", "disconnected")
+        and job.nodes[worker.node].healthy(worker.slot)
+    ]
+    own = sum(worker.role == "standby" and worker.usable for worker in healthy)
+    own += sum(worker.alive and worker.killed_at is not None for worker in healthy)
+    return needy[own + len(free_slots(job)) :]
+
+
+def advance(job: Job, out: Out) -> None:
+    """Asked at the end of every look at all facts."""
+    if job.spec.provision is None or not job.spec.provision.kinds:
+        return
+    facts = job.capacity
+    needy = lacking(job) if job.mode == "running" else []
+    if facts.want is not None:
+        if not needy:
+            deny(job, out, "it is not needed any more", again_ns=0)
+        return
+    if not needy:
+        facts.denied, facts.again_at = "", 0
+        return
+    if out.now < facts.again_at:
+        return
+    owner = job.owner(needy[0])
+    old = facts.places.get(owner.node, "") if owner is not None else ""
+    avoid = {facts.places[n.name] for n in job.order if n.name in facts.places and _bad(n)}
+    record = SpareWanted(
+        job=job.id,
+        at_ns=out.now,
+        op=f"spare-{facts.asked + 1}",
+        node=_free_name(job),
+        instead_of=old,
+        avoid=sorted(avoid | ({old} - {""})),
+        reason=f"no spare for {len(needy)} of the ranks, the first of them is {needy[0]}",
+    )
+    out.record(record)
+    apply(job, record)
+
+
+def _bad(node: Node) -> bool:
+    return bool(node.taints) or node.state in ("unreachable", "dead")
+
+
+def _free_name(job: Job) -> str:
+    number = len(job.nodes)
+    while f"n{number}" in job.nodes:
+        number += 1
+    return f"n{number}"
+
+
+def deny(job: Job, out: Out, why: str, again_ns: int = AGAIN_NS) -> None:
+    want = job.capacity.want
+    assert want is not None
+    record = SpareDenied(job=job.id, at_ns=out.now, op=want.op, why=why)
+    out.record(record)
+    apply(job, record)
+    job.capacity.again_at = out.now + again_ns if again_ns else 0
+
+
+def answered(job: Job, out: Out, event: SpareGranted | SpareRefused | PlaceReturned) -> None:
+    facts = job.capacity
+    if isinstance(event, PlaceReturned):
+        if event.node not in facts.places:
+            return
+        place = facts.places[event.node]
+        record = NodeReturned(job=job.id, at_ns=out.now, node=event.node, place=place)
+        out.record(record)
+        apply(job, record)
+        return
+    want = facts.want
+    if want is None or want.op != event.op:
+        raise UsageError(f"job {job.id} does not want {event.op}", hint="the answer came too late")
+    if isinstance(event, SpareGranted):
+        if not want.place:
+            given = SpareGiven(
+                job=job.id, at_ns=out.now, op=want.op, node=want.node, place=event.place
+            )
+            out.record(given)
+            apply(job, given)
+        return
+    if event.why != facts.denied:
+        warn(job, out, f"the scheduler gives no node: {event.why}")
+    deny(job, out, event.why)
+
+
+def late(job: Job, out: Out) -> None:
+    warn(job, out, "no agent joined in the place that the scheduler was asked for")
+    deny(job, out, "no agent joined in time")
+
+
+def timers(job: Job) -> list[tuple[int, str, str]]:
+    spec, facts = job.spec.provision, job.capacity
+    if spec is None:
+        return []
+    if facts.want is not None:
+        return [(facts.want.at + spec.patience_ns + JOIN_NS, "spare", "")]
+    return [(facts.again_at, "ask-again", "")] if facts.again_at else []
+
+
+def apply(job: Job, record: Happened) -> None:
+    """One record onto the facts, when it is written and when it is replayed."""
+    facts = job.capacity
+    want = facts.want
+    if isinstance(record, SpareWanted):
+        facts.asked += 1
+        facts.again_at = 0
+        facts.want = Want(record.op, record.node, record.instead_of, record.avoid, record.at_ns)
+    elif isinstance(record, SpareGiven):
+        facts.places[record.node], facts.ops[record.node] = record.place, record.op
+        if want is not None:
+            want.place = record.place
+    elif isinstance(record, SpareDenied):
+        facts.denied = record.why
+        if want is not None:
+            facts.places.pop(want.node, None)
+            facts.ops.pop(want.node, None)
+        facts.want = None
+        facts.again_at = record.at_ns + AGAIN_NS
+    elif isinstance(record, NodeReturned):
+        facts.places.pop(record.node, None)
+        facts.ops.pop(record.node, None)
+        facts.swaps.pop(record.place, None)
+    elif want is not None and record.node == want.node:
+        if want.instead_of:
+            facts.swaps[want.instead_of] = want.op
+        facts.want, facts.denied, facts.again_at = None, "", 0
+
+
+def look(job: Job) -> CapacityView | None:
+    """None: no scheduler has anything to do with it (any more)."""
+    if job.spec.provision is None or job.ended is not None:
+        return None
+    facts, nodes = job.capacity, job.nodes
+    known = {name: nodes[name] for name in facts.places if name in nodes}
+    want = facts.want
+    start = {n: facts.places[n] for n, node in known.items() if node.state == "absent"}
+    if want is not None and want.place:
+        start[want.node] = want.place
+    return CapacityView(
+        want=want,
+        start=start,
+        connected={n for n, node in known.items() if node.state == "connected"},
+        away={
+            n: facts.places[n]
+            for n, node in known.items()
+            if node.state in ("disconnected", "unreachable")
+        },
+        fence={n: facts.places[n] for n, node in known.items() if node.state == "unreachable"},
+        taint={
+            n: (facts.places[n], "; ".join(node.taints)) for n, node in known.items() if node.taints
+        },
+        leave={
+            n: (facts.places[n], facts.swaps.get(facts.places[n], ""))
+            for n, node in known.items()
+            if _is_left(job, node)
+        },
+        places=dict(facts.places),
+        ops={START, *facts.ops.values(), *([want.op] if want is not None else [])},
+    )
+
+
+def _is_left(job: Job, node: Node) -> bool:
+    if job.mode != "running" or job.replayed or job.attempt is not None:
+        return False
+    if node.state == "dead":
+        return True
+    if node.state != "connected" or not node.taints:
+        return False
+    return not any(worker.alive for worker in job.there.get(node.name, ()))

@@ -1,0 +1,89 @@
+"""What the orchestrator and a scheduler say to each other about machines.
+
+A *place* is a machine as the scheduler names it; a node of a job is an agent in a place. A *lease*
+is the right to use places for one job, given for one *operation* (`op`): asking again with the
+same job and op gives the same lease, also after a restart of whoever asked.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+# Where a spare may come from, cheapest first: a reservation for spares, a machine that nobody
+# uses, one that a job of lower priority is using, or the end of the queue.
+Kind = Literal["reserved", "idle", "preempt", "queue"]
+Level = Literal["degraded", "fenced"]  # nothing new may start there; nothing may run there
+START = "start"  # the operation that a job's first places belong to
+
+
+class Constraints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which places will do. Empty or 0: any."""
+
+    partition: str = ""
+    reservation: str = ""  # whose places are spares
+    account: str = ""
+    qos: str = ""
+    features: str = ""
+    gpus: int = 0  # on each place
+    gpu_type: str = ""
+
+
+class Provision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of a job whose nodes a scheduler gives: those it has, and which ones it may ask for."""
+
+    scheduler: str
+    places: dict[str, str]  # node -> place
+    constraints: Constraints = Constraints()
+    kinds: list[Kind] = []  # of spares; none: it never asks
+    patience_ns: int = 120_000_000_000  # how long one request may take
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    job: str
+    op: str
+    constraints: Constraints
+    kinds: list[Kind]  # tried in this order
+    avoid: list[str] = []  # places
+    count: int = 1
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    id: str  # the scheduler's own
+    job: str
+    op: str
+    kind: Kind
+    places: list[str]
+    instead_of: str = ""  # the place that it has replaced, once that is committed
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    state: Literal["free", "used", "degraded", "down"]
+    reason: str = ""
+    ours: bool = False  # it is degraded or down because Keepstep said so
+    gpu_type: str = ""
+
+
+class Spare(msgspec.Struct, frozen=True, kw_only=True):
+    """A place that could be had now."""
+
+    place: str
+    kind: Kind
+
+
+class AgentStart(msgspec.Struct, frozen=True, kw_only=True):
+    job: str
+    node: str
+    command: list[str]
+    env: dict[str, str]  # added to that of whoever starts it
+    directory: str  # where it runs
+    log: str
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    taint: bool  # degrade and fence places
+    preempt: bool
+    shrink: bool  # give single places of a lease back
+    lacks: list[str] = []  # sentences: what cannot be done, and what follows from it

@@ -1,0 +1,207 @@
+"""A real job on a real Slurm cluster: nodes are lost and drained, training goes on, bit for bit.
+
+Agents and ranks are steps of Slurm, and reach the orchestrator by TLS with tokens where this
+machine has an address beyond loopback.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from cluster import Cluster, until
+from labs import SlurmLab
+
+from keepstep.adapters.schedule import slurm_cli
+from keepstep.adapters.schedule.slurm import SlurmScheduler
+from keepstep.cli.client import Client
+from keepstep.cli.main import invoke
+from keepstep.errors import KeepstepError, NoRight
+from keepstep.model.views import IncidentView, JobView
+from keepstep.orchestrator import registry
+
+CHAOS = Path(__file__).parents[1] / "chaos"
+SCRIPT = CHAOS / "train.py"
+STEPS = ["--epochs", "2", "--steps-per-epoch", "60"]
+WORLD = 3
+JOB_S = 150.0
+
+
+def address() -> str:
+    """Of this machine, beyond loopback if it has one."""
+    for found in psutil.net_if_addrs().values():
+        for one in found:
+            if one.family == socket.AF_INET and not one.address.startswith("127."):
+                return str(one.address)
+    return "127.0.0.1"
+
+
+class SlurmJob:
+    """One `keepstep slurm launch` with three nodes."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.out, self.slow, self._log = folder / "out", folder / "slow", folder / "launch.log"
+        self._home = folder / "home"
+        self.out.mkdir()
+        self.slow.touch()  # until `finish` it takes its time: what is done to it happens meanwhile
+        command = [sys.executable, "-m", "keepstep", "slurm", "launch", "-N", str(WORLD)]
+        command += ["-p", "train", "--gpus-per-node", "h200:4", "--job-id", "job"]
+        command += ["--stall-timeout", "6", "--host", address(), *options]
+        command += [str(SCRIPT), "--out", str(self.out), *STEPS, "--slow", str(self.slow)]
+        env = {**os.environ, "KEEPSTEP_HOME": str(self._home), "OMP_NUM_THREADS": "1"}
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+
+    def words(self) -> str:
+        return self._log.read_text()[-6000:]
+
+    def _ask(self, path: str, kind: Any) -> Any:
+        entry = registry.read(self._home, "job")
+        try:
+            return Client.of(entry).get(path, kind) if entry is not None else None
+        except KeepstepError:
+            return None
+
+    def view(self) -> JobView | None:
+        seen: JobView | None = self._ask("/v1/jobs/job", JobView)
+        return seen
+
+    def resolved(self) -> list[IncidentView]:
+        seen = self._ask("/v1/incidents", list[IncidentView]) or []
+        return [one for one in seen if one.outcome == "RESOLVED"]
+
+    def until(self, condition: Callable[[], Any], what: str) -> Any:
+        def check() -> Any:
+            assert self.process.poll() is None, f"it ended before {what}\n{self.words()}"
+            return condition()
+
+        try:
+            return until(check, what, JOB_S)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}\n{self.words()}") from error
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: (v := self.view()) and v.committed_step >= step, f"step {step}")
+
+    def finish(self) -> None:
+        self.slow.unlink()
+        assert self.process.wait(JOB_S) == 0, self.words()
+        assert ", 0 steps lost" in self.words()
+
+
+@pytest.fixture
+def job(tmp_path: Path, cluster: Cluster) -> Iterator[SlurmJob]:
+    started = SlurmJob(tmp_path, "--preempt")
+    yield started
+    if started.process.poll() is None:
+        started.process.kill()
+        started.process.wait()
+
+
+def allocations(cluster: Cluster) -> dict[str, str]:
+    """Comments and nodes of ours."""
+    lines = cluster.ask("squeue", "-h", "-t", "RUNNING", "-o", "%k|%N").splitlines()
+    return dict(line.split("|") for line in lines if line.startswith("keepstep:"))
+
+
+@pytest.mark.timeout(290)
+def test_a_node_is_lost_and_another_one_drained(
+    cluster: Cluster, job: SlurmJob, tmp_path: Path
+) -> None:
+    sys.path.insert(0, str(CHAOS))
+    from harness import differences, results, run_plain
+
+    job.until_step(3)
+    first = cluster.ask("squeue", "-h", "-o", "%i")
+    assert allocations(cluster) == {"keepstep:job:start:queue": "c[1-3]"}
+
+    cluster.crash_node("c1")  # the first of the allocation, with rank 0
+    (lost,) = job.until(job.resolved, "the move of rank 0")
+    assert lost.trigger == "unplanned" and lost.moves == ["rank 0: n0/0 -> n3/0"]
+    expected = {"keepstep:job:start:queue": "c[2-3]", "keepstep:job:spare-1:idle:c1": "c4"}
+    job.until(lambda: allocations(cluster) == expected, "the swap in squeue")
+    assert cluster.states()["c1"].startswith("down")
+    assert "keepstep: job job has lost its node n0" in cluster.ask("sinfo", "-R", "-h", "-o", "%E")
+    view = job.view()
+    assert view is not None and view.nodes[3].place == "c4"
+
+    SlurmLab(cluster).occupy(["c5"], low=True)  # c6 has other GPUs
+    cluster.ask("scontrol", "update", "NodeName=c2", "State=DRAIN", "Reason=fan")
+    job.until(lambda: len(job.resolved()) == 2, "the move of rank 1")
+    moved = job.resolved()[1]
+    assert moved.trigger == "planned" and "slurm: fan" in moved.reason
+    assert moved.moves == ["rank 1: n1/0 -> n4/0"]
+    expected["keepstep:job:start:queue"] = "c3"
+    expected["keepstep:job:spare-2:preempt:c2"] = "c5"
+    job.until(lambda: allocations(cluster) == expected, "the swap in squeue")
+    job.until(lambda: cluster.states()["c2"] == "drained", "a drained node")
+    assert cluster.jobs("PENDING") == ["other-c5|"]  # whom it was taken from will run again
+    rows = cluster.ask("sacct", "-D", "-X", "-n", "-P", "-j", first, "-o", "State,NodeList")
+    assert "RESIZING|c[2-3]" in rows.splitlines()
+
+    job.finish()
+    assert allocations(cluster) == {}
+    plain = run_plain(tmp_path / "plain", WORLD, STEPS)
+    assert differences(results(job.out, WORLD), plain) == []
+
+
+@pytest.mark.parametrize(
+    "options, error",
+    [
+        (["-p", "nowhere"], "no partition nowhere"),
+        (["--spare-reservation", "nobodys"], "no reservation nobodys"),
+        (["--gpus-per-node", "b300:4"], "GPUs of type b300"),
+        (["--gpus-per-node", "many"], "--gpus-per-node is many"),
+        (["-N", "7"], "7 nodes are wanted, and there are 6"),
+        (["--orchestrator", "nobody"], "no live orchestrator nobody"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_allocated(
+    cluster: Cluster,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    error: str,
+) -> None:
+    monkeypatch.setenv("KEEPSTEP_HOME", str(tmp_path))
+    assert invoke(["slurm", "launch", *options, str(SCRIPT)]) == 2
+    said = capsys.readouterr().err
+    assert error in said and "hint: " in said and "Traceback" not in said
+    assert cluster.jobs("PENDING,RUNNING") == []
+
+
+class AsNobody:
+    """In the place of `subprocess`."""
+
+    TimeoutExpired, DEVNULL = subprocess.TimeoutExpired, subprocess.DEVNULL
+
+    @staticmethod
+    def run(command: Any, **given: Any) -> Any:
+        return subprocess.run(command, **{**given, "user": "nobody", "cwd": "/"})
+
+
+def test_without_an_operators_rights_nodes_are_not_tainted(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_cli, "subprocess", AsNobody)
+    monkeypatch.setattr(slurm_cli, "me", lambda: "nobody")
+    scheduler = SlurmScheduler()
+    can = scheduler.capabilities()
+    assert not can.taint and "without an operator's rights" in can.lacks[0]
+    for tried in (lambda: scheduler.taint("c1", "fenced", "x"), _drain_anyway):
+        with pytest.raises(NoRight) as refused:
+            tried()
+        assert "rights" in refused.value.hint
+    assert cluster.states()["c1"] == "idle"
+
+
+def _drain_anyway() -> None:
+    slurm_cli.run("scontrol", "update", "NodeName=c1", "State=DRAIN", "Reason=x")
