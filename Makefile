@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 # What a bare Debian lacks is installed once; without root this fails and names the package.
 APT := DEBIAN_FRONTEND=noninteractive sh -c 'apt-get update -qq && apt-get install -y -qq "$$0"'
 
-.PHONY: setup setup-postgres demo test test-all lint unit sim sim-soak chaos test-gpu bench docs clean
+.PHONY: setup setup-postgres setup-criu demo test test-all lint unit sim sim-soak chaos test-gpu bench docs clean
 
 setup: $(VENV)/.ready
 
@@ -28,6 +28,10 @@ $(VENV)/.ready: pyproject.toml src/keepstep/native/torch_ext/*.cpp
 setup-postgres:
 	@command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 \
 	  || $(APT) postgresql || echo 'no PostgreSQL server: its tests are skipped'
+
+# CRIU >= 4.2, unpacked into the cache folder; without it the tests that need it are skipped.
+setup-criu: setup
+	@$(BIN)/python -m keepstep.native.criu
 
 demo: setup
 	$(BIN)/keepstep demo
