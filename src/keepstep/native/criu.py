@@ -2,7 +2,7 @@
 
 `python -m keepstep.native.criu` (make setup-criu) fetches it with the machine's own apt, from the
 archive that the machine already uses, but from its newest suite and with a state of its own: no
-package of the system is touched, and the system's lists do not change. CRIU comes with the C library
+package of the system is touched, and its lists do not change. CRIU comes with the C library
 that it was built against and is run by that library's loader. Everything lands in one folder that
 appears by one rename.
 

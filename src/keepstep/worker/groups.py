@@ -101,6 +101,23 @@ def members() -> dict[str, list[int]]:
     return {name: sorted(ranks[pg]) for name, pg in _groups()}
 
 
+def leave_stores() -> None:
+    """In solo mode: no group keeps a connection to a store. `swap` brings the next one."""
+    for _, pg in _groups():
+        store = _C.HashStore()
+        c10d._world.pg_map[pg] = (c10d._world.pg_map[pg][0], store)
+        _ext.replace_store(pg, store)
+
+
+def finish_collectives() -> None:
+    """All ranks stand at the same place, so whatever is in flight was begun by all of them. A
+    barrier comes behind it."""
+    for _, pg in _groups():
+        if any(str(backend.name()) == "gloo" for _, backend in _ext.backends(pg)):
+            pg.barrier().wait()
+    cuda.drain()
+
+
 def refuse_new_groups(message: str) -> None:
     """From now on creating a process group raises UsageError(message)."""
     frontend.refusal = message
@@ -285,7 +302,7 @@ def stage(
     _require_known(groups)
     timeout = timedelta(seconds=timeout_s)
     # While it is being built, abort() also cuts the connection to the store.
-    client_mesh = gloo.Mesh(_resolve(host, port))
+    client_mesh = gloo.Mesh(resolve(host, port))
     gloo.watch(client_mesh)
     try:
         staged._check()
@@ -310,7 +327,7 @@ def stage(
         gloo.forget([client_mesh])
 
 
-def _resolve(host: str, port: int) -> list[gloo.Address]:
+def resolve(host: str, port: int) -> list[gloo.Address]:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [gloo.address(entry[4]) for entry in found]
 
