@@ -1,11 +1,14 @@
 """A script as people write them for torchrun: nothing in it knows of Keepstep.
 
-What it trains is chosen by its arguments; what came out of it goes to OUT/<rank>.
+What it trains is chosen by its arguments; what came out of it goes to OUT/rank-<rank>.json.
 """
 
 import argparse
 import hashlib
+import json
 import os
+import socket
+import subprocess
 import time
 
 import torch
@@ -41,9 +44,14 @@ def main() -> None:
     options.add_argument("--workers", type=int, default=0)
     options.add_argument("--accumulate", type=int, default=1)
     options.add_argument("--optimizers", type=int, default=1)
-    options.add_argument("--epochs", type=int, default=2)
-    options.add_argument("--step-s", type=float, default=0.0)
+    options.add_argument("--epochs", type=int, default=8)
+    options.add_argument("--slow", default="", help="take your time while this file is there")
+    options.add_argument("--socket", action="store_true", help="have a socket of your own")
+    options.add_argument("--child", action="store_true", help="have a child that is no loader")
+    options.add_argument("--uneven", action="store_true", help="rank 0 steps twice as often")
     given = options.parse_args()
+    listener = socket.create_server(("127.0.0.1", 0)) if given.socket else None
+    child = subprocess.Popen(["sleep", "1000"]) if given.child else None
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(7)
@@ -72,22 +80,31 @@ def main() -> None:
                 loss.backward()
                 count += 1
                 losses.update(repr(loss.item()).encode())
-                time.sleep(given.step_s)
+                if given.slow and os.path.exists(given.slow):
+                    time.sleep(0.2)
                 if count % given.accumulate:
                     continue
                 for optimizer, schedule in zip(optimizers, schedules):
                     optimizer.step()
                     schedule.step()
                     optimizer.zero_grad()
+                if given.uneven and rank == 0:
+                    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]).step()
                 print(f"step {count} {loss.item():.6f}", file=log)
     state = hashlib.sha256()
     for parameter in model.parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         state.update(local.detach().numpy().tobytes())
-    with open(os.path.join(given.out, str(rank)), "w") as result:  # noqa: PTH123
-        result.write(f"{count} {state.hexdigest()} {losses.hexdigest()}\n")
-    print("done", rank, count, state.hexdigest()[:8], flush=True)
+    parts = {"steps": str(count), "state": state.hexdigest(), "losses": losses.hexdigest()}
+    parts["random"] = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
+    whole = hashlib.sha256("".join(parts.values()).encode()).hexdigest()
+    with open(os.path.join(given.out, f"rank-{rank}.json"), "w") as result:  # noqa: PTH123
+        json.dump({"sha256": whole, "state": parts}, result)
     dist.destroy_process_group()
+    if listener is not None:
+        listener.close()
+    if child is not None:
+        child.kill()
 
 
 if __name__ == "__main__":

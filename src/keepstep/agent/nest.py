@@ -44,10 +44,11 @@ CLONE_NEWNS = 0x00020000
 CLONE_NEWPID = 0x20000000
 MS_PRIVATE_ALL = 1 << 18 | 1 << 14  # MS_PRIVATE | MS_REC
 PR_SET_PDEATHSIG = 1
+SOCKETS = "/run/keepstep-nest"  # the same path in every nest
 FIRST_PID = 1000  # CRIU and its helpers stay below
 CONNECT_S = 10.0
 FETCH_SILENCE_S = 120.0  # while the other side dumps
-DUMP_S_MAX = 60.0
+DUMP_S_MIN, DUMP_S_MAX = 10.0, 60.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _decoder: msgspec.msgpack.Decoder[m.WorkerCommand] = msgspec.msgpack.Decoder(m.WorkerCommand)
@@ -99,16 +100,22 @@ def nested(enter: Callable[[], int]) -> int:
 
 
 def _settle_in() -> None:
-    """The files of a process must have been opened in its own mount namespace to be dumped."""
+    """The files of a process must have been opened in its own mount namespace to be dumped. And
+    named sockets between its processes must not meet those of its former self."""
     _checked(_libc.mount(b"none", b"/", None, MS_PRIVATE_ALL, None))
     _checked(_libc.mount(b"proc", b"/proc", b"proc", 0, None))
-    for number, flags in ((0, os.O_RDONLY), (1, os.O_WRONLY | os.O_APPEND), (2, 0)):
-        if number < 2:
-            opened = os.open(os.readlink(f"/proc/self/fd/{number}"), flags)
-            os.dup2(opened, number)
-            os.close(opened)
-        else:
-            os.dup2(1, 2)
+    _own_folder(SOCKETS)
+    for number, flags in ((0, os.O_RDONLY), (1, os.O_WRONLY | os.O_APPEND)):
+        opened = os.open(os.readlink(f"/proc/self/fd/{number}"), flags)
+        os.dup2(opened, number)
+        os.close(opened)
+    os.dup2(1, 2)
+
+
+def _own_folder(path: str) -> None:
+    """An empty one that only this mount namespace sees."""
+    Path(path).mkdir(parents=True, exist_ok=True)
+    _checked(_libc.mount(b"tmpfs", path.encode(), b"tmpfs", 0, b"mode=0700"))
 
 
 def _mind(rank: int) -> NoReturn:
@@ -139,6 +146,7 @@ def wait_for(first: int) -> NoReturn:
 def run_rank(command: list[str], descriptors: list[int]) -> NoReturn:
     def enter() -> int:
         Path("/proc/sys/kernel/ns_last_pid").write_text(str(FIRST_PID))
+        os.environ["KEEPSTEP_SOCKETS"] = SOCKETS
         # Its own session: CRIU cannot give one that belongs to somebody outside.
         return subprocess.Popen(command, pass_fds=descriptors, start_new_session=True).pid
 
@@ -298,10 +306,13 @@ class Standby:
 
     def _fetch(self, holder: m.Address) -> tuple[i.ImageBegun, int]:
         with closing(_connect(self._welcome, holder)) as line:
-            token = self._welcome.token
-            line.sendall(
-                wire.frame(i.ImageGet(token=token, rank=self._rank, seconds_max=DUMP_S_MAX))
+            stall_s = self._welcome.stall_timeout_ns / 1e9
+            ask = i.ImageGet(
+                token=self._welcome.token,
+                rank=self._rank,
+                seconds_max=min(max(stall_s, DUMP_S_MIN), DUMP_S_MAX),
             )
+            line.sendall(wire.frame(ask))
             frames = Frames(line, _replies)
             begun = frames.receive()
             if isinstance(begun, i.ImageRefused):
@@ -331,9 +342,8 @@ class Standby:
 
     def _restore(self, begun: i.ImageBegun, tell: int) -> int:
         """In the new namespaces."""
-        for folder in begun.folders:  # named sockets of the same process may still be there
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            _checked(_libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 0, b"mode=0700"))
+        for folder in set(begun.folders) - {SOCKETS}:
+            _own_folder(folder)
         log, control = os.dup(1), self._line.socket.fileno()
         command = [*criu.find()[0], "restore", "-D", str(self._folder), "-o", "restore.log"]
         command += ["-d", "--file-locks", "--manage-cgroups=ignore"]

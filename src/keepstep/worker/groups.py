@@ -34,6 +34,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch._C._distributed_c10d as _C
+import torch.distributed
 import torch.distributed.distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
@@ -116,6 +117,30 @@ def finish_collectives() -> None:
         if any(str(backend.name()) == "gloo" for _, backend in _ext.backends(pg)):
             pg.barrier().wait()
     cuda.drain()
+
+
+def install_destroy() -> None:
+    """The last owner of a ProcessGroup is often a DDP reducer, whose destructor holds the
+    interpreter's lock while gloo's threads are joined; one of them may wait for that very lock to
+    drop its last operation. So backends are taken out, and dropped without the lock, before."""
+    original = c10d.destroy_process_group
+
+    def destroy(group: Any = None) -> None:
+        whole = group is None or group is c10d.GroupMember.WORLD
+        for name, pg in _groups():
+            if whole or pg is group:
+                for wanted in _recipes(pg):
+                    if wanted.backend == "gloo":
+                        old = [(name, _replace(pg, wanted.kind, _alone(wanted)))]
+                        _release(old, [])
+                pg._set_group_name(name)
+        if whole:
+            gloo.forget(gloo.installed())
+        original(group)
+
+    modules: tuple[Any, ...] = (c10d, torch.distributed)
+    for module in modules:
+        module.destroy_process_group = destroy
 
 
 def refuse_new_groups(message: str) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
 import os
 import socket
 import statistics
@@ -73,6 +74,10 @@ class Runtime:
         """Before the script runs."""
         self._know_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         register_optimizer_step_post_hook(self._stepped)
+        groups.install_destroy()
+        # Loader workers hand tensors over through named sockets: where every place has room.
+        if folder := os.environ.get("KEEPSTEP_SOCKETS"):
+            multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
 
     def _know_store(self, host: str, port: int) -> None:
         """Forked children drop its connection as they do those of process groups."""
