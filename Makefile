@@ -9,8 +9,8 @@ export OMP_NUM_THREADS ?= 1
 # What a bare Debian lacks is installed once; without root this fails and names the package.
 APT := DEBIAN_FRONTEND=noninteractive sh -c 'apt-get update -qq && apt-get install -y -qq "$$0"'
 
-.PHONY: setup setup-postgres setup-network setup-slurm demo test test-all lint unit sim sim-soak chaos \
-  network net-soak schedulers test-gpu bench docs clean
+.PHONY: setup setup-postgres setup-network setup-slurm setup-criu demo test test-all lint unit sim sim-soak \
+  chaos network net-soak schedulers transparent test-gpu bench docs clean
 
 setup: $(VENV)/.ready
 
@@ -42,6 +42,10 @@ setup-slurm:
 # Namespaces, links and queues of the network tests.
 setup-network:
 	@command -v tc >/dev/null || $(APT) iproute2 || echo 'no iproute2: network tests are skipped'
+
+# CRIU >= 4.2, unpacked into the cache folder; without it the tests that need it are skipped.
+setup-criu: setup
+	@$(BIN)/python -m keepstep.native.criu
 
 demo: setup
 	$(BIN)/keepstep demo

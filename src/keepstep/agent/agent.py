@@ -22,6 +22,7 @@ from pathlib import Path
 
 from keepstep.adapters.identity.files import write_private
 from keepstep.agent.blobs import BlobServer
+from keepstep.agent.images import Images
 from keepstep.agent.keeper_client import KeptProcesses
 from keepstep.agent.link import Link
 from keepstep.agent.network import NetworkEvents, socket_path
@@ -34,9 +35,14 @@ from keepstep.core.agent import machine as core
 from keepstep.core.agent.network import Limits
 from keepstep.errors import KeepstepError
 from keepstep.model.messages import (
+    Abort,
     Address,
     AgentCommand,
     Hello,
+    Inspect,
+    Inspected,
+    Release,
+    Restored,
     StartWorker,
     StoreFailed,
     StoreOpened,
@@ -78,7 +84,8 @@ class Agent:
         self._loop = asyncio.get_running_loop()
         self._done: asyncio.Future[int] = self._loop.create_future()
         self._stopping: asyncio.Task[None] | None = None
-        self._blobs = BlobServer(config.job_token, self._pages, config.tls)
+        self._images = Images(config.job_token, config.job, self._rank_in_nest, self._ask)
+        self._blobs = BlobServer(config.job_token, self._pages, config.tls, self._images)
         self._blobs_address = Address(config.bind, 0)
         self._workers: Workers
         self._processes: Processes = OwnProcesses(self._loop)
@@ -201,9 +208,23 @@ class Agent:
         self._handle(core.Lost(last_word_ns))
 
     def _said(self, worker: Worker, said: WorkerMessage) -> None:
+        if isinstance(said, Inspected):
+            self._images.inspected(said)
+            return
+        if isinstance(said, Restored):
+            self._workers.restored(worker, said)
         self._handle(core.Said(worker.name, said))
 
+    def _rank_in_nest(self, rank: int) -> Worker | None:
+        """Of two the older: the younger is what it shall become."""
+        found = (w for w in self._workers.live() if w.rank == rank and w.nested)
+        return next(found, None)
+
+    def _ask(self, worker: str, command: Inspect) -> None:
+        self._carry_out(core.Relay(worker, command))
+
     def _exited(self, exited: WorkerExited) -> None:
+        self._images.ended(exited.worker)
         self._handle(core.Exited(exited))
 
     def _store_said(self, message: StoreOpened | StoreFailed) -> None:
@@ -259,6 +280,8 @@ class Agent:
                 self._workers.kill(worker)
             case core.Relay():
                 self._workers.tell(worker, effect.command)
+                if isinstance(effect.command, Abort | Release):
+                    self._images.go_on(worker.name)
             case core.Raise():
                 self._workers.signal(worker, effect.signal, effect.resume_after_ns)
 
@@ -283,7 +306,7 @@ class Agent:
     def _seen(self) -> list[core.Seen]:
         seen = []
         for worker in self._workers.live():
-            thread = main_thread_stat(worker.pid)
+            thread = main_thread_stat(worker.script_pid)
             seen.append(
                 core.Seen(
                     worker.name,

@@ -27,10 +27,12 @@ import msgspec
 from keepstep.adapters.transport.blocking import Frames, shut
 from keepstep.adapters.transport.stream import HANDSHAKE_S_MAX, SILENT_PEER_S, configure
 from keepstep.adapters.transport.tls import server_context
+from keepstep.agent.images import Images
 from keepstep.agent.page import PageReader
 from keepstep.agent.vault import Vault
 from keepstep.core.agent.blobs import BlobStore
 from keepstep.errors import RemoteProtocolError
+from keepstep.model.image import ImageRequest
 from keepstep.model.messages import (
     SERIAL_BITS,
     Address,
@@ -66,13 +68,15 @@ class BlobServer:
         token: str,
         pages: Callable[[int], Sequence[PageReader]],
         tls: TlsFiles | None = None,
+        images: Images | None = None,
     ) -> None:
         self._token = token.encode()
         self._tls = server_context(tls, clients=True) if tls is not None else None
         self._pages = pages
         self.vault = Vault(self._token)  # served on the same port
-        self._decoder: msgspec.msgpack.Decoder[BlobRequest | VaultRequest]
-        self._decoder = msgspec.msgpack.Decoder(BlobRequest | VaultRequest)
+        self._images = images  # likewise
+        self._decoder: msgspec.msgpack.Decoder[BlobRequest | VaultRequest | ImageRequest]
+        self._decoder = msgspec.msgpack.Decoder(BlobRequest | VaultRequest | ImageRequest)
         self._lock = threading.Lock()
         self._copies = BlobStore()
         self._how: dict[int, dict[int, tuple[bool, int]]] = {}  # rank -> tick -> ahead, serial
@@ -165,6 +169,10 @@ class BlobServer:
         while True:
             if isinstance(request, VaultRequest):
                 self.vault.serve(connection, frames, request)
+                return
+            if isinstance(request, ImageRequest):
+                if self._images is not None:
+                    self._images.serve(connection, request)
                 return
             if isinstance(request, BlobConfirm):
                 self.confirm(request)

@@ -50,6 +50,9 @@ def worker_environment(
         "TORCHELASTIC_RUN_ID": job,
         "PYTHONUNBUFFERED": "1",
     }
+    if start.transparent:
+        env["KEEPSTEP_MODE"] = "transparent"
+        env.setdefault("ONEDNN_JIT_PROFILE", "0")  # it keeps a file open that no other place has
     if start.rank >= 0:
         env["RANK"] = str(start.rank)
         env["GROUP_RANK"] = str(start.rank // max(1, start.local_world))

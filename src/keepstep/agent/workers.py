@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,12 +24,14 @@ from keepstep.agent.channel import Channel
 from keepstep.agent.environment import worker_environment
 from keepstep.agent.keeper import Kept
 from keepstep.agent.page import PageReader
-from keepstep.agent.processes import Order, Process, Processes
+from keepstep.agent.preflight import inner_pid
+from keepstep.agent.processes import Order, OwnProcesses, Process, Processes
 from keepstep.errors import UsageError
 from keepstep.model.messages import (
     Address,
     Assign,
     Buddy,
+    Restored,
     StartWorker,
     TlsFiles,
     Welcome,
@@ -74,11 +77,20 @@ class Worker:
     channel: Channel | None = None
     exited: WorkerExited | None = None
     killed_because: str = ""
+    nested: bool = False  # the process is a nest, and the script runs inside
+    inner: int = 0
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    @property
+    def script_pid(self) -> int:
+        """Of the process that runs the script."""
+        if self.nested and not self.inner:
+            self.inner = inner_pid(self.pid) or 0
+        return self.inner or self.pid
 
 
 def check_name(name: str) -> str:
@@ -130,7 +142,7 @@ class Workers:
             worker=start.worker,
             slot=start.slot,
             rank=start.rank,
-            command=[*setting.command, *start.script],
+            command=[*self._nest(start), *setting.command, *start.script],
             env=worker_environment(
                 os.environ, start, job=setting.job, bind=setting.bind, network=setting.network
             ),
@@ -139,8 +151,40 @@ class Workers:
         )
         process = self._processes.start(order)
         worker = self._take(start.worker, start.slot, start.rank, process, log)
+        worker.nested = start.transparent
         logger.info("started %s (rank %d) as pid %d", worker.name, worker.rank, worker.pid)
         return worker
+
+    def _nest(self, start: StartWorker) -> Sequence[str]:
+        if not start.transparent:
+            return ()
+        if not isinstance(self._processes, OwnProcesses):
+            raise UsageError(
+                "ranks of a transparent job cannot be kept for the next agent",
+                hint="start this agent without --adopt",
+            )
+        return (sys.executable, "-m", "keepstep.agent.nest")
+
+    def restored(self, worker: Worker, said: Restored) -> None:
+        """A process from elsewhere is at the other end of the line now, with a page of its own."""
+        worker.inner = 0
+        try:
+            page = os.open(f"/proc/{worker.script_pid}/fd/{said.page}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            self.kill(worker, f"its page cannot be read: {error}")
+            return
+        worker.page.close()
+        worker.page = PageReader(page)
+        logger.info(
+            "%s was restored as pid %d: %d MiB, dump %.2f s, stream %.2f s, restore %.2f s",
+            worker.name,
+            worker.script_pid,
+            said.image_bytes >> 20,
+            said.dump_ns / 1e9,
+            said.stream_ns / 1e9,
+            said.restore_ns / 1e9,
+        )
+        self.tell(worker, self._welcome(worker.name))
 
     def adopt(self, kept: Kept, process: Process) -> Worker:
         """One that an earlier agent of this node has started."""
@@ -223,19 +267,22 @@ class Workers:
             return False
         return True
 
-    def _greeting(self, start: StartWorker) -> bytes:
+    def _welcome(self, worker: str, checkpoints: str = "") -> Welcome:
         setting = self._setting
-        welcome = Welcome(
+        return Welcome(
             job=setting.job,
             node=setting.node,
-            worker=start.worker,
+            worker=worker,
             token=setting.token,
             blobs=setting.blobs,
             stall_timeout_ns=setting.stall_timeout_ns,
             interface=setting.bind,
             tls=setting.tls,
-            checkpoints=start.checkpoints,
+            checkpoints=checkpoints,
         )
+
+    def _greeting(self, start: StartWorker) -> bytes:
+        welcome = self._welcome(start.worker, start.checkpoints)
         if start.rank < 0:
             return frame(welcome)
         return frame(welcome) + frame(Buddy(address=start.buddy, parity=start.parity))

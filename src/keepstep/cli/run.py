@@ -30,6 +30,7 @@ from keepstep.net.environment import MODE, check_mode
 from keepstep.orchestrator.main import Orchestrator
 from keepstep.orchestrator.registry import check_id, prepare_home
 
+MODES = ("aware", "transparent")
 REDUNDANCY = ("auto", "buddy", "parity", "off")
 STALL_S_DEFAULT = 300.0
 
@@ -45,6 +46,10 @@ STALL_S_DEFAULT = 300.0
 @click.option(
     "--nproc-per-node", "--nproc_per_node", "nproc", type=int, default=1, show_default=True,
     help="Ranks on each node.",
+)  # fmt: skip
+@click.option(
+    "--mode", type=click.Choice(MODES), default="aware", show_default=True,
+    help="transparent: SCRIPT knows nothing of Keepstep; its processes move as a whole.",
 )  # fmt: skip
 @click.option("--spares", type=int, default=0, show_default=True, help="Warm standby processes.")
 @click.option(
@@ -106,6 +111,7 @@ STALL_S_DEFAULT = 300.0
 def run(
     nnodes: int,
     nproc: int,
+    mode: Literal["aware", "transparent"],
     spares: int,
     understudies: int,
     redundancy: Literal["auto", "buddy", "parity", "off"],
@@ -160,6 +166,7 @@ def run(
         spares=layout.spares,
         understudies=understudies,
         redundancy=redundancy,
+        mode=mode,
         stall_timeout_ns=int(stall_s * 1e9),
         script=(["-m", script] if module else [script]) + list(args),
         env={MODE: net} if net is not None else {},

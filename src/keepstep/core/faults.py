@@ -7,7 +7,7 @@ not matter in which phase the previous one was.
 
 from __future__ import annotations
 
-from keepstep.core.fallback import fall_back
+from keepstep.core.fallback import EXIT_FELL_BACK, fall_back
 from keepstep.core.incidents import (
     close_incident,
     end_job,
@@ -68,6 +68,10 @@ def recover_from(job: Job, out: Out) -> None:
         widen_incident(job, out, incident, cause, dead, reason)
     job.alarm = None
     reuse = _leave_attempt(job, out, previous, incident, dead)
+    if dead and job.transparent:
+        if not blame_script(job, out, dead):
+            _lose_transparent(job, out, reason)
+        return
     if dead and not live:
         if not blame_script(job, out, dead):
             _fall_back(job, out, dead)
@@ -131,6 +135,18 @@ def _fall_back(job: Job, out: Out, dead: list[int]) -> None:
         out,
         f"no rank is left alive ({name_ranks(dead)} died): the state of about {version} steps "
         "is lost except for what the script saved itself",
+    )
+
+
+def _lose_transparent(job: Job, out: Out, reason: str) -> None:
+    """What was in the process that died is in no other, and the script cannot be led anywhere."""
+    end_job(
+        job,
+        out,
+        "fell_back",
+        EXIT_FELL_BACK,
+        f"{reason}: a transparent job survives planned moves only, what the script saved itself is "
+        "left (hint: start it again from there)",
     )
 
 

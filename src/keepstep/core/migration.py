@@ -13,6 +13,7 @@ from keepstep.core import checkpoints, placement
 from keepstep.core.fallback import fall_back
 from keepstep.core.incidents import end_job
 from keepstep.core.phases import (
+    all_copied,
     all_filled,
     all_held,
     has_copied,
@@ -317,6 +318,9 @@ def stage_row(job: Job, out: Out, attempt: Attempt) -> None:
 
 def _may_stage(job: Job, attempt: Attempt) -> bool:
     if attempt.solo or attempt.retry_at is not None:
+        return False
+    # A process that is moved as a whole has no connections until it has arrived.
+    if job.transparent and not all_copied(job, attempt):
         return False
     # A rank's old groups are gone once it has reported; in a planned attempt it keeps them.
     if attempt.kind != "planned" and attempt.tick is None:

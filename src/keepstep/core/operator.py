@@ -69,6 +69,11 @@ def check_spec(spec: JobSpec) -> None:
             f"{needed} nodes with {spec.local_world} slots each are needed",
             "add nodes, or lower --nproc-per-node",
         )
+    if spec.mode == "transparent" and (spec.understudies or spec.checkpoints or spec.resume):
+        refuse(
+            "a transparent job has no understudies and no checkpoints of Keepstep's",
+            "let the script write its own",
+        )
     if not 0 < spec.stall_timeout_ns <= STALL_NS_MAX or not 0 <= spec.spares <= SLOTS_MAX:
         refuse("stall timeout or spares are out of range", "give --stall-timeout in seconds")
     for inject in spec.inject:

@@ -31,6 +31,7 @@ attempt's, in which the newcomers are ranks like all others.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from keepstep.core.state import Attempt, Job, Kind, Out, Worker
 
@@ -104,7 +105,7 @@ def all_fenced(job: Job, attempt: Attempt) -> bool:
 
 
 Gate = Callable[[Job, Attempt], bool]
-PHASES: dict[Kind, tuple[tuple[str, tuple[Gate, ...]], ...]] = {
+PHASES: dict[Kind | Literal["transparent"], tuple[tuple[str, tuple[Gate, ...]], ...]] = {
     "unplanned": (
         ("RESERVE", (all_filled,)),
         ("HOLD", (all_held, all_ready)),
@@ -115,6 +116,11 @@ PHASES: dict[Kind, tuple[tuple[str, tuple[Gate, ...]], ...]] = {
         ("HOLD", (all_held,)),
         ("COPY", (all_copied,)),
     ),
+    "transparent": (  # planned, in a job whose ranks move as images
+        ("RESERVE", (all_ready,)),
+        ("HOLD", (all_held,)),
+        ("COPY", (all_copied, all_staged)),
+    ),
     "resume": (
         ("RESERVE", (all_filled,)),
         ("HOLD", (all_ready,)),
@@ -124,7 +130,8 @@ PHASES: dict[Kind, tuple[tuple[str, tuple[Gate, ...]], ...]] = {
 
 
 def phase_now(job: Job, attempt: Attempt) -> str:
-    for phase, gates in PHASES[attempt.kind]:
+    transparent = job.transparent and attempt.kind == "planned"
+    for phase, gates in PHASES["transparent" if transparent else attempt.kind]:
         if not all(gate(job, attempt) for gate in gates):
             return phase
     return "COMMIT"

@@ -107,7 +107,8 @@ def move(job: Job, out: Out, attempt: Attempt) -> None:
 
 def _hold_row(job: Job, out: Out, attempt: Attempt) -> None:
     if not attempt.holding:
-        if not (all_ready(job, attempt) and all_staged(job, attempt)):
+        staged = job.transparent or all_staged(job, attempt)
+        if not (all_ready(job, attempt) and staged):
             return
         attempt.holding = True
         attempt.hold_at = out.now
@@ -134,12 +135,15 @@ def release(job: Job, out: Out, attempt: Attempt) -> None:
     close_stores(job, out, keep={job.generation})  # frees whoever still waits in its rendezvous
 
 
-def fail_move(job: Job, out: Out, attempt: Attempt, why: str) -> None:
+def fail_move(job: Job, out: Out, attempt: Attempt, why: str, *, again: bool = True) -> None:
+    """`again`: another spare may do."""
     release(job, out, attempt)
     incident = attempt.incident
     incident.failures += 1
     incident.reason = f"{incident.reason}; attempt {incident.attempts} undone: {why}"
-    if incident.failures >= FAILURES_MAX:
+    if not again:
+        close_incident(job, out, incident, "ABORTED", "nothing changed")
+    elif incident.failures >= FAILURES_MAX:
         close_incident(
             job, out, incident, "ABORTED", f"gave up after {FAILURES_MAX} attempts, nothing changed"
         )

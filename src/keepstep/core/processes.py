@@ -62,6 +62,7 @@ def start_worker(
         env={**job.spec.env, "KEEPSTEP_REDUNDANCY": job.spec.redundancy},
         checkpoints=job.spec.checkpoints,
         parity=parity,
+        transparent=job.transparent,
     )
     out.record(
         Placed(

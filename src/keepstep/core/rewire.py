@@ -28,6 +28,8 @@ def commit(job: Job, out: Out, attempt: Attempt) -> None:
         if old is not None and old.usable:
             old.role = "leaver"
             old.leave_at = out.now
+            if job.transparent:  # stopped, and to be heard of no more
+                out.kill(old)
         job.owners[rank] = worker_id
         newcomer = job.workers[worker_id]
         newcomer.role = "rank"

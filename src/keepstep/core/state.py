@@ -375,12 +375,19 @@ class Job:
         return self.mode == "waiting" and self.saves.fallen_before > 0
 
     @property
+    def transparent(self) -> bool:
+        """Ranks move as images of their processes."""
+        return self.spec.mode == "transparent"
+
+    @property
     def stall_ns(self) -> int:
         return self.spec.stall_timeout_ns
 
     @property
     def reply_ns(self) -> int:
-        """How long a live rank may take to answer."""
+        """How long a live rank may take to answer. A transparent one hears nothing in a step."""
+        if self.transparent:
+            return max(4 * self.stall_ns, 60 * SECOND)
         return max(self.stall_ns, 10 * SECOND)
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from keepstep.model.messages import Copied, Ready, Resumed, Swapped
+from keepstep.model.messages import Copied, Ready, Restored, Resumed, Swapped
 from keepstep.model.views import PhaseView
 
 MS = 1e6
@@ -37,6 +37,11 @@ class Timeline:
 
     def copied(self, message: Copied) -> None:
         self.longest("copy", message.copy_ns)
+
+    def restored(self, message: Restored) -> None:
+        self.longest("dump", message.dump_ns)
+        self.longest("stream", message.stream_ns)
+        self.longest("restore", message.restore_ns)
 
     def swapped(self, message: Swapped) -> None:
         self.longest("rewire", message.swap_ns)

@@ -43,6 +43,7 @@ from keepstep.model.messages import (
     Parked,
     Ready,
     Report,
+    Restored,
     Resumed,
     Saved,
     SaveFailed,
@@ -96,6 +97,8 @@ def _newcomer_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> N
         newcomer_failed(job, out, worker, f"{worker.id} raised {last} while joining")
     elif isinstance(said, Staged | StageFailed):
         _staged(job, out, attempt, worker, said)
+    elif isinstance(said, Restored):
+        timeline.restored(said)
     elif isinstance(said, Copied):
         if said.generation == attempt.generation and attempt.tick is not None:
             worker.copied = said
@@ -167,6 +170,10 @@ def _member_said(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Wor
             attempt.holds.note(worker.rank, has_held(worker, attempt))
     elif isinstance(said, Staged | StageFailed):
         _staged(job, out, attempt, worker, said)
+    elif isinstance(said, CopyFailed) and attempt.kind == "planned":
+        if said.generation == attempt.generation:  # there is no boundary that it can hold at
+            why = f"rank {worker.rank} cannot hold: {said.error}"
+            fail_move(job, out, attempt, why, again=said.reason != "refused")
     elif isinstance(said, Checkpointed):
         _checkpointed(job, out, attempt, worker, said)
     elif isinstance(said, CheckpointFailed) and said.generation == attempt.generation:
@@ -242,7 +249,7 @@ def _copy_failed(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Cop
         attempt.incident.no_understudies = True
         attempt.incident.failures -= 1
     if attempt.kind == "planned":
-        fail_move(job, out, attempt, why)
+        fail_move(job, out, attempt, why, again=said.reason != "refused")
     elif said.reason == "source-lost":
         _other_source(job, out, attempt, worker, said, why)
     elif said.reason == "side-state-unreachable":

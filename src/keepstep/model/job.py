@@ -46,6 +46,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     understudies: int = 0  # beside each standby, processes that are built as presumed ranks
     # of tensors that no other rank has
     redundancy: Literal["auto", "buddy", "parity", "off"] = "auto"
+    # "transparent": scripts that know nothing of Keepstep; ranks move as images of their processes
+    mode: Literal["aware", "transparent"] = "aware"
     stall_timeout_ns: int
     script: list[str]
     env: dict[str, str] = {}

@@ -153,6 +153,7 @@ class CopyFailed(Message, frozen=True):
         "side-state-unreachable",  # somebody who might have it did not answer
         "shards-missing",  # no rank and no vault has them
         "position",
+        "refused",  # transparent: this process, or this place, cannot be moved like that
         "error",
     ]
     error: str
@@ -235,6 +236,27 @@ class Done(Message, frozen=True):
     version: int
 
 
+class Inspected(Message, frozen=True):
+    """Answer to Inspect; taken by the agent."""
+
+    number: int
+    foreign: list[str]  # connections that are the script's own, in words
+    control: int  # inode of the control socket
+    page: int  # descriptor of the progress page
+
+
+class Restored(Message, frozen=True):
+    """A process image has come to life in this place; it holds. Said for it by whoever did that.
+    The agent takes over its page and welcomes it, and passes the rest on."""
+
+    generation: int
+    page: int  # descriptor of the progress page in it
+    image_bytes: int
+    dump_ns: int
+    stream_ns: int
+    restore_ns: int
+
+
 class InjectFired(Message, frozen=True):
     """Said by a rank right before an armed fault strikes it."""
 
@@ -264,6 +286,8 @@ WorkerMessage = (
     | Sealed
     | BuddyLost
     | Done
+    | Inspected
+    | Restored
     | InjectFired
 )
 
@@ -433,6 +457,12 @@ class Leave(Message, frozen=True):
     generation: int
 
 
+class Inspect(Message, frozen=True):
+    """Transparent: what of this process could not be moved? Sent by the agent."""
+
+    number: int
+
+
 class Finish(Message, frozen=True):
     """All ranks are done: exit now."""
 
@@ -462,6 +492,7 @@ WorkerCommand = (
     | Snapshot
     | Seal
     | Leave
+    | Inspect
     | Finish
     | Arm
 )
@@ -646,6 +677,7 @@ class StartWorker(Message, frozen=True):
     env: dict[str, str] = {}
     parity: Parity | None = None
     checkpoints: str = ""  # as in Welcome
+    transparent: bool = False  # it runs in namespaces of its own, and can be moved as a whole
 
 
 class KillWorker(Message, frozen=True):

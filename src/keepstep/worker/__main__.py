@@ -13,7 +13,9 @@ import signal
 import sys
 import time
 import traceback
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn
 
 from keepstep.errors import UsageError
 
@@ -40,7 +42,9 @@ def _die_with_agent() -> None:
 
 
 def main() -> None:
-    _die_with_agent()
+    transparent = os.environ.get("KEEPSTEP_MODE") == "transparent"
+    if not transparent:  # else its whole namespace dies with the agent
+        _die_with_agent()
     from keepstep.worker.channel import Channel
     from keepstep.worker.page import Page
 
@@ -53,6 +57,8 @@ def main() -> None:
     from keepstep.worker.seat import Line
 
     groups.install(solo=standby)
+    if transparent:
+        _run_transparent(channel, page)
     recorder = collectives.Recorder()
     recorder.install()
     line = Line(channel, page, recorder)
@@ -61,7 +67,31 @@ def main() -> None:
         _become_standby(line)
     else:
         page.where("building")
-    _run_script(sys.argv[1:], line)
+    _run_script(sys.argv[1:], partial(_failed, line), partial(_finished, line))
+
+
+def _run_transparent(channel: Any, page: Any) -> NoReturn:
+    from keepstep.model import messages as m
+    from keepstep.worker import faults, transparent
+
+    runtime = transparent.Runtime(channel, page)
+    runtime.install()
+    page.where("building")
+
+    def failed(text: str, error: BaseException) -> None:
+        kind = "user" if isinstance(error, SystemExit) else faults.classify(error)
+        channel.send(
+            m.Failure(
+                generation=runtime.generation,
+                error_kind=kind,
+                error=text[-16_000:],
+                version=runtime.steps,
+            )
+        )
+        _end(error)
+
+    _run_script(sys.argv[1:], failed, runtime.finish)
+    os._exit(0)  # what is left of the script's threads has nothing to say any more
 
 
 def _publish(line: Any) -> None:
@@ -140,7 +170,11 @@ def _init_record(line: Any, command: Any) -> bytes | None:
     return b""
 
 
-def _run_script(arguments: list[str], line: Any) -> None:
+def _run_script(
+    arguments: list[str],
+    failed: Callable[[str, BaseException], None],
+    finished: Callable[[], None],
+) -> None:
     as_module = arguments[0] == "-m"
     if as_module:
         arguments = arguments[1:]
@@ -154,15 +188,16 @@ def _run_script(arguments: list[str], line: Any) -> None:
             runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as stop:
         if stop.code not in (None, 0):
-            _failed(line, f"the script exited with {stop.code!r}", stop)
+            failed(f"the script exited with {stop.code!r}", stop)
     except BaseException as error:
         traceback.print_exc()
-        _failed(line, "".join(traceback.format_exception(error)), error)
+        failed("".join(traceback.format_exception(error)), error)
     try:
-        _finished(line)
+        sys.stdout.flush()
+        finished()
     except UsageError as error:
         print(error, file=sys.stderr, flush=True)
-        _failed(line, str(error), error)
+        failed(str(error), error)
 
 
 def _failed(line: Any, text: str, error: BaseException) -> None:
@@ -181,6 +216,10 @@ def _failed(line: Any, text: str, error: BaseException) -> None:
             version=seat.version if seat is not None else 0,
         )
     )
+    _end(error)
+
+
+def _end(error: BaseException) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     code = error.code if isinstance(error, SystemExit) else 1
@@ -191,7 +230,6 @@ def _finished(line: Any) -> None:
     from keepstep.model import messages as m
     from keepstep.worker import attach, session
 
-    sys.stdout.flush()
     rank = attach.current()
     if isinstance(rank, session.Session):
         rank._finish()

@@ -67,10 +67,14 @@ class Channel:
         self.on_abort: Callable[[m.Abort], None] = lambda _: None
         self.on_stage: Callable[[m.Stage], None] = lambda _: None
         self.on_seal: Callable[[m.Seal], None] = lambda _: None
+        self.on_inspect: Callable[[m.Inspect], None] = lambda _: None
         self.welcome = self._read_welcome()
         peers.use(self.welcome.tls)
         self._thread = threading.Thread(target=self._run, name="keepstep", daemon=True)
         self._thread.start()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
 
     def send(self, message: m.WorkerMessage) -> None:
         data = wire.frame(message)
@@ -80,6 +84,10 @@ class Channel:
                 self._socket.sendall(data)
             except OSError:
                 os._exit(1)  # the agent is gone; this rank must not outlive it
+
+    def answer(self, kind: type[m.Message]) -> m.WorkerMessage | None:
+        """The last message of this kind that was sent."""
+        return self._answers.get(kind)
 
     # ------------------------------------------------------------------ main thread
 
@@ -181,6 +189,8 @@ class Channel:
                 self.on_stage(command)
             case m.Seal():
                 self.on_seal(command)
+            case m.Inspect():
+                self.on_inspect(command)
             case _:
                 with self.changed:
                     self._note(command)
@@ -222,6 +232,10 @@ class Channel:
                 self.buddy_known = True
             case m.Arm():
                 self.armed.append(command)
+            case m.Welcome():  # this process was restored in another place
+                self.welcome = command
+                peers.use(command.tls)
+                self.inbox.append(command)
             case m.Swap():
                 # Said again, it replaces the first: its buddy may be another one.
                 same = command.generation

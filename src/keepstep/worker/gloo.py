@@ -71,7 +71,11 @@ def address(raw: Any) -> Address:
 
 
 def tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """Every TCP socket of this process, as (fd, duplicate): the duplicate cannot be reused
+    return ((fd, sock) for fd, sock in inet_sockets() if sock.type == socket.SOCK_STREAM)
+
+
+def inet_sockets() -> Iterator[tuple[int, socket.socket]]:
+    """Every inet socket of this process, as (fd, duplicate): the duplicate cannot be reused
     for something else between looking at it and acting on it."""
     for entry in os.listdir("/proc/self/fd"):
         try:
@@ -86,8 +90,7 @@ def tcp_sockets() -> Iterator[tuple[int, socket.socket]]:
             os.close(copy)
             continue
         with sock:
-            inet = sock.family in (socket.AF_INET, socket.AF_INET6)
-            if inet and sock.type == socket.SOCK_STREAM:
+            if sock.family in (socket.AF_INET, socket.AF_INET6):
                 yield int(entry), sock
 
 

@@ -34,6 +34,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch._C._distributed_c10d as _C
+import torch.distributed
 import torch.distributed.distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
@@ -99,6 +100,47 @@ def members() -> dict[str, list[int]]:
     """The global ranks of every group that this rank is in."""
     ranks = c10d._world.pg_group_ranks
     return {name: sorted(ranks[pg]) for name, pg in _groups()}
+
+
+def leave_stores() -> None:
+    """In solo mode: no group keeps a connection to a store. `swap` brings the next one."""
+    for _, pg in _groups():
+        store = _C.HashStore()
+        c10d._world.pg_map[pg] = (c10d._world.pg_map[pg][0], store)
+        _ext.replace_store(pg, store)
+
+
+def finish_collectives() -> None:
+    """All ranks stand at the same place, so whatever is in flight was begun by all of them. A
+    barrier comes behind it."""
+    for _, pg in _groups():
+        if any(str(backend.name()) == "gloo" for _, backend in _ext.backends(pg)):
+            pg.barrier().wait()
+    cuda.drain()
+
+
+def install_destroy() -> None:
+    """The last owner of a ProcessGroup is often a DDP reducer, whose destructor holds the
+    interpreter's lock while gloo's threads are joined; one of them may wait for that very lock to
+    drop its last operation. So backends are taken out, and dropped without the lock, before."""
+    original = c10d.destroy_process_group
+
+    def destroy(group: Any = None) -> None:
+        whole = group is None or group is c10d.GroupMember.WORLD
+        for name, pg in _groups():
+            if whole or pg is group:
+                for wanted in _recipes(pg):
+                    if wanted.backend == "gloo":
+                        old = [(name, _replace(pg, wanted.kind, _alone(wanted)))]
+                        _release(old, [])
+                pg._set_group_name(name)
+        if whole:
+            gloo.forget(gloo.installed())
+        original(group)
+
+    modules: tuple[Any, ...] = (c10d, torch.distributed)
+    for module in modules:
+        module.destroy_process_group = destroy
 
 
 def refuse_new_groups(message: str) -> None:
@@ -285,7 +327,7 @@ def stage(
     _require_known(groups)
     timeout = timedelta(seconds=timeout_s)
     # While it is being built, abort() also cuts the connection to the store.
-    client_mesh = gloo.Mesh(_resolve(host, port))
+    client_mesh = gloo.Mesh(resolve(host, port))
     gloo.watch(client_mesh)
     try:
         staged._check()
@@ -310,7 +352,7 @@ def stage(
         gloo.forget([client_mesh])
 
 
-def _resolve(host: str, port: int) -> list[gloo.Address]:
+def resolve(host: str, port: int) -> list[gloo.Address]:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [gloo.address(entry[4]) for entry in found]
 

@@ -1,0 +1,390 @@
+"""`python -m keepstep.agent.nest COMMAND`: a rank in namespaces of its own, or an empty nest.
+
+    agent ── nest ── first process of a PID and mount namespace ── the rank, in its own session
+
+A process that shall be moved needs numbers that are free wherever it goes: each nest counts its
+own, and the rank begins far above what CRIU needs for itself. Whatever a rank leaves behind dies
+with the first process, and that with the nest, which the agent kills like any other worker.
+
+Without a rank the nest is a standby: it waits to be assigned, looks whether the process could live
+here, fetches the image from the agent that has it, wakes it, and hands its own line to the agent
+over to it (the restored process finds the socket in the place of its old one). The image lies in
+memory (tmpfs), for this user only, and is gone when the process lives or the nest ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+import psutil  # type: ignore[import-untyped]
+
+from keepstep.adapters.transport.blocking import PIECE_BYTES, Frames
+from keepstep.adapters.transport.tls import client_context
+from keepstep.agent import preflight
+from keepstep.errors import KeepstepError, RemoteProtocolError
+from keepstep.model import image as i
+from keepstep.model import messages as m
+from keepstep.model import page, wire
+from keepstep.native import criu
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWPID = 0x20000000
+MS_PRIVATE_ALL = 1 << 18 | 1 << 14  # MS_PRIVATE | MS_REC
+PR_SET_PDEATHSIG = 1
+SOCKETS = "/run/keepstep-nest"  # the same path in every nest
+FIRST_PID = 1000  # CRIU and its helpers stay below
+CONNECT_S = 10.0
+FETCH_SILENCE_S = 120.0  # while the other side dumps
+DUMP_S_MIN, DUMP_S_MAX = 10.0, 60.0
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_decoder: msgspec.msgpack.Decoder[m.WorkerCommand] = msgspec.msgpack.Decoder(m.WorkerCommand)
+_replies: msgspec.msgpack.Decoder[i.ImageReply] = msgspec.msgpack.Decoder(i.ImageReply)
+
+
+def images_folder() -> Path:
+    """Memory, not disk. An operator may name another tmpfs."""
+    return Path(os.environ.get("KEEPSTEP_IMAGES", "/dev/shm"))
+
+
+def image_folder(job: str, worker: str, what: str) -> Path:
+    return images_folder() / f"keepstep-{job}-{worker}-{what}"
+
+
+# --------------------------------------------------------------------------------------- namespaces
+
+
+def _checked(result: int) -> None:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def _die_with(parent: int) -> None:
+    """`parent` is a pidfd."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if select.select([parent], [], [], 0)[0]:
+        os._exit(1)
+    os.close(parent)
+
+
+def nested(enter: Callable[[], int]) -> int:
+    """Fork the first process of new namespaces. There `enter` starts or wakes the rank and returns
+    its number; here the number of that first process is returned."""
+    own = os.pidfd_open(os.getpid())
+    _checked(_libc.unshare(CLONE_NEWPID | CLONE_NEWNS))
+    first = os.fork()
+    if first:
+        os.close(own)
+        return first
+    try:
+        _die_with(own)
+        _settle_in()
+        _mind(enter())
+    except BaseException as error:
+        os.write(2, f"keepstep: nest: {error}\n".encode())
+    os._exit(1)
+
+
+def _settle_in() -> None:
+    """The files of a process must have been opened in its own mount namespace to be dumped. And
+    named sockets between its processes must not meet those of its former self."""
+    _checked(_libc.mount(b"none", b"/", None, MS_PRIVATE_ALL, None))
+    _checked(_libc.mount(b"proc", b"/proc", b"proc", 0, None))
+    _own_folder(SOCKETS)
+    for number, flags in ((0, os.O_RDONLY), (1, os.O_WRONLY | os.O_APPEND)):
+        opened = os.open(os.readlink(f"/proc/self/fd/{number}"), flags)
+        os.dup2(opened, number)
+        os.close(opened)
+    os.dup2(1, 2)
+
+
+def _own_folder(path: str) -> None:
+    """An empty one that only this mount namespace sees."""
+    Path(path).mkdir(parents=True, exist_ok=True)
+    _checked(_libc.mount(b"tmpfs", path.encode(), b"tmpfs", 0, b"mode=0700"))
+
+
+def _mind(rank: int) -> NoReturn:
+    """Reap what comes until the rank ends, and end like it. A signal of the agent to the group of
+    the nest is for the rank."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, _: os.kill(rank, received))
+    while True:
+        pid, status = os.wait()
+        if pid == rank:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)
+
+
+def wait_for(first: int) -> NoReturn:
+    """As the agent's child: end as the rank did."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    _, status = os.waitpid(first, 0)
+    code = os.waitstatus_to_exitcode(status)
+    killed = -code if code < 0 else code - 128
+    if 0 < killed < signal.NSIG:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), killed if killed != signal.SIGINT else signal.SIGTERM)
+    os._exit(code & 0xFF)
+
+
+def run_rank(command: list[str], descriptors: list[int]) -> NoReturn:
+    def enter() -> int:
+        Path("/proc/sys/kernel/ns_last_pid").write_text(str(FIRST_PID))
+        os.environ["KEEPSTEP_SOCKETS"] = SOCKETS
+        # Its own session: CRIU cannot give one that belongs to somebody outside.
+        return subprocess.Popen(command, pass_fds=descriptors, start_new_session=True).pid
+
+    first = nested(enter)
+    for number in descriptors:
+        os.close(number)
+    wait_for(first)
+
+
+# ------------------------------------------------------------------------------------------ standby
+
+
+class _Line:
+    """The control socket. It reads no byte too many: the restored process reads on."""
+
+    def __init__(self, number: int) -> None:
+        self.socket = socket.socket(fileno=number)
+
+    def send(self, message: m.WorkerMessage) -> None:
+        self.socket.sendall(wire.frame(message))
+
+    def receive(self) -> m.WorkerCommand:
+        header = self._exactly(wire.HEADER.size)
+        return wire.decode(_decoder, self._exactly(wire.body_length(header)))
+
+    def _exactly(self, count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            part = self.socket.recv(count - len(data))
+            if not part:
+                os._exit(1)
+            data += part
+        return bytes(data)
+
+
+def _show_parked(number: int) -> None:
+    """On the progress page: an agent whose orchestrator is new tells it from there."""
+    words = {"capacity": page.CAPACITY_DEFAULT, "where": page.WHERE.index("parked")}
+    for name, value in {**words, "magic": page.MAGIC}.items():
+        os.pwrite(number, value.to_bytes(8, "little"), page.FIELDS[name])
+
+
+def _connect(welcome: m.Welcome, address: m.Address) -> socket.socket:
+    line = socket.create_connection((address.host, address.port), CONNECT_S)
+    line.settimeout(FETCH_SILENCE_S)
+    if welcome.tls is None:
+        return line
+    return client_context(welcome.tls).wrap_socket(line, server_hostname=welcome.tls.peers)
+
+
+class Standby:
+    def __init__(self, control: int, page_fd: int) -> None:
+        self._began = time.monotonic_ns()
+        self._line = _Line(control)
+        self._page = page_fd
+        welcome = self._line.receive()
+        if not isinstance(welcome, m.Welcome):
+            raise RemoteProtocolError(f"{type(welcome).__name__} came before Welcome")
+        self._welcome = welcome
+        self._rank = -1
+        self._folder = image_folder(welcome.job, welcome.worker, "restore")
+
+    def run(self) -> NoReturn:
+        _show_parked(self._page)
+        waited = time.monotonic_ns() - self._began
+        self._line.send(m.Parked(where="an empty nest", warm_ns=waited))
+        while True:
+            command = self._line.receive()
+            match command:
+                case m.Assign():
+                    self._rank = command.rank
+                    self._assign(command)
+                case m.Position():
+                    ready = m.Ready(generation=command.generation, arrived_ns=0, warm_ns=0)
+                    self._line.send(ready)
+                case m.Copy():
+                    self._copy(command)
+                case m.Leave() | m.Finish():
+                    os._exit(0)
+                case _:
+                    pass  # meant for ranks
+
+    def _failed(self, generation: int, reason: str, error: str) -> None:
+        self._line.send(
+            m.CopyFailed(generation=generation, reason=reason, error=error)  # type: ignore[arg-type]
+        )
+
+    def _assign(self, command: m.Assign) -> None:
+        """Before anything is held: would it work?"""
+        try:
+            trouble = self.look(command.holders)
+        except (OSError, KeepstepError) as error:
+            self._failed(
+                command.generation, "error", f"the process could not be looked at: {error}"
+            )
+            return
+        if trouble:
+            self._failed(command.generation, "refused", "; ".join(trouble))
+        else:
+            self._line.send(m.Arrived(generation=command.generation))
+
+    def look(self, holders: list[m.Address]) -> list[str]:
+        with closing(_connect(self._welcome, holders[0])) as line:
+            ask = i.ImageLook(token=self._welcome.token, rank=self._rank)
+            line.sendall(wire.frame(ask))
+            facts = Frames(line, _replies).receive()
+        if not isinstance(facts, i.ImageFacts):
+            return [facts.error if isinstance(facts, i.ImageRefused) else "a foreign answer"]
+        if facts.offenders:
+            return facts.offenders
+        room = os.statvfs(images_folder())
+        return preflight.compare(
+            facts,
+            preflight.host(),
+            memory=int(psutil.virtual_memory().available),
+            room=room.f_bavail * room.f_frsize,
+            size=preflight.file_size,
+        )
+
+    # -------------------------------------------------------------------------------- the image
+
+    def _copy(self, command: m.Copy) -> None:
+        try:
+            first, restored = self._wake(command)
+        except (OSError, KeepstepError) as error:
+            self._failed(command.generation, "error", str(error))
+            return
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._line.send(restored)
+        self._line.socket.close()  # it is the rank's from here on
+        os.close(self._page)
+        wait_for(first)
+
+    def _wake(self, command: m.Copy) -> tuple[int, m.Restored]:
+        began = time.monotonic_ns()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(mode=0o700, parents=True)
+        begun, size = self._fetch(command.holders[0])
+        fetched = time.monotonic_ns()
+        told, tell = os.pipe()
+        first = nested(lambda: self._restore(begun, tell))
+        os.close(tell)
+        with os.fdopen(told, encoding="utf-8") as result:
+            words = result.read()
+        if words != "restored":
+            os.waitpid(first, 0)
+            raise KeepstepError(f"the image did not come to life: {words or 'no word from it'}")
+        return first, m.Restored(
+            generation=command.generation,
+            page=begun.page,
+            image_bytes=size,
+            dump_ns=begun.dump_ns,
+            stream_ns=fetched - began - begun.dump_ns,
+            restore_ns=time.monotonic_ns() - fetched,
+        )
+
+    def _fetch(self, holder: m.Address) -> tuple[i.ImageBegun, int]:
+        with closing(_connect(self._welcome, holder)) as line:
+            stall_s = self._welcome.stall_timeout_ns / 1e9
+            ask = i.ImageGet(
+                token=self._welcome.token,
+                rank=self._rank,
+                seconds_max=min(max(stall_s, DUMP_S_MIN), DUMP_S_MAX),
+            )
+            line.sendall(wire.frame(ask))
+            frames = Frames(line, _replies)
+            begun = frames.receive()
+            if isinstance(begun, i.ImageRefused):
+                raise KeepstepError(begun.error)
+            if not isinstance(begun, i.ImageBegun):
+                raise RemoteProtocolError(f"{type(begun).__name__} came before ImageBegun")
+            total = count = 0
+            while isinstance(part := frames.receive(), i.ImageFile):
+                self._receive(frames, part)
+                total, count = total + part.size, count + 1
+            if not isinstance(part, i.ImageEnd) or part.files != count:
+                raise RemoteProtocolError("the image is not complete")
+            return begun, total
+
+    def _receive(self, frames: Frames[i.ImageReply], part: i.ImageFile) -> None:
+        if "/" in part.name or part.name.startswith("."):
+            raise RemoteProtocolError(f"{part.name!r} is no file of an image")
+        path = self._folder / part.name
+        piece = memoryview(bytearray(min(part.size, PIECE_BYTES)))
+        with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+            left = part.size
+            while left:
+                view = piece[:left]
+                frames.receive_into(view)
+                file.write(view)
+                left -= len(view)
+
+    def _restore(self, begun: i.ImageBegun, tell: int) -> int:
+        """In the new namespaces."""
+        for folder in set(begun.folders) - {SOCKETS}:
+            _own_folder(folder)
+        log, control = os.dup(1), self._line.socket.fileno()
+        command = [*criu.find()[0], "restore", "-D", str(self._folder), "-o", "restore.log"]
+        command += ["-d", "--file-locks", "--manage-cgroups=ignore"]
+        command += ["--inherit-fd", f"fd[{control}]:socket:[{begun.control}]"]
+        command += ["--inherit-fd", f"fd[{log}]:{begun.log.lstrip('/')}"]
+        done = subprocess.run(command, pass_fds=[log, control], capture_output=True, text=True)
+        words = "restored"
+        if done.returncode != 0:
+            words = last_error(self._folder / "restore.log") or done.stderr[-500:]
+        os.write(tell, words.encode())
+        os.close(tell)
+        os.close(log)
+        self._line.socket.close()
+        os.close(self._page)
+        if done.returncode != 0:
+            os._exit(1)
+        return begun.pid
+
+
+def last_error(log: Path) -> str:
+    """What CRIU says about its failure: its first error that is more than a warning."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    errors = [line for line in lines if "Error" in line and "rlimit" not in line]
+    return "; ".join(line.partition("Error ")[2] for line in errors[:2])[:800]
+
+
+def main() -> NoReturn:
+    own = os.getppid()
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != own or own == 1:
+        os._exit(1)
+    control, page_fd = (int(os.environ[f"KEEPSTEP_{name}_FD"]) for name in ("CONTROL", "PAGE"))
+    if "RANK" in os.environ:
+        run_rank(sys.argv[1:], [control, page_fd])
+    for number in (control, page_fd):
+        os.set_inheritable(number, False)
+    Standby(control, page_fd).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""Whether a process can be moved as a whole, and whether a place could take it.
+
+CRIU notices much of this itself, but late, when all ranks stand; and some of it never: a pipe whose
+other end is outside is dumped without a word, and whoever writes to it after the restore waits for
+ever. So the tree of a rank is looked at while it trains, and what cannot go along is named.
+
+`compare` is pure; everything else reads /proc of this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from keepstep.errors import UsageError
+from keepstep.model.image import Host, ImageFacts
+from keepstep.native import criu
+
+# Bits of CapEff, from linux/capability.h.
+CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_PTRACE": 19, "CAP_SYS_ADMIN": 21}
+CAPABILITIES |= {"CAP_CHECKPOINT_RESTORE": 40}
+INET = ("tcp", "tcp6", "udp", "udp6", "raw", "raw6")
+HARMLESS_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+ANONYMOUS = ("eventpoll", "eventfd", "timerfd", "signalfd", "inotify", "pidfd")
+DEVICES = {
+    "/dev/infiniband": "an RDMA device",
+    "/dev/nvidia": "a GPU: its driver's snapshot is not taken by this version",
+    "/dev/kfd": "an AMD GPU: CRIU's amdgpu plugin was never run with Keepstep",
+    "/dev/dri": "an AMD GPU: CRIU's amdgpu plugin was never run with Keepstep",
+}
+SPARE_SHARE = 1.2  # of the image: what is allocated anew on the way
+
+
+# --------------------------------------------------------------------------------------------- host
+
+
+def host() -> Host:
+    """This machine. `trouble` says why no image can be taken or woken here."""
+    trouble = []
+    number = ""
+    try:
+        number = ".".join(map(str, criu.find()[1]))
+    except UsageError as error:
+        trouble.append(str(error))
+    held = int(re.findall(r"CapEff:\s*(\w+)", Path("/proc/self/status").read_text())[0], 16)
+    missing = [name for name, bit in CAPABILITIES.items() if not held >> bit & 1]
+    if missing:
+        trouble.append(f"the agent lacks {', '.join(missing)} (hint: run it as root)")
+    if shutil.which("nsenter") is None:
+        trouble.append("there is no nsenter (hint: install util-linux)")
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), ":")
+    return Host(
+        kernel=platform.release(),
+        machine=platform.machine(),
+        features=sorted(flags.partition(":")[2].split()),
+        criu=number,
+        trouble=trouble,
+    )
+
+
+def compare(
+    facts: ImageFacts,
+    here: Host,
+    *,
+    memory: int,
+    room: int,
+    size: Callable[[str], int],
+) -> list[str]:
+    """Why this place cannot take that process, in words. `size`: of a file here, -1: there is none;
+    `memory` is free here, `room` where the image lands."""
+    there = facts.host
+    wrong = [*there.trouble, *here.trouble]
+    for what, theirs, ours in (
+        ("kernel", there.kernel, here.kernel),
+        ("machine", there.machine, here.machine),
+        ("CRIU", there.criu, here.criu),
+    ):
+        if theirs != ours and theirs and ours:
+            wrong.append(f"{what} {theirs} there and {ours} here")
+    if missing := sorted(set(there.features) - set(here.features)):
+        wrong.append(f"this processor lacks {', '.join(missing[:5])}")
+    other = [path for path, bytes_there in facts.files if size(path) != bytes_there]
+    other += [path for path in facts.paths if size(path) < 0]
+    if other:
+        more = f" and {len(other) - 3} more" if len(other) > 3 else ""
+        wrong.append(f"not the same here: {', '.join(other[:3])}{more}")
+    need = int(facts.image_bytes * SPARE_SHARE)
+    if room < need:
+        wrong.append(f"the image needs {need >> 20} MiB of tmpfs, {room >> 20} MiB are free")
+    if memory < 2 * need:  # the image, and the process made of it
+        wrong.append(f"{2 * need >> 20} MiB of memory are needed, {memory >> 20} MiB are free")
+    return wrong
+
+
+def file_size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return -1
+
+
+# --------------------------------------------------------------------------------------------- tree
+
+
+def children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            listed = Path(f"/proc/{pid}/task/{task}/children").read_text()
+            found += [int(child) for child in listed.split()]
+    return found
+
+
+def tree(pid: int) -> list[int]:
+    """It and all that came from it."""
+    return [pid, *(one for child in children(pid) for one in tree(child))]
+
+
+def inner_pid(nest: int) -> int | None:
+    """The rank inside a nest: the nest's child is the first process of the namespace, and its child
+    that leads a session is the rank."""
+    for first in children(nest):
+        for pid in children(first):
+            with contextlib.suppress(OSError):
+                if os.getsid(pid) == pid:
+                    return pid
+    return None
+
+
+@dataclass
+class Scan:
+    offenders: list[str] = field(default_factory=list)
+    files: list[tuple[str, int]] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    folders: list[str] = field(default_factory=list)
+    image_bytes: int = 0
+
+
+def scan(rank: int, ours: int) -> Scan:
+    """The tree of the process `rank`; `ours` is the inode of its control socket. Sockets of the
+    rank itself are its own to judge: it knows those of its process groups."""
+    found = Scan()
+    pids = tree(rank)
+    inet, named = _inet_sockets(rank), _unix_sockets(rank)
+    pipes: dict[str, int] = {}
+    for pid in pids:
+        for number, target in _descriptors(pid):
+            if target.startswith("socket:"):
+                inode = int(target[8:-1])
+                if pid != rank and inode in inet:
+                    found.offenders.append(f"{_who(pid)} has {inet[inode]} open (fd {number})")
+                if inode != ours and (folder := os.path.dirname(named.get(inode, ""))):
+                    found.folders.append(folder)
+            elif target.startswith("pipe:"):
+                pipes[target] = pid
+            elif trouble := _trouble(target):
+                found.offenders.append(f"{_who(pid)} has {trouble} open: {target} (fd {number})")
+            elif target.startswith("/") and os.path.exists(target):
+                found.paths.append(target)
+        _maps(pid, found)
+        found.image_bytes += _memory(pid)
+    found.offenders += _foreign_children(rank, pids) + _pipe_ends(pipes, set(pids))
+    with contextlib.suppress(OSError):
+        found.paths.append(os.readlink(f"/proc/{rank}/cwd"))
+    found.files = sorted(set(found.files))
+    found.paths = sorted({path for path in found.paths if not path.startswith(("/dev", "/proc"))})
+    found.folders = sorted(set(found.folders))
+    return found
+
+
+def _who(pid: int) -> str:
+    name = "?"
+    with contextlib.suppress(OSError):
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+    return f"process {pid} ({name})"
+
+
+def _descriptors(pid: int) -> Iterator[tuple[int, str]]:
+    with contextlib.suppress(OSError):
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                yield int(number), os.readlink(f"/proc/{pid}/fd/{number}")
+
+
+def _trouble(target: str) -> str:
+    if target.startswith("anon_inode:"):
+        kind = target[11:].strip("[]")
+        return "" if kind in ANONYMOUS else f"something that no image can hold ({kind})"
+    for prefix, what in DEVICES.items():
+        if target.startswith(prefix):
+            return what
+    if target.startswith(("/dev/tty", "/dev/pts")):
+        return "a terminal"
+    known = target.startswith("/dev/shm/") or target in HARMLESS_DEVICES
+    return "a device" if target.startswith("/dev/") and not known else ""
+
+
+def _inet_sockets(pid: int) -> dict[int, str]:
+    found = {}
+    for kind in INET:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]:
+                found[int(line.split()[9])] = f"a {kind} socket"
+    return found
+
+
+def _unix_sockets(pid: int) -> dict[int, str]:
+    """inode -> path of those that have one in the file system."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]:
+            fields = line.split(maxsplit=7)
+            if len(fields) == 8 and fields[7].startswith("/"):
+                found[int(fields[6])] = fields[7]
+    return found
+
+
+def _maps(pid: int, found: Scan) -> None:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            path = line.split(maxsplit=5)[5:]
+            if not path or not path[0].startswith("/") or path[0].endswith(" (deleted)"):
+                continue
+            if path[0].startswith("/dev/infiniband"):
+                found.offenders.append(f"{_who(pid)} has an RDMA device mapped")
+            elif not path[0].startswith(("/dev", "/memfd:")):
+                found.files.append((path[0], file_size(path[0])))
+
+
+def _memory(pid: int) -> int:
+    """What an image must hold: files that are mapped are found on the other side."""
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        sizes = re.findall(r"Rss(?:Anon|Shmem):\s*(\d+) kB", status)
+        return sum(int(size) << 10 for size in sizes)
+    return 0
+
+
+def _foreign_children(rank: int, pids: Sequence[int]) -> list[str]:
+    found = []
+    with contextlib.suppress(OSError):
+        own = os.readlink(f"/proc/{rank}/exe")
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                program = os.readlink(f"/proc/{pid}/exe")
+                if program != own:
+                    found.append(f"{_who(pid)} is a child that runs another program: {program}")
+    return found
+
+
+def _pipe_ends(pipes: dict[str, int], own: set[int]) -> list[str]:
+    found = []
+    for name in os.listdir("/proc") if pipes else ():
+        if name.isdigit() and int(name) not in own:
+            for _, target in _descriptors(int(name)):
+                if target in pipes:
+                    inside = _who(pipes.pop(target))
+                    found.append(f"{inside} has a {target} to {_who(int(name))}, which stays")
+    return found

@@ -1,0 +1,73 @@
+"""The image of a process on its way from one agent to the next place of its rank.
+
+One connection to the blob port of the agent that has the process, for one request:
+
+    ImageLook -> ImageFacts                 the process runs on; nothing is changed
+    ImageGet  -> ImageBegun, then for each file ImageFile and its bytes, then ImageEnd
+
+The process must hold when ImageGet comes. It is left stopped, and stays so until its agent is told
+to kill it (the move was committed) or to go on (Abort or Release).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from keepstep.model.messages import Message
+
+
+class ImageLook(Message, frozen=True):
+    token: str
+    rank: int
+
+
+class ImageGet(Message, frozen=True):
+    token: str
+    rank: int
+    seconds_max: float
+
+
+ImageRequest = ImageLook | ImageGet
+
+
+class Host(msgspec.Struct, frozen=True, kw_only=True):
+    """What must be alike at both ends."""
+
+    kernel: str
+    machine: str
+    features: list[str]  # of the processor
+    criu: str
+    trouble: list[str] = []  # why nothing can be dumped or restored here at all
+
+
+class ImageFacts(Message, frozen=True):
+    host: Host
+    offenders: list[str]  # what cannot be moved, in words
+    files: list[tuple[str, int]]  # mapped: they must be there with the same size
+    paths: list[str]  # open, or the working directory: they must be there
+    image_bytes: int  # about
+
+
+class ImageBegun(Message, frozen=True):
+    pid: int  # as the process knows itself
+    control: int  # inode of its control socket
+    page: int  # descriptor of its progress page
+    log: str  # file that its output goes to
+    folders: list[str]  # of named sockets between its processes
+    dump_ns: int
+
+
+class ImageFile(Message, frozen=True):
+    name: str
+    size: int
+
+
+class ImageEnd(Message, frozen=True):
+    files: int
+
+
+class ImageRefused(Message, frozen=True):
+    error: str
+
+
+ImageReply = ImageFacts | ImageBegun | ImageFile | ImageEnd | ImageRefused

@@ -1,0 +1,81 @@
+"""How ranks that know nothing of Keepstep come to stand at the same step, without ever waiting.
+
+Theory of operation. Ranks count calls of optimizers' `step`. Whoever is asked to stop writes its
+count into the store of the generation, at its next count, and trains on. Who finds all counts
+there knows the goal: the greatest of them and a margin. All ranks find the same goal. A rank stops
+at it and waits until all have, or until one says that it cannot (it was past the goal when it
+learned of it, its script has ended, or somebody does not come because it waits for one of those who
+stand here). The first word decides, for all: stop, or go on and try again with a wider margin.
+
+In a job whose ranks reduce gradients in every step nobody can be past a margin of one: the last
+rank to write has not contributed to the next step before.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore
+
+ROUNDS_MAX = 4
+MARGIN_FACTOR = 4
+
+
+class Stopping:
+    """One for each generation of process groups."""
+
+    def __init__(self, store: Any, rank: int, world: int) -> None:
+        self._store = store
+        self._rank, self._world = rank, world
+        self._round = 0
+        self._goal: int | None = None
+        self.joined = False  # in this round: the others may wait
+
+    @property
+    def failed(self) -> bool:
+        """There is no step at which all can stand, as far as can be told."""
+        return self._round >= ROUNDS_MAX
+
+    def reached(self, count: int, patience_s: float) -> bool:
+        """At every count since a stop is wanted. True: all stand here, at the same count."""
+        keys = PrefixStore(f"keepstep/stop/{self._round}", self._store)
+        if not self.joined:
+            keys.set(f"count/{self._rank}", str(count))
+            keys.add("joined", 1)
+            self.joined = True
+        if self._goal is None:
+            if keys.add("joined", 0) < self._world:
+                return False
+            counts = keys.multi_get([f"count/{rank}" for rank in range(self._world)])
+            self._goal = max(map(int, counts)) + MARGIN_FACTOR**self._round
+        if count < self._goal:
+            return False
+        if count > self._goal:
+            word = _say(keys, "go")
+        elif keys.add("there", 1) == self._world:
+            word = _say(keys, "stop")
+        else:
+            word = _wait(keys, patience_s)
+        if word == "stop":
+            return True
+        self._round, self._goal, self.joined = self._round + 1, None, False
+        return False
+
+    def never(self) -> None:
+        """The script has ended: it will not come to any goal."""
+        if self.joined:
+            _say(PrefixStore(f"keepstep/stop/{self._round}", self._store), "go")
+
+
+def _say(keys: Any, word: str) -> str:
+    """The word that was said first."""
+    return str(keys.compare_set("word", "", word).decode())
+
+
+def _wait(keys: Any, patience_s: float) -> str:
+    try:
+        keys.wait(["word"], timedelta(seconds=patience_s))
+    except RuntimeError:  # somebody does not come
+        return _say(keys, "go")
+    return str(keys.get("word").decode())

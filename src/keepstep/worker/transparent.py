@@ -1,0 +1,402 @@
+"""The runtime beside a script that knows nothing of Keepstep: it can be held, and moved as a whole.
+
+    Hold or Abort -> all ranks at one count of optimizer steps (stopping.py) -> every connection is
+    closed -> Held or Report -> the process may be dumped, and go on from here in another place
+        -> Stage, Swap: new connections behind the same process groups, the script goes on
+
+The post hook of `Optimizer.step` is where a rank stands: its stack is in the image, so that any
+point does at which nothing is in flight between ranks. Nothing is waited for in a step unless a
+stop is wanted.
+
+If a move comes to nothing, nobody wants the rank to hold any more. It has no connections then, and
+says so like a rank that has lost them: the orchestrator makes all ranks connect again.
+
+Threads: the channel's answers Inspect and builds groups; everything else is the main thread's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import socket
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from typing import Any, NoReturn
+
+import psutil  # type: ignore[import-untyped]
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from keepstep.adapters.transport.tls import is_loopback
+from keepstep.errors import LocalProtocolError, PermanentError
+from keepstep.model import messages as m
+from keepstep.worker import fence, gloo, groups
+from keepstep.worker.channel import Channel
+from keepstep.worker.page import Page
+from keepstep.worker.seat import Stager
+from keepstep.worker.stopping import Stopping
+
+PATIENCE_S = 10.0  # at least, for the others at a goal
+PATIENCE_STEPS = 50
+UNWANTED_S = 2.0  # between two words of a rank that nobody wants to hold
+NOWHERE = m.Address("127.0.0.1", 0)
+
+
+class Runtime:
+    def __init__(self, channel: Channel, page: Page) -> None:
+        self._channel, self._page = channel, page
+        self._rank, self._world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.generation = int(os.environ.get("KEEPSTEP_GENERATION", "0"))
+        self.steps = 0
+        self._pid = os.getpid()
+        self._stager = Stager(channel, self._rank, self._world)
+        self._stopping: Stopping | None = None
+        self._refused = -1  # generation of the last Hold that could not be met
+        self._held = False
+        self._released = -1  # newest move that was undone while this rank held
+        self._announce = False  # the next step is the first of its generation
+        self._moved = False
+        self._last_ns = 0
+        self._step_times_ns: deque[int] = deque(maxlen=65)
+        self._store = gloo.Mesh()
+        channel.on_stage = self._stage
+        channel.on_abort = self._aborted
+        channel.on_inspect = self._inspect
+
+    def install(self) -> None:
+        """Before the script runs."""
+        self._know_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        register_optimizer_step_post_hook(self._stepped)
+        groups.install_destroy()
+        # Loader workers hand tensors over through named sockets: where every place has room.
+        if folder := os.environ.get("KEEPSTEP_SOCKETS"):
+            multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
+
+    def _know_store(self, host: str, port: int) -> None:
+        """Forked children drop its connection as they do those of process groups."""
+        gloo.forget([self._store])
+        self._store = gloo.Mesh(groups.resolve(host, port))
+        gloo.watch(self._store)
+
+    # ------------------------------------------------------------------ at every step
+
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
+        if os.getpid() != self._pid or threading.current_thread() is not threading.main_thread():
+            return
+        now = time.monotonic_ns()
+        self.steps += 1
+        page = self._page
+        page.set("tick", self.steps)
+        page.set("version", self.steps)
+        page.set("commit_ns", now)
+        page.mark()
+        page.new_tick()
+        if self.steps == 1:
+            self._attach(optimizer)
+        if self._announce:
+            self._resumed(now)
+        elif self._last_ns:
+            self._step_times_ns.append(now - self._last_ns)
+        self._last_ns = now
+        if self._must_stop():
+            self._hold()
+
+    def _attach(self, optimizer: Any) -> None:
+        page = self._page
+        page.where("outside")
+        page.set("generation", self.generation)
+        page.set("stepping", 1)
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        self._channel.send(
+            m.Attached(
+                generation=self.generation,
+                groups=groups.names(),
+                members=groups.members(),
+                parameters=sum(p.numel() for p in params),
+                bytes_state=sum(p.numel() * p.element_size() for p in params),
+                redundant=False,
+            )
+        )
+
+    def _resumed(self, now: int) -> None:
+        self._announce = False
+        self._channel.send(
+            m.Resumed(
+                generation=self.generation,
+                tick=self.steps,
+                version=self.steps,
+                last_commit_ns=0 if self._moved else self._last_ns,  # another machine's clock
+                first_commit_ns=now,
+                median_step_ns=self._median_ns(),
+            )
+        )
+        self._moved = False
+
+    def _median_ns(self) -> int:
+        return int(statistics.median(self._step_times_ns)) if self._step_times_ns else 0
+
+    # ------------------------------------------------------------------ coming to a stop
+
+    def _wanted(self) -> bool:
+        channel = self._channel
+        hold = channel.hold_generation > max(self.generation, self._refused)
+        return hold or channel.abort_generation > self.generation
+
+    def _must_stop(self) -> bool:
+        stopping = self._stopping
+        if not self._wanted() and (stopping is None or not stopping.joined):
+            return False
+        if self._world == 1:
+            return True
+        if not dist.is_initialized():
+            return False
+        if stopping is None:
+            store = c10d._get_default_store()
+            stopping = self._stopping = Stopping(store, self._rank, self._world)
+        stall_s = self._channel.welcome.stall_timeout_ns / 1e9
+        patience_s = max(PATIENCE_S, PATIENCE_STEPS * self._median_ns() / 1e9)
+        try:
+            if stopping.reached(self.steps, min(patience_s, stall_s / 2)):
+                return True
+        except RuntimeError as error:  # of the store
+            self._stopping = None
+            self._refuse(f"the store of generation {self.generation} is out of reach: {error}")
+            return False
+        if stopping.failed:
+            self._stopping = None
+            self._refuse("the ranks do not call their optimizers equally often")
+        return False
+
+    def _refuse(self, why: str) -> None:
+        generation = self._channel.hold_generation
+        if generation > self._refused:
+            self._refused = generation
+            self._channel.send(
+                m.CopyFailed(generation=generation, reason="refused", error=why[:2000])
+            )
+
+    # ------------------------------------------------------------------ held
+
+    def _hold(self) -> None:
+        self._page.where("held")
+        self._page.set("hold", 1)
+        self._held = True
+        if not groups.destroyed():
+            groups.finish_collectives()
+            groups.go_solo()
+            groups.leave_stores()
+        self._stopping = None
+        self._released = -1
+        with self._channel.changed:  # those of moves before this one
+            inbox = self._channel.inbox
+            self._channel.inbox = [one for one in inbox if not isinstance(one, m.Release)]
+        gc.collect()  # store clients live as long as the last cycle that knows them
+        try:
+            while not self._obey():
+                pass
+        finally:
+            self._held = False
+            self._page.set("hold", 0)
+        self._page.where("outside")
+
+    def _obey(self) -> bool:
+        """One look. True: the script goes on."""
+        channel = self._channel
+        if channel.abort_generation > self.generation:
+            asked, answer = channel.abort_generation, self._answered(m.Report)
+            if answer != asked:
+                channel.send(
+                    m.Report(
+                        generation=asked,
+                        tick=self.steps,
+                        version=self.steps,
+                        in_fence=False,
+                        computing=False,
+                    )
+                )
+        elif channel.hold_generation > self.generation:
+            if self._answered(m.Held) != channel.hold_generation:
+                self._say_held(channel.hold_generation)
+        elif self._released > self.generation or not channel.wait_until(self._wanted, UNWANTED_S):
+            self._say_unwanted()
+        command = self._next()
+        match command:
+            case m.Decide() if command.generation == channel.abort_generation:
+                if command.tick != self.steps:
+                    raise LocalProtocolError(
+                        f"rank {self._rank} at step {self.steps} told to go to {command.tick}"
+                    )
+                self._say_held(command.generation)
+            case m.Release():
+                self._released = command.generation
+            case m.Welcome():
+                self._arrive(command)
+            case m.Swap() if command.generation > self.generation:
+                return self._swap(command)
+            case m.Leave() | m.Finish():
+                _leave()
+            case _:
+                pass  # of another time, or nothing came
+        return False
+
+    def _answered(self, kind: type[m.Message]) -> int:
+        answer = self._channel.answer(kind)
+        return getattr(answer, "generation", -1)
+
+    def _next(self) -> m.WorkerCommand | None:
+        """The next command, or None when something else has changed or nothing came for a while."""
+        channel = self._channel
+        before = (channel.abort_generation, channel.hold_generation)
+        channel.wait_until(
+            lambda: (
+                bool(channel.inbox) or (channel.abort_generation, channel.hold_generation) != before
+            ),
+            UNWANTED_S,
+        )
+        with channel.changed:
+            return channel.inbox.pop(0) if channel.inbox else None
+
+    def _say_held(self, generation: int) -> None:
+        self._channel.send(
+            m.Held(
+                generation=generation,
+                tick=self.steps,
+                version=self.steps,
+                serve=NOWHERE,
+                pid=os.getpid(),
+            )
+        )
+
+    def _say_unwanted(self) -> None:
+        """Either the others were told first, and our own word is on its way, or it is over."""
+        self._channel.send(
+            m.Failure(
+                generation=self.generation,
+                error_kind="comm",
+                error="a move was undone while the ranks held for it: they connect again",
+                version=self.steps,
+            )
+        )
+
+    def _arrive(self, welcome: m.Welcome) -> None:
+        """This process was restored in another place. Nothing of it has run there yet."""
+        began = time.monotonic_ns()
+        self._moved = True
+        if not is_loopback(welcome.interface):
+            os.environ["GLOO_SOCKET_IFNAME"] = _interface(welcome.interface)
+        if int(torch.ones(64).sum()) != 64 or not os.path.isdir(os.getcwd()):
+            raise PermanentError("the restored process does not compute")
+        self._channel.send(
+            m.Copied(
+                generation=self._channel.hold_generation,
+                tick=self.steps,
+                bytes_copied=0,
+                copy_ns=time.monotonic_ns() - began,
+                sources=[self._rank],
+                side_state="self",
+                restored="the image of its process",
+            )
+        )
+
+    def _swap(self, command: m.Swap) -> bool:
+        """False: committed, but its connections are gone again. Then a newer Abort is here."""
+        channel, began = self._channel, time.monotonic_ns()
+        if command.solo and self._world > 1:
+            raise PermanentError("some ranks have ended, and this one is in the middle of its work")
+        entered = groups.destroyed() or self._enter(command.generation)
+        self.generation = command.generation
+        self._page.set("generation", command.generation)
+        self._page.new_tick()
+        if channel.hold_generation <= command.generation:
+            channel.hold_generation = -1
+        elapsed = time.monotonic_ns() - began
+        channel.send(m.Swapped(generation=command.generation, swap_ns=elapsed))
+        self._announce = True
+        return entered
+
+    def _enter(self, generation: int) -> bool:
+        staged = self._stager.take(generation)
+        if staged is not None:
+            try:
+                groups.swap(staged)
+                return True
+            except RuntimeError:
+                if not staged.aborted:
+                    raise
+            staged.discard()
+        if self._channel.abort_generation <= generation:
+            raise LocalProtocolError(f"no groups are staged for generation {generation}")
+        return False
+
+    # ------------------------------------------------------------------ the script's end
+
+    def finish(self) -> None:
+        if self._stopping is not None:
+            with contextlib.suppress(RuntimeError):  # the store may be gone
+                self._stopping.never()
+        self._page.where("done")
+        self._channel.send(m.Done(tick=self.steps, version=self.steps))
+        self._channel.wait(lambda c: isinstance(c, m.Finish | m.Leave))
+
+    # ------------------------------------------------------------------ the channel's thread
+
+    def _stage(self, command: m.Stage) -> None:
+        self._know_store(command.store.host, command.store.port)
+        self._stager.begin(command)
+
+    def _aborted(self, command: m.Abort) -> None:
+        if self._held:  # else there is nothing to be freed from: it stops at a step
+            groups.abort()
+        self._stager.discard(below=command.generation)
+
+    def _inspect(self, command: m.Inspect) -> None:
+        self._channel.send(
+            m.Inspected(
+                number=command.number,
+                foreign=foreign_sockets(),
+                control=os.fstat(self._channel.fileno()).st_ino,
+                page=self._page.fd,
+            )
+        )
+
+
+def _leave() -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _interface(address: str) -> str:
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in addresses):
+            return str(name)
+    raise PermanentError(f"no interface of this machine has the address {address}")
+
+
+def foreign_sockets() -> list[str]:
+    """Connections of this process that are not its process groups': those cannot be closed and
+    built anew by anybody but the script."""
+    meshes = gloo.watched()
+    incoming = frozenset[gloo.Address]().union(*(mesh.incoming for mesh in meshes))
+    outgoing = frozenset[gloo.Address]().union(*(mesh.outgoing for mesh in meshes))
+    own = fence.addresses()
+    found = []
+    for number, sock in gloo.inet_sockets():
+        with contextlib.suppress(OSError):
+            local = gloo.address(sock.getsockname())
+            peer: gloo.Address | None = None
+            with contextlib.suppress(OSError):
+                peer = gloo.address(sock.getpeername())
+            if local in incoming or peer in outgoing or local in own:
+                continue
+            kind = "TCP" if sock.type == socket.SOCK_STREAM else "UDP"
+            to = f" to {peer[0]}:{peer[1]}" if peer else ""
+            found.append(f"the script has a {kind} socket open{to} (fd {number})")
+    return found

@@ -1,0 +1,179 @@
+"""What goes wrong before a move is committed: the job goes on with its old members, bit by bit.
+
+A fault stays until the move is given up, then it is taken back, and the next move succeeds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from harness import Verdict, wait_for
+from test_orchestrator_crash import Brain
+
+Launch = Callable[..., Any]
+Reference = Callable[..., list[dict[str, Any]]]
+
+
+def undone(it: Any, incident: dict[str, Any], words: str) -> None:
+    assert incident["outcome"] == "ABORTED", incident
+    assert incident["steps_lost"] == 0
+    assert words in incident["reason"], incident["reason"]
+    # Ranks that held for it have connected again, all of them.
+    for other in it.incidents():
+        assert other["outcome"] in ("ABORTED", "RESOLVED"), other
+        assert other["steps_lost"] == 0
+
+
+def holders(it: Any) -> list[int]:
+    """Processes of the ranks, which must stay the same."""
+    return [int(seat["pid"]) for seat in it.job.status()["ranks"]]
+
+
+@pytest.mark.timeout(290)
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        pytest.param("dump-killed", "could not dump", marks=pytest.mark.always),
+        ("dump-hangs", "did not finish the dump"),
+        ("restore-fails", "did not come to life"),
+    ],
+)
+def test_criu_fails(
+    fault: str, words: str, launch: Launch, reference: Reference, verdict: Verdict, faults: Any
+) -> None:
+    it = launch(options=("--stall-timeout", "10"))
+    it.train()
+    before = holders(it)
+    faults.set(fault)
+    undone(it, it.migrate(1), words)
+    faults.clear()
+    assert holders(it) == before
+    it.moved(1)
+    it.job.finish()
+    verdict.identical(it.job, reference(2), faults=1)
+
+
+@pytest.mark.timeout(290)
+def test_no_room_for_the_image(
+    launch: Launch, reference: Reference, verdict: Verdict, faults: Any, small_tmpfs: Path
+) -> None:
+    it = launch("--workers", "1")
+    it.train()
+    before = holders(it)
+    faults.set("full")
+    undone(it, it.migrate(0), "could not dump")
+    faults.clear()
+    assert holders(it) == before
+    assert list(small_tmpfs.iterdir()) == []
+    it.moved(0)
+    it.job.finish()
+    verdict.identical(it.job, reference(2, "--workers", "1"), faults=1)
+
+
+def nest_of_newcomer(it: Any) -> int:
+    """The process that was given the rank, in the spare node."""
+    agent = next(n["pid"] for n in it.job.status()["nodes"] if n["node"] == "n2")
+    nests = [p for p in psutil.Process(agent).children() if "keepstep.agent.nest" in p.cmdline()]
+    return nests[0].pid
+
+
+@pytest.mark.timeout(290)
+@pytest.mark.parametrize("when", ["restore-hangs", "restored-late"])
+@pytest.mark.parametrize("who", ["process", "agent"])
+def test_target_dies(
+    who: str, when: str, launch: Launch, reference: Reference, verdict: Verdict, faults: Any
+) -> None:
+    """Before the image came to life there, and after it."""
+    it = launch("--workers", "2")
+    it.train()
+    before, known = holders(it), len(it.incidents())
+    faults.set(when)
+    assert it.job.post("migrate", {"ranks": [1], "reason": "test"}).status_code < 300
+    faults.until_struck()
+    nest = nest_of_newcomer(it)
+    faults.clear()
+    os.kill(nest if who == "process" else psutil.Process(nest).ppid(), signal.SIGKILL)
+    if who == "process":
+        incident = it.ended(known)
+        assert incident["outcome"] == "RESOLVED" and incident["attempts"] == 2, incident
+    else:
+        step = it.job.step()
+        it.job.until_step(step + 3)  # it waits for another spare, and trains
+        assert holders(it) == before
+    it.job.finish()
+    verdict.identical(it.job, reference(2, "--workers", "2"), faults=1)
+
+
+@pytest.mark.timeout(290)
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        pytest.param("--socket", "TCP socket", marks=pytest.mark.always),
+        ("--child", "another program"),
+    ],
+)
+def test_scripts_that_cannot_be_moved_are_named_and_left_alone(
+    option: str, words: str, launch: Launch, reference: Reference, verdict: Verdict
+) -> None:
+    it = launch(option)
+    it.train()
+    before = holders(it)
+    incident = it.migrate(0)
+    undone(it, incident, words)
+    assert [phase["phase"] for phase in incident["phases"]] == ["RESERVE"]  # nobody was held
+    assert holders(it) == before
+    it.job.finish()
+    verdict.identical(it.job, reference(2), faults=1, incidents=1)
+
+
+@pytest.mark.timeout(290)
+def test_ranks_that_step_unevenly_train_on(
+    launch: Launch, reference: Reference, verdict: Verdict
+) -> None:
+    it = launch("--uneven", options=("--stall-timeout", "10"))
+    it.train()
+    before = holders(it)
+    undone(it, it.migrate(0), "do not call their optimizers equally often")
+    assert holders(it) == before
+    it.job.finish()
+    verdict.identical(it.job, reference(2), faults=1)
+
+
+@pytest.mark.timeout(290)
+@pytest.mark.parametrize("when", ["dump-hangs", "restored-late"])
+def test_orchestrator_is_started_anew(
+    when: str,
+    launch: Launch,
+    reference: Reference,
+    verdict: Verdict,
+    faults: Any,
+    tmp_path: Path,
+) -> None:
+    brain = Brain(tmp_path)
+    try:
+        it = launch(options=("--orchestrator", "brain"), home=brain.home)
+        it.train()
+        before = holders(it)
+        faults.set(when)
+        assert it.job.post("migrate", {"ranks": [1], "reason": "test"}).status_code < 300
+        faults.until_struck()
+        brain.process.kill()
+        brain.process.wait()
+        faults.clear()
+        brain.start()
+        wait_for(lambda: it.job.status()["state"] == "running", "the orchestrator")
+        time.sleep(0.1)
+        step = it.job.step()
+        it.job.until_step(step + 3)
+        it.job.finish()
+        assert before
+        verdict.identical(it.job, reference(2), faults=1)
+    finally:
+        brain.end()
