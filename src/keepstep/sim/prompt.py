@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 LISTENS = ("parked", "arrived", "joining", "swapping", "deciding", "held", "done")
 BUILD_NS = 60 * SECOND
 SLACK_NS = 5 * SECOND
+ATTEMPTS_MAX = 100  # of a world; nobody deserves so many
 
 
 class Prompt:
@@ -54,6 +55,9 @@ class Prompt:
             )
         elif isinstance(record, r.StartBegun):
             self.begun_ns = self.world.now
+        elif isinstance(record, r.AttemptStarted):
+            count = len(self.checker.attempts)
+            self.checker.ensure(count <= ATTEMPTS_MAX, f"{count} attempts, and no end")
         elif isinstance(record, r.Warned):
             self.slow_start |= "did not call keepstep.attach yet" in record.message
         elif isinstance(record, r.WorkerEnded):
