@@ -82,7 +82,8 @@ void Comm::open(int i, Nanos now) {
   Path& path = path_[static_cast<size_t>(i)];
   auto at = static_cast<size_t>(i);
   paths_.opening(i, now);
-  path.opening = start_connecting(local_[at], handle_.endpoint[i], handle_.port);
+  path.opening = start_connecting(local_[at], handle_.endpoint[i], handle_.port,
+                                  path_.size() > 1);
   path.opening_epoch = std::max(path.epoch, path.opening_epoch) + 1;
   path.hello_said = false;
   if (path.opening < 0) paths_.open_failed(i, now);
@@ -136,7 +137,7 @@ bool Comm::adopt(int socket, int i, uint32_t epoch, Nanos now) {
   if (path.socket >= 0) lose(i, now, "replaced by a new connection");
   if (!in_->opened(i, epoch)) return false;
   path.epoch = epoch;
-  tune(socket);
+  tune(socket, path_.size() > 1);
   attach(i, socket, now);
   send_state(i, now);
   return true;
