@@ -258,6 +258,7 @@ class Paths {
     Nanos next_try = 0;
     Nanos hold_until = 0;
     int level = 0;         // failures lately
+    int refusals = 0;      // attempts in a row that came to nothing
   };
   Nanos jitter();
 

@@ -81,7 +81,9 @@ abi::Result Comm::isend(const void* data, uint64_t size, void** result) {
     while (write_once(turn_, now, &bytes) == Io::Moved) {}
     if (out_->unsent()) pump(now);
   }
-  if (small && out_->unsent()) around_.wake();  // nobody may ever call again
+  bool waits = small && out_->unsent();
+  if (waits && !left_) around_.wake();  // it counts as done: nobody may ever call again
+  left_ = waits;
   return error_;
 }
 
