@@ -11,6 +11,7 @@ from collections.abc import Callable
 from benchmarks import (
     gpu,
     memory,
+    network,
     overhead,
     pause,
     redundancy,
@@ -28,6 +29,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "scale": scale.run,
     "transfer": transfer.run,
     "gpu": gpu.run,
+    "network": network.run,
     "redundancy": redundancy.run,
 }
 

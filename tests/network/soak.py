@@ -36,7 +36,7 @@ def main() -> int:
         print(f"error: {reason}", file=sys.stderr)
         return 2
     fired: dict[str, int] = {}
-    runs, begun = 0, time.monotonic()
+    runs, begun, commit = 0, time.monotonic(), _commit()
     traffic = dict.fromkeys(
         ["messages", "bytes", "corrupt", "missing", "resent_chunks", "path_losses"], 0
     )
@@ -60,7 +60,7 @@ def main() -> int:
     report = {
         "command": f"make net-soak NET_FAULTS={given.faults}",
         "seed": given.seed,
-        "commit": _commit(),
+        "commit": commit,
         "machine": f"{platform.machine()}, Linux {platform.release()}",
         "faults": sum(fired.values()),
         "by_kind": dict(sorted(fired.items())),

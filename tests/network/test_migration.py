@@ -6,6 +6,7 @@ import contextlib
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -16,7 +17,14 @@ sys.path.insert(0, str(CHAOS))
 
 from harness import Job, differences, run_plain  # noqa: E402
 
-ARGS = ["--epochs", "8", "--steps-per-epoch", "25", "--evaluate-every", "10", "--slow", "yes"]
+ARGS = ["--epochs", "4", "--steps-per-epoch", "25", "--evaluate-every", "10", "--slow", "yes"]
+
+
+def incidents_of(job: Job) -> list[dict[str, Any]]:
+    client = job._connect()
+    assert client is not None
+    found: list[dict[str, Any]] = client.get(f"/v1/jobs/{job.job}/incidents").json()
+    return found
 
 
 @pytest.mark.timeout(300)
@@ -50,7 +58,7 @@ def test_a_flapping_path_moves_the_rank_before_anything_is_lost(
         )
         flaps = 0
         end = time.monotonic() + 60
-        while not job.cli_json("incidents", "--job", job.job):
+        while not incidents_of(job):
             assert time.monotonic() < end, f"{flaps} flaps and no incident: {job.status()}"
             made.link(b, 1, False)
             time.sleep(0.2)  # the length of a flap

@@ -269,7 +269,7 @@ void small_messages_stop_when_the_stash_is_full() {
   out.opened(0, 1);
   CHECK(in.opened(0, 1));
   int sent = 0;
-  for (int i = 0; i < 40; ++i) out.post(data.data(), data.size());
+  for (int i = 0; i < 100; ++i) out.post(data.data(), data.size());
   while (out.fill(0)) {
     Slice slices[kSlicesMax];
     int count = out.gather(0, slices);
@@ -281,7 +281,7 @@ void small_messages_stop_when_the_stash_is_full() {
     ++sent;
   }
   CHECK(sent == static_cast<int>(kStashBytes / kEagerBytes));
-  Header more{Type::Data, 0, 10, 20, 0, 10};
+  Header more{Type::Data, 0, 10, 90, 0, 10};
   CHECK(in.begin(0, more) == Inbox::Verdict::Impossible);
 }
 
@@ -406,7 +406,7 @@ Header nearly_right(Draw& draw) {
   auto length = static_cast<uint32_t>(offset <= total ? chunk_length(offset, total) : 7);
   if (draw.chance(10)) length += static_cast<uint32_t>(draw.below(3));
   auto type = static_cast<Type>(draw.chance(80) ? 3 : draw.below(6));
-  return {type, static_cast<uint8_t>(draw.below(10)), length, draw.below(draw.chance(90) ? 9 : 400), offset, total};
+  return {type, static_cast<uint8_t>(draw.below(10)), length, draw.below(draw.chance(90) ? 9 : 4000), offset, total};
 }
 
 void fuzz(uint64_t rounds) {

@@ -82,7 +82,8 @@ void Comm::open(int i, Nanos now) {
   Path& path = path_[static_cast<size_t>(i)];
   auto at = static_cast<size_t>(i);
   paths_.opening(i, now);
-  path.opening = start_connecting(local_[at], handle_.endpoint[i], handle_.port);
+  path.opening = start_connecting(local_[at], handle_.endpoint[i], handle_.port,
+                                  path_.size() > 1);
   path.opening_epoch = std::max(path.epoch, path.opening_epoch) + 1;
   path.hello_said = false;
   if (path.opening < 0) paths_.open_failed(i, now);
@@ -136,7 +137,7 @@ bool Comm::adopt(int socket, int i, uint32_t epoch, Nanos now) {
   if (path.socket >= 0) lose(i, now, "replaced by a new connection");
   if (!in_->opened(i, epoch)) return false;
   path.epoch = epoch;
-  tune(socket);
+  tune(socket, path_.size() > 1);
   attach(i, socket, now);
   send_state(i, now);
   return true;
@@ -177,6 +178,9 @@ void Comm::link_changed(int i, bool up, Nanos now) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (i >= paths_.count()) return;
   if (up) {
+    // What was asked before the link came up was lost: ask again now, not after a timeout.
+    Path& path = path_[static_cast<size_t>(i)];
+    if (path.opening >= 0 && !path.hello_said) drop_opening(i, now);
     paths_.link_up(i, now);
     return;
   }
@@ -261,12 +265,12 @@ void Comm::clock(Nanos now) {
 }
 
 Nanos Comm::next_visit(Nanos now) const {
-  bool unattended = now - polled_ > kUnattended;
   for (const Path& path : path_) {
     if (path.opening >= 0) return kUnattended;
     if (path.socket >= 0 && path.state_stale && in_) return kUnattended;
   }
-  if (unattended && out_ && out_->unsent()) return kUnattended;
+  bool unattended = now - polled_ > kUnattended;
+  if (out_ && (left_ || unattended) && out_->unsent()) return kUnattended;
   return waited_for() || paths_.healthy() < paths_.count() ? kBusyVisit : kIdleVisit;
 }
 
@@ -287,7 +291,8 @@ void Comm::totals(std::vector<PathTotals>* totals) {
 
 void Comm::report(const char* event, int i, const char* reason, Nanos stalled) {
   char text[640];
-  const LocalPath* local = i >= 0 ? &local_[static_cast<size_t>(i)] : nullptr;
+  bool known = i >= 0 && static_cast<size_t>(i) < local_.size();
+  const LocalPath* local = known ? &local_[static_cast<size_t>(i)] : nullptr;
   std::snprintf(text, sizeof text,
                 "{\"event\":\"%s\",\"at_ns\":%lld,\"pid\":%d,\"comm\":\"%02x%02x%02x%02x\",\"role\":"
                 "\"%s\",\"path\":%d,\"interface\":\"%s\",\"local\":\"%s\",\"remote\":\"%s\","
@@ -359,7 +364,9 @@ void Comm::finish_closing(Nanos now) {
   if ((open || !peer_left_) && now - closing_since_ < kLinger) return;
   closed_ = true;
   for (Path& path : path_) {
-    if (path.socket >= 0) ::close(path.socket);
+    if (path.socket < 0) continue;
+    shutdown(path.socket, SHUT_RDWR);  // a forked child may hold a copy
+    ::close(path.socket);
     path.socket = -1;
   }
 }

@@ -71,6 +71,8 @@ class Comm {
   bool finished();  // closed, and nothing is left to be said
   void totals(std::vector<PathTotals>* totals);
 
+  Nanos due = 0;  // the engine's own note: when to serve next
+
   const Cookie& cookie() const { return handle_.cookie; }
   bool receives() const { return role_ == Role::Receive; }
 
@@ -151,6 +153,7 @@ class Comm {
   };
   std::deque<Copied> copied_;
   uint64_t uncopied_ = 0;  // 1 + the last message that lives in the user's memory
+  bool left_ = false;  // a small message waits for a path, and its user has been told "done"
   int turn_ = 0;
   unsigned calls_ = 0;
 

@@ -19,6 +19,7 @@ namespace {
 constexpr size_t kStrangersMax = 128;
 constexpr Nanos kHelloPatience = 2 * kSecond;
 constexpr Nanos kNobodyThere = 100 * kMillisecond;
+constexpr Nanos kStrangerVisit = 2 * kMillisecond;
 constexpr Nanos kStatisticsEvery = kSecond;
 }  // namespace
 
@@ -189,32 +190,43 @@ std::vector<std::shared_ptr<Comm>> Engine::snapshot() {
 
 void Engine::run() {
   pthread_setname_np(pthread_self(), "keepstep-net");
-  std::vector<pollfd> waits;
   Nanos rest = kNobodyThere;
   for (;;) {
-    waits.clear();
-    waits.push_back({wake_, POLLIN, 0});
-    waits.push_back({links_->socket(), POLLIN, 0});
-    waits.push_back({control_, POLLIN, 0});
-    for (int fd : listeners_) waits.push_back({fd, POLLIN, 0});
-    if (!strangers_.empty()) rest = std::min(rest, 2 * kMillisecond);
-    timespec timeout{rest / kSecond, rest % kSecond};
-    ppoll(waits.data(), waits.size(), &timeout, nullptr);
-    if (waits[0].revents) {
-      uint64_t count;
-      ssize_t ignored = read(wake_, &count, sizeof count);
-      static_cast<void>(ignored);
+    try {
+      rest = turn(rest);
+    } catch (...) {  // memory ran out: the user's process is not ours to end
+      rest = kNobodyThere;
     }
-    Nanos now = monotonic();
-    if (waits[1].revents) links(now);
-    if (waits[2].revents) control(now);
-    accept_all(now);
-    hear_strangers(now);
-    rest = kNobodyThere;
-    for (auto& comm : snapshot()) rest = std::min(rest, comm->serve(monotonic()));
-    statistics(now);
-    if (!reporter_->flush()) rest = std::min(rest, 10 * kMillisecond);
   }
+}
+
+// Waits for so long, or for a word; returns how long to wait next.
+Nanos Engine::turn(Nanos rest) {
+  pollfd waits[3 + kPathsMax] = {
+      {wake_, POLLIN, 0}, {links_->socket(), POLLIN, 0}, {control_, POLLIN, 0}};
+  nfds_t count = 3;
+  for (int fd : listeners_) waits[count++] = {fd, POLLIN, 0};
+  if (!strangers_.empty()) rest = std::min(rest, kStrangerVisit);
+  timespec timeout{rest / kSecond, rest % kSecond};
+  bool told = ppoll(waits, count, &timeout, nullptr) > 0;
+  if (waits[0].revents) {
+    uint64_t wakes;
+    ssize_t ignored = read(wake_, &wakes, sizeof wakes);
+    static_cast<void>(ignored);
+  }
+  Nanos now = monotonic();
+  if (waits[1].revents) links(now);
+  if (waits[2].revents) control(now);
+  accept_all(now);
+  hear_strangers(now);
+  rest = kNobodyThere;
+  for (auto& comm : snapshot()) {
+    now = monotonic();
+    if (told || now >= comm->due) comm->due = now + comm->serve(now);
+    rest = std::min(rest, std::max<Nanos>(comm->due - now, 0));
+  }
+  statistics(now);
+  return reporter_->flush() ? rest : std::min(rest, kStrangerVisit);
 }
 
 void Engine::accept_all(Nanos now) {

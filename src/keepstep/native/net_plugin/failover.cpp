@@ -361,15 +361,23 @@ bool Paths::open_expired(int path, Nanos now) const {
 void Paths::open_failed(int path, Nanos now) {
   Path& it = path_[static_cast<size_t>(path)];
   it.opening = false;
-  it.next_try = now + limits_.retry + jitter();
+  it.refusals = std::min(it.refusals + 1, 2);
+  // Many communicators try; whoever has other paths can wait a little longer.
+  Nanos wait = healthy() > 0 ? limits_.retry << it.refusals : limits_.retry;
+  it.next_try = now + wait + jitter();
 }
 
-void Paths::link_up(int path, Nanos now) { path_[static_cast<size_t>(path)].next_try = now; }
+void Paths::link_up(int path, Nanos now) {
+  Path& it = path_[static_cast<size_t>(path)];
+  it.next_try = now;
+  it.refusals = 0;
+}
 
 void Paths::up(int path, Nanos now) {
   Path& it = path_[static_cast<size_t>(path)];
   it.health = Health::Up;
   it.opening = false;
+  it.refusals = 0;
   it.since = now;
   ever_up_ = true;
 }

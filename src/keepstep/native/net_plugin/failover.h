@@ -38,10 +38,10 @@ constexpr Nanos kMillisecond = 1'000'000;
 constexpr Nanos kSecond = 1'000'000'000;
 
 constexpr uint64_t kEagerBytes = 64 * 1024;
-constexpr uint64_t kStashBytes = 1024 * 1024;
-constexpr uint64_t kMessagesOpen = 256;       // posted by the sender and not delivered
+constexpr uint64_t kStashBytes = 4 << 20;
+constexpr uint64_t kMessagesOpen = 1024;      // posted by the sender and not delivered
 constexpr uint64_t kReceivesOpen = 64;        // posted by the receiver and not complete
-constexpr uint64_t kFlightChunks = 256;       // given to a path and not known to have arrived
+constexpr uint64_t kFlightChunks = 1024;      // given to a path and not known to have arrived
 constexpr uint64_t kFlightBytes = 8 << 20;
 constexpr uint64_t kBatchBytes = 64 * 1024;   // small chunks that are written together
 constexpr int kBatchChunks = 16;
@@ -161,7 +161,7 @@ class Inbox {
 
  private:
   // Receives that are open, and small messages that came before theirs.
-  static constexpr uint64_t kSlots = 512;
+  static constexpr uint64_t kSlots = 2048;
   static_assert(kSlots >= kReceivesOpen + kMessagesOpen, "a message would meet another one");
 
   struct Slot {
@@ -258,6 +258,7 @@ class Paths {
     Nanos next_try = 0;
     Nanos hold_until = 0;
     int level = 0;         // failures lately
+    int refusals = 0;      // attempts in a row that came to nothing
   };
   Nanos jitter();
 

@@ -29,8 +29,8 @@ namespace keepstep::net {
 namespace {
 
 constexpr int kDefaultSpeedMbps = 10000;
-// More than this unsent in one socket would be given to a path long before it can take it.
-constexpr int kUnsentBytes = 256 * 1024;
+// With several paths, more than this unsent in one socket would wait there while another is free.
+constexpr int kUnsentBytes = 512 * 1024;
 constexpr size_t kEventsWaiting = 1024;
 
 std::atomic<abi::Log> g_log{nullptr};
@@ -222,14 +222,15 @@ int listen_on(const LocalPath& path, uint16_t* port) {
   return fd;
 }
 
-int start_connecting(const LocalPath& path, const Endpoint& to, uint16_t port) {
+int start_connecting(const LocalPath& path, const Endpoint& to, uint16_t port,
+                     bool one_of_many) {
   int family = to.v6 ? AF_INET6 : AF_INET;
   int fd = ::socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   if (fd < 0) return -1;
   // Bound to address and interface: the routing table must not send two paths over one link.
   setsockopt(fd, SOL_SOCKET, SO_BINDTODEVICE, path.interface.c_str(),
              static_cast<socklen_t>(path.interface.size()));
-  tune(fd);
+  tune(fd, one_of_many);
   Address from = address(path.address, 0), peer = address(to, port);
   if (bind(fd, reinterpret_cast<sockaddr*>(&from.storage), from.size) != 0 ||
       (connect(fd, reinterpret_cast<sockaddr*>(&peer.storage), peer.size) != 0 &&
@@ -242,9 +243,9 @@ int start_connecting(const LocalPath& path, const Endpoint& to, uint16_t port) {
   return fd;
 }
 
-void tune(int socket) {
+void tune(int socket, bool one_of_many) {
   set(socket, IPPROTO_TCP, TCP_NODELAY, 1);
-  set(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, kUnsentBytes);
+  if (one_of_many) set(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, kUnsentBytes);
   // An idle connection whose peer is gone ends by keepalive. A busy one is judged by TCP_INFO, not
   // by TCP_USER_TIMEOUT: the kernel applies that to a full window too, and would end the
   // connections to a peer that is merely stopped.

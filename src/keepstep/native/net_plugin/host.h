@@ -37,8 +37,8 @@ std::string load(Config* config);
 
 // Sockets do not block and are closed on exec. -1: errno says why.
 int listen_on(const LocalPath& path, uint16_t* port);  // port 0: any, and which
-int start_connecting(const LocalPath& path, const Endpoint& to, uint16_t port);
-void tune(int socket);
+int start_connecting(const LocalPath& path, const Endpoint& to, uint16_t port, bool one_of_many);
+void tune(int socket, bool one_of_many);
 bool kernel_view(int socket, KernelView* view);
 // A reset, even if a forked child still holds a copy of the socket.
 void reset_and_close(int socket);

@@ -14,9 +14,12 @@ namespace keepstep::net {
 namespace {
 constexpr uint64_t kSmallFrame = 8 * 1024;
 constexpr size_t kTurnBytes = 4 << 20;  // per call, so that a fast peer cannot keep us here
-constexpr Nanos kStateLazy = 100'000;   // nobody waits for it
-constexpr Nanos kStateElsewhere = 2 * kMillisecond;  // a second copy, over the other paths
-constexpr uint64_t kStateMessages = 32;
+// An answer costs as much as a small message. Small ones were copied, so nobody waits for theirs;
+// of large ones every second is answered at once, and the last one that is expected.
+constexpr Nanos kStateLazy = kMillisecond;
+constexpr Nanos kStateElsewhere = 5 * kMillisecond;  // a second copy, over the other paths
+constexpr uint64_t kStateMessages = kMessagesOpen / 4;
+constexpr uint64_t kStateLarge = 2;
 constexpr uint64_t kCopyBytes = kStashBytes;
 
 bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR; }
@@ -35,7 +38,7 @@ uint8_t* Comm::copy(const void* data, uint64_t size) {
     copies_begin_ = copied_.front().end;
     copied_.pop_front();
   }
-  if (copied_.empty()) copies_begin_ = copies_end_;
+  if (copied_.empty()) copies_begin_ = copies_end_ = 0;  // few pages are ever touched
   if (!copies_) copies_.reset(new uint8_t[kCopyBytes]);
   uint64_t at = copies_end_;
   if (at % kCopyBytes + size > kCopyBytes) at += kCopyBytes - at % kCopyBytes;  // never around the edge
@@ -78,7 +81,9 @@ abi::Result Comm::isend(const void* data, uint64_t size, void** result) {
     while (write_once(turn_, now, &bytes) == Io::Moved) {}
     if (out_->unsent()) pump(now);
   }
-  if (small && out_->unsent()) around_.wake();  // nobody may ever call again
+  bool waits = small && out_->unsent();
+  if (waits && !left_) around_.wake();  // it counts as done: nobody may ever call again
+  left_ = waits;
   return error_;
 }
 
@@ -323,9 +328,10 @@ Comm::Io Comm::read_data(int i, Nanos now) {
 void Comm::note_arrival(Nanos now) {
   State fresh = in_->state();
   bool differs = fresh.posted != told_.posted || fresh.done != told_.done;
-  bool asked = false;
-  for (uint64_t id = told_.done; id < fresh.done && !asked; ++id) {
-    asked = in_->size(id) > kEagerBytes;  // its sender holds a buffer for us
+  uint64_t large = 0, bytes = 0;  // the sender holds a buffer of its user for each large one
+  for (uint64_t id = told_.done; id < fresh.done; ++id) {
+    large += in_->size(id) > kEagerBytes;
+    bytes += in_->size(id);
   }
   for (int i = 0; i < fresh.paths && !differs; ++i) {
     differs = std::memcmp(&fresh.path[i], &told_.path[i], sizeof told_.path[i]) != 0;
@@ -336,7 +342,8 @@ void Comm::note_arrival(Nanos now) {
     changed_at_ = now;
   }
   for (Path& path : path_) path.state_stale = true;
-  urgent_ |= asked || fresh.done - told_.done >= kStateMessages;
+  urgent_ |= large >= kStateLarge || (large && fresh.done == fresh.posted) ||
+             bytes >= kStashBytes / 4 || fresh.done - told_.done >= kStateMessages;
 }
 
 void Comm::say_states(Nanos now) {
