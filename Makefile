@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 # What a bare Debian lacks is installed once; without root this fails and names the package.
 APT := DEBIAN_FRONTEND=noninteractive sh -c 'apt-get update -qq && apt-get install -y -qq "$$0"'
 
-.PHONY: setup setup-postgres setup-criu demo test test-all lint unit sim sim-soak chaos test-gpu bench docs clean
+.PHONY: setup setup-postgres setup-criu demo test test-all lint unit sim sim-soak chaos transparent test-gpu bench docs clean
 
 setup: $(VENV)/.ready
 
@@ -36,7 +36,7 @@ setup-criu: setup
 demo: setup
 	$(BIN)/keepstep demo
 
-test: setup lint unit sim chaos
+test: setup lint unit sim chaos transparent
 
 lint: setup
 	$(BIN)/ruff check .
@@ -61,8 +61,13 @@ sim-soak: setup
 chaos: setup setup-postgres
 	$(BIN)/pytest -q tests/chaos
 
-test-all: setup setup-postgres lint unit sim
+# Ranks of unmodified scripts moved as images of their processes; a sample.
+transparent: setup setup-criu
+	$(BIN)/pytest -q tests/transparent
+
+test-all: setup setup-postgres setup-criu lint unit sim
 	$(BIN)/pytest -q tests/chaos --chaos-all --chaos-report benchmarks/results/chaos-full.json
+	$(BIN)/pytest -q tests/transparent --transparent-all
 
 # On a machine with one NVIDIA GPU, with its own Python and torch: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python

@@ -34,6 +34,7 @@ COMMANDS = {
     "agent": "keepstep.cli.node:agent",
     "demo": "keepstep.cli.demo:demo",
     "sim": "keepstep.cli.sim:sim",
+    "doctor": "keepstep.cli.doctor:doctor",
 }
 OPTIONAL = frozenset({"demo"})
 USAGE_EXIT = 2
