@@ -15,6 +15,7 @@ memory (tmpfs), for this user only, and is gone when the process lives or the ne
 from __future__ import annotations
 
 import ctypes
+import glob
 import os
 import select
 import shutil
@@ -56,6 +57,12 @@ _replies: msgspec.msgpack.Decoder[i.ImageReply] = msgspec.msgpack.Decoder(i.Imag
 
 def image_folder(job: str, worker: str, what: str) -> Path:
     return preflight.images_folder() / f"keepstep-{job}-{worker}-{what}"
+
+
+def remove_images(job: str, node: str) -> None:
+    """What an agent left behind that did not end by itself."""
+    for folder in preflight.images_folder().glob(f"keepstep-{glob.escape(job)}-{node}.*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 # --------------------------------------------------------------------------------------- namespaces
