@@ -50,7 +50,7 @@ setup-criu: setup
 demo: setup
 	$(BIN)/keepstep demo
 
-test: setup lint unit sim network schedulers chaos
+test: setup lint unit sim network schedulers transparent chaos
 
 lint: setup
 	$(BIN)/ruff check .
@@ -88,8 +88,13 @@ NET_FAULTS ?= 1000
 net-soak: setup setup-network
 	$(BIN)/python tests/network/soak.py --faults $(NET_FAULTS) --report benchmarks/results/net-soak.json
 
-test-all: setup setup-postgres lint unit sim network schedulers
+# Ranks of unmodified scripts moved as images of their processes; a sample.
+transparent: setup setup-criu
+	$(BIN)/pytest -q tests/transparent
+
+test-all: setup setup-postgres setup-criu lint unit sim network schedulers
 	$(BIN)/pytest -q tests/chaos --chaos-all --chaos-report benchmarks/results/chaos-full.json
+	$(BIN)/pytest -q tests/transparent --transparent-all
 
 # On a machine with one NVIDIA GPU, with its own Python and torch: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python

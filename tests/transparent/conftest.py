@@ -84,7 +84,7 @@ class Transparent:
         self.job = Job(
             *("--mode", "transparent", "--local-nodes", str(nodes), "--nproc-per-node", "1"),
             *("--spare-nodes", "1", *more.pop("options", ())),
-            script_args=[*words, "--slow", "yes"],
+            script_args=[*words, "--destroy", "--slow", "yes"],
             world=nodes,
             script=SCRIPT,
             out=tmp_path / "out",

@@ -48,6 +48,9 @@ def main() -> None:
     options.add_argument("--slow", default="", help="take your time while this file is there")
     options.add_argument("--socket", action="store_true", help="have a socket of your own")
     options.add_argument("--child", action="store_true", help="have a child that is no loader")
+    # Plain torch may hang in that: the last owner of the group joins gloo's threads with the
+    # interpreter's lock held, which one of them may need.
+    options.add_argument("--destroy", action="store_true", help="the groups, as one should")
     options.add_argument("--uneven", action="store_true", help="rank 0 steps twice as often")
     given = options.parse_args()
     listener = socket.create_server(("127.0.0.1", 0)) if given.socket else None
@@ -100,7 +103,8 @@ def main() -> None:
     whole = hashlib.sha256("".join(parts.values()).encode()).hexdigest()
     with open(os.path.join(given.out, f"rank-{rank}.json"), "w") as result:  # noqa: PTH123
         json.dump({"sha256": whole, "state": parts}, result)
-    dist.destroy_process_group()
+    if given.destroy:
+        dist.destroy_process_group()
     if listener is not None:
         listener.close()
     if child is not None:

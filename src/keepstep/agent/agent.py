@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from keepstep.adapters.identity.files import write_private
+from keepstep.agent import preflight
 from keepstep.agent.blobs import BlobServer
 from keepstep.agent.images import Images
 from keepstep.agent.keeper_client import KeptProcesses
@@ -38,6 +39,8 @@ from keepstep.model.messages import (
     Abort,
     Address,
     AgentCommand,
+    Examine,
+    Examined,
     Hello,
     Inspect,
     Inspected,
@@ -89,6 +92,7 @@ class Agent:
         self._blobs_address = Address(config.bind, 0)
         self._workers: Workers
         self._processes: Processes = OwnProcesses(self._loop)
+        self._examining: asyncio.Task[None] | None = None
         self._leaves_workers = False  # to the next agent
         self._machine = core.AgentMachine(
             core.Setting(
@@ -230,7 +234,15 @@ class Agent:
     def _store_said(self, message: StoreOpened | StoreFailed) -> None:
         self._handle(core.StoreSaid(message))
 
+    async def _examine(self, number: int) -> None:
+        host = await asyncio.to_thread(preflight.host)
+        memory, room = preflight.free()
+        self._link.offer(Examined(number=number, host=host, memory=memory, room=room))
+
     def _command(self, command: AgentCommand) -> None:
+        if isinstance(command, Examine):  # nothing is decided by it
+            self._examining = asyncio.create_task(self._examine(command.number))
+            return
         self._handle(core.Heard(command))
 
     # ----------------------------------------------------------------- the machine

@@ -30,6 +30,7 @@ from typing import Protocol
 
 from keepstep.agent import preflight
 from keepstep.agent.nest import image_folder, last_error
+from keepstep.agent.session import kill_group
 from keepstep.errors import KeepstepError, TransientError, UsageError
 from keepstep.model.image import (
     ImageBegun,
@@ -232,18 +233,18 @@ def _run_criu(first: int, pid: int, control: int, folder: Path, seconds_max: flo
     command += ["-t", str(pid), "-D", str(folder), "-o", "dump.log", "--leave-stopped"]
     command += ["--external", f"unix[{control}]", "--file-locks", "--manage-cgroups=ignore"]
     command += ["--ghost-limit", GHOST_LIMIT, "--timeout", str(max(1, int(seconds_max)))]
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
+    null = subprocess.DEVNULL
+    # Its own group, because nsenter is CRIU's parent and not CRIU.
+    process = subprocess.Popen(command, stdin=null, stdout=null, stderr=null, process_group=0)
     try:
-        _, words = process.communicate(timeout=seconds_max)
+        code = process.wait(seconds_max)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
+        kill_group(process.pid, signal.SIGKILL)
+        process.wait()
         raise TransientError(f"CRIU did not finish the dump in {seconds_max:.0f} s") from None
-    if process.returncode != 0:
-        said = last_error(folder / "dump.log") or words.decode(errors="replace")[-500:]
-        raise TransientError(f"CRIU could not dump it (code {process.returncode}): {said}")
+    if code != 0:
+        said = last_error(folder / "dump.log") or "it did not say why"
+        raise TransientError(f"CRIU could not dump it (code {code}): {said}")
 
 
 def wake(pid: int) -> None:

@@ -15,6 +15,7 @@ memory (tmpfs), for this user only, and is gone when the process lives or the ne
 from __future__ import annotations
 
 import ctypes
+import glob
 import os
 import select
 import shutil
@@ -29,7 +30,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import msgspec
-import psutil  # type: ignore[import-untyped]
 
 from keepstep.adapters.transport.blocking import PIECE_BYTES, Frames
 from keepstep.adapters.transport.tls import client_context
@@ -55,13 +55,14 @@ _decoder: msgspec.msgpack.Decoder[m.WorkerCommand] = msgspec.msgpack.Decoder(m.W
 _replies: msgspec.msgpack.Decoder[i.ImageReply] = msgspec.msgpack.Decoder(i.ImageReply)
 
 
-def images_folder() -> Path:
-    """Memory, not disk. An operator may name another tmpfs."""
-    return Path(os.environ.get("KEEPSTEP_IMAGES", "/dev/shm"))
-
-
 def image_folder(job: str, worker: str, what: str) -> Path:
-    return images_folder() / f"keepstep-{job}-{worker}-{what}"
+    return preflight.images_folder() / f"keepstep-{job}-{worker}-{what}"
+
+
+def remove_images(job: str, node: str) -> None:
+    """What an agent left behind that did not end by itself."""
+    for folder in preflight.images_folder().glob(f"keepstep-{glob.escape(job)}-{node}.*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 # --------------------------------------------------------------------------------------- namespaces
@@ -141,6 +142,19 @@ def wait_for(first: int) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), killed if killed != signal.SIGINT else signal.SIGTERM)
     os._exit(code & 0xFF)
+
+
+def namespaces_trouble() -> str:
+    """Why no nest can be made here; empty if it can."""
+    child = os.fork()
+    if child == 0:
+        try:
+            _checked(_libc.unshare(CLONE_NEWPID | CLONE_NEWNS))
+            os._exit(0)
+        except OSError as error:
+            os._exit(error.errno or 1)
+    number = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return os.strerror(number) if number else ""
 
 
 def run_rank(command: list[str], descriptors: list[int]) -> NoReturn:
@@ -257,13 +271,9 @@ class Standby:
             return [facts.error if isinstance(facts, i.ImageRefused) else "a foreign answer"]
         if facts.offenders:
             return facts.offenders
-        room = os.statvfs(images_folder())
+        memory, room = preflight.free()
         return preflight.compare(
-            facts,
-            preflight.host(),
-            memory=int(psutil.virtual_memory().available),
-            room=room.f_bavail * room.f_frsize,
-            size=preflight.file_size,
+            facts, preflight.host(), memory=memory, room=room, size=preflight.file_size
         )
 
     # -------------------------------------------------------------------------------- the image

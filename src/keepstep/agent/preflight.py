@@ -18,8 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
+
 from keepstep.errors import UsageError
-from keepstep.model.image import Host, ImageFacts
+from keepstep.model.image import ImageFacts
+from keepstep.model.messages import Host
 from keepstep.native import criu
 
 # Bits of CapEff, from linux/capability.h.
@@ -40,6 +43,17 @@ SPARE_SHARE = 1.2  # of the image: what is allocated anew on the way
 # --------------------------------------------------------------------------------------------- host
 
 
+def images_folder() -> Path:
+    """Memory, not disk. An operator may name another tmpfs."""
+    return Path(os.environ.get("KEEPSTEP_IMAGES", "/dev/shm"))
+
+
+def free() -> tuple[int, int]:
+    """Bytes of memory, and where images land."""
+    room = os.statvfs(images_folder())
+    return int(psutil.virtual_memory().available), room.f_bavail * room.f_frsize
+
+
 def host() -> Host:
     """This machine. `trouble` says why no image can be taken or woken here."""
     trouble = []
@@ -47,7 +61,7 @@ def host() -> Host:
     try:
         number = ".".join(map(str, criu.find()[1]))
     except UsageError as error:
-        trouble.append(str(error))
+        trouble.append(f"{error.message} (hint: {error.hint})")
     held = int(re.findall(r"CapEff:\s*(\w+)", Path("/proc/self/status").read_text())[0], 16)
     missing = [name for name, bit in CAPABILITIES.items() if not held >> bit & 1]
     if missing:
@@ -75,17 +89,7 @@ def compare(
 ) -> list[str]:
     """Why this place cannot take that process, in words. `size`: of a file here, -1: there is none;
     `memory` is free here, `room` where the image lands."""
-    there = facts.host
-    wrong = [*there.trouble, *here.trouble]
-    for what, theirs, ours in (
-        ("kernel", there.kernel, here.kernel),
-        ("machine", there.machine, here.machine),
-        ("CRIU", there.criu, here.criu),
-    ):
-        if theirs != ours and theirs and ours:
-            wrong.append(f"{what} {theirs} there and {ours} here")
-    if missing := sorted(set(there.features) - set(here.features)):
-        wrong.append(f"this processor lacks {', '.join(missing[:5])}")
+    wrong = [*compare_hosts(facts.host, here)]
     other = [path for path, bytes_there in facts.files if size(path) != bytes_there]
     other += [path for path in facts.paths if size(path) < 0]
     if other:
@@ -96,6 +100,20 @@ def compare(
         wrong.append(f"the image needs {need >> 20} MiB of tmpfs, {room >> 20} MiB are free")
     if memory < 2 * need:  # the image, and the process made of it
         wrong.append(f"{2 * need >> 20} MiB of memory are needed, {memory >> 20} MiB are free")
+    return wrong
+
+
+def compare_hosts(there: Host, here: Host) -> list[str]:
+    wrong = [*there.trouble, *here.trouble]
+    for what, theirs, ours in (
+        ("kernel", there.kernel, here.kernel),
+        ("machine", there.machine, here.machine),
+        ("CRIU", there.criu, here.criu),
+    ):
+        if theirs != ours and theirs and ours:
+            wrong.append(f"{what} {theirs} there and {ours} here")
+    if missing := sorted(set(there.features) - set(here.features)):
+        wrong.append(f"this processor lacks {', '.join(missing[:5])}")
     return wrong
 
 

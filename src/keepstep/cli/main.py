@@ -36,6 +36,7 @@ COMMANDS = {
     "slurm": "keepstep.cli.slurm:slurm",
     "demo": "keepstep.cli.demo:demo",
     "sim": "keepstep.cli.sim:sim",
+    "doctor": "keepstep.cli.doctor:doctor",
 }
 OPTIONAL = frozenset({"demo"})
 USAGE_EXIT = 2

@@ -15,6 +15,7 @@ from typing import Literal
 import click
 
 from keepstep import native
+from keepstep.agent import nest, preflight
 from keepstep.cli.checkpoints import AUTO, check_periodic, check_resume
 from keepstep.cli.client import AsyncClient
 from keepstep.cli.find import Reached, external
@@ -182,6 +183,8 @@ def run(
         raise UsageError(
             f"--redundancy parity: {trouble}", hint="--spare-nodes 1, or --redundancy buddy"
         )
+    if mode == "transparent" and not (nnodes > 1 and local_nodes is None):
+        check_transparent()
     native.store_host_path()  # builds once per torch; here, where the user sees why it takes time
     remote = nnodes > 1 and local_nodes is None
     code = asyncio.run(launch(spec, where, orchestrator, Output(quiet=quiet), remote=remote))
@@ -237,6 +240,16 @@ def log_to(path: Path) -> None:
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     logger.propagate = False
+
+
+def check_transparent() -> None:
+    """Agents of other machines say the same when a move is asked for."""
+    trouble = [*preflight.host().trouble, *filter(None, [nest.namespaces_trouble()])]
+    if trouble:
+        raise UsageError(
+            f"--mode transparent cannot work here: {'; '.join(trouble)}",
+            hint="keepstep doctor --transparent",
+        )
 
 
 def check_script(script: str, module: bool) -> None:

@@ -23,6 +23,11 @@ def print_json(value: Any) -> None:
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
 
 
+def print_checks(rows: Sequence[tuple[str, str, bool]]) -> None:
+    table = [[what, found, "ok" if good else "NO"] for what, found, good in rows]
+    _table(_console(), ("", "found", ""), table)
+
+
 def words(text: str) -> None:
     sys.stderr.write(f"{text}\n")
 

@@ -11,9 +11,7 @@ to kill it (the move was committed) or to go on (Abort or Release).
 
 from __future__ import annotations
 
-import msgspec
-
-from keepstep.model.messages import Message
+from keepstep.model.messages import Host, Message
 
 
 class ImageLook(Message, frozen=True):
@@ -28,16 +26,6 @@ class ImageGet(Message, frozen=True):
 
 
 ImageRequest = ImageLook | ImageGet
-
-
-class Host(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be alike at both ends."""
-
-    kernel: str
-    machine: str
-    features: list[str]  # of the processor
-    criu: str
-    trouble: list[str] = []  # why nothing can be dumped or restored here at all
 
 
 class ImageFacts(Message, frozen=True):

@@ -618,6 +618,25 @@ class PathsSeen(Message, frozen=True):
     paths: list[PathView]
 
 
+class Host(msgspec.Struct, frozen=True, kw_only=True):
+    """What must be alike where the image of a process is taken and where it is woken."""
+
+    kernel: str
+    machine: str
+    features: list[str]  # of the processor
+    criu: str
+    trouble: list[str] = []  # why nothing can be dumped or restored here at all
+
+
+class Examined(Message, frozen=True):
+    """Answer to Examine: how the node stands to images of processes."""
+
+    number: int
+    host: Host
+    memory: int  # bytes that are free
+    room: int  # bytes that are free where images land
+
+
 class StopDone(Message, frozen=True):
     """Answer to Stop: every worker of the node is gone and reaped."""
 
@@ -635,6 +654,7 @@ AgentMessage = (
     | StoreFailed
     | PathNoticed
     | PathsSeen
+    | Examined
     | StopDone
 )
 
@@ -733,6 +753,12 @@ class Forget(Message, frozen=True):
     before: int = 0
 
 
+class Examine(Message, frozen=True):
+    """Look at the node ahead of time, for an operator."""
+
+    number: int
+
+
 class Stop(Message, frozen=True):
     """End every worker, close stores, answer StopDone and exit.
 
@@ -755,6 +781,7 @@ AgentCommand = (
     | OpenStore
     | CloseStore
     | Forget
+    | Examine
     | Stop
 )
 

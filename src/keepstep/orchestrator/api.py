@@ -26,6 +26,7 @@ from starlette.exceptions import HTTPException
 from keepstep.adapters.identity.tokens import node_secret
 from keepstep.errors import KeepstepError, NotActive, TransientError, UsageError
 from keepstep.model import job as inputs
+from keepstep.model.messages import Examined
 from keepstep.model.records import IncidentOpened
 from keepstep.model.views import IncidentView, JobView
 from keepstep.model.wire import MALFORMED
@@ -93,9 +94,13 @@ STATUS: tuple[tuple[type[KeepstepError], int], ...] = (
 
 
 def build(
-    driver: Driver, token: str, info: Callable[[], bodies.Info], desk: Desk | None = None
+    driver: Driver,
+    token: str,
+    info: Callable[[], bodies.Info],
+    desk: Desk | None = None,
+    examine: Callable[[str, str], Awaitable[Examined]] | None = None,
 ) -> FastAPI:
-    """`desk` is there if nodes can join from other machines."""
+    """`desk` is there if nodes can join from other machines; `examine` asks a node."""
     app = FastAPI(title="Keepstep", openapi_url=None, docs_url=None, redoc_url=None)
     guard = [Depends(bearer(token, desk))]
     _add_info(Routes(app, guard), info)
@@ -103,6 +108,8 @@ def build(
     _add_reading(add, driver)
     _add_operating(add, driver)
     _add_signals(add, driver)
+    if examine is not None:
+        _add_examining(add, driver, examine)
     of_nodes = Routes(app, [Depends(bearer(token, desk, nodes=True))])
     _add_nodes(of_nodes, driver)
     if desk is not None:
@@ -210,6 +217,15 @@ def _add_nodes(add: Routes, driver: Driver) -> None:
     async def node_dead(job: str, node: str) -> Response:
         check(driver, job)
         return done(driver, inputs.NodeDead(job=job, node=node))
+
+
+def _add_examining(
+    add: Routes, driver: Driver, examine: Callable[[str, str], Awaitable[Examined]]
+) -> None:
+    @add("GET", "/v1/jobs/{job}/nodes/{node}/host", answer=Examined)
+    async def host(job: str, node: str) -> Response:
+        check(driver, job)
+        return encoded(await examine(job, node))
 
 
 def _add_joining(

@@ -24,7 +24,7 @@ from keepstep.adapters.identity.tokens import node_secret
 from keepstep.adapters.transport.stream import READ_BUFFER_BYTES, Stream, StreamClosed
 from keepstep.adapters.transport.tls import node_of, server_context
 from keepstep.core.orchestrator import EVERY_NODE, Send
-from keepstep.errors import KeepstepError, RemoteProtocolError, TransientError
+from keepstep.errors import KeepstepError, RemoteProtocolError, TransientError, UsageError
 from keepstep.model.job import AgentGone, AgentJoined, AgentSaid
 from keepstep.model.messages import (
     PROTOCOL,
@@ -32,6 +32,8 @@ from keepstep.model.messages import (
     AgentCommand,
     AgentMessage,
     Alive,
+    Examine,
+    Examined,
     Hello,
     Refused,
     TlsFiles,
@@ -43,6 +45,7 @@ log = logging.getLogger("keepstep.server")
 
 HELLO_BYTES_MAX = 1 << 20
 HELLO_S_MAX = 10.0
+EXAMINE_S_MAX = 20.0
 CONNECTIONS_MAX = 1 << 15  # a job of 131,072 ranks has 16,384 agents of 8
 
 AgentStream = Stream[AgentMessage]
@@ -58,6 +61,8 @@ class AgentServer:
         self._server: asyncio.Server | None = None
         self._peers: dict[NodeKey, tuple[Hello, AgentStream]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._examinations = 0
+        self._examined: dict[int, asyncio.Future[Examined]] = {}
         self.silence_ns_max = 0  # told to agents with Accepted
 
     async def start(self, listener: socket.socket, driver: Driver) -> None:
@@ -86,6 +91,20 @@ class AgentServer:
         peers, self._peers = list(self._peers.values()), {}
         for _, stream in peers:
             stream.abort()
+
+    async def examine(self, job: str, node: str) -> Examined:
+        """How a node stands to images of processes. Nothing is decided by it, so no core hears."""
+        if (job, node) not in self._peers:
+            raise UsageError(f"job {job} has no connected node {node!r}", hint="keepstep status")
+        number = self._examinations = self._examinations + 1
+        future = self._examined[number] = asyncio.get_running_loop().create_future()
+        self._send(job, node, Examine(number=number))
+        try:
+            return await asyncio.wait_for(future, EXAMINE_S_MAX)
+        except TimeoutError as error:
+            raise TransientError(f"node {node} did not answer") from error
+        finally:
+            self._examined.pop(number, None)
 
     def beat(self) -> None:
         for job, node in list(self._peers):
@@ -224,6 +243,10 @@ class AgentServer:
                 message = await stream.receive()
                 if self._peers.get(key, (None, None))[1] is not stream:
                     return  # replaced: what is left in its buffer is older than the new Hello
+                if isinstance(message, Examined):
+                    if (future := self._examined.pop(message.number, None)) and not future.done():
+                        future.set_result(message)
+                    continue
                 if isinstance(message, Hello):
                     raise RemoteProtocolError("a second Hello on the same stream")
                 self._say(AgentSaid(job=hello.job, node=hello.node, message=message))

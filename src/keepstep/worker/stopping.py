@@ -19,6 +19,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore
 
 ROUNDS_MAX = 4
+SPREAD_MAX = 1000  # of counts: ranks that are further apart do not count the same thing
 MARGIN_FACTOR = 4
 
 
@@ -47,8 +48,12 @@ class Stopping:
         if self._goal is None:
             if keys.add("joined", 0) < self._world:
                 return False
-            counts = keys.multi_get([f"count/{rank}" for rank in range(self._world)])
-            self._goal = max(map(int, counts)) + MARGIN_FACTOR**self._round
+            said = keys.multi_get([f"count/{rank}" for rank in range(self._world)])
+            counts = [int(one) for one in said]
+            if max(counts) - min(counts) > SPREAD_MAX:
+                self._round, self.joined = ROUNDS_MAX, False
+                return False
+            self._goal = max(counts) + MARGIN_FACTOR**self._round
         if count < self._goal:
             return False
         if count > self._goal:

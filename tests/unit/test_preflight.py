@@ -1,0 +1,94 @@
+"""What is looked at before a process is moved as a whole."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import msgspec
+import pytest
+
+from keepstep.agent import preflight
+from keepstep.model.image import Host, ImageFacts
+
+HOST = Host(kernel="6.18", machine="x86_64", features=["avx", "sse"], criu="4.2.1")
+FACTS = ImageFacts(
+    host=HOST, offenders=[], files=[("/lib/a.so", 10)], paths=["/work"], image_bytes=100 << 20
+)
+SIZES = {"/lib/a.so": 10, "/work": 4096}
+
+
+def compared(facts: ImageFacts = FACTS, here: Host = HOST, **more: int) -> list[str]:
+    room = {"memory": 1 << 30, "room": 1 << 30, **more}
+    return preflight.compare(facts, here, size=lambda path: SIZES.get(path, -1), **room)
+
+
+def test_an_equal_place_is_good() -> None:
+    assert compared() == []
+    more = msgspec.structs.replace(HOST, features=["avx", "avx512f", "sse"])
+    assert compared(here=more) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"kernel": "6.12"}, "kernel 6.18 there and 6.12 here"),
+        ({"machine": "aarch64"}, "machine x86_64 there and aarch64 here"),
+        ({"criu": "4.3"}, "CRIU 4.2.1 there and 4.3 here"),
+        ({"features": ["sse"]}, "lacks avx"),
+        ({"trouble": ["no CRIU"]}, "no CRIU"),
+    ],
+)
+def test_another_machine_is_named(change: dict[str, object], words: str) -> None:
+    (said,) = compared(here=msgspec.structs.replace(HOST, **change))
+    assert words in said
+
+
+def test_files_that_differ_are_named() -> None:
+    facts = msgspec.structs.replace(FACTS, files=[("/lib/a.so", 11)], paths=["/gone"])
+    (said,) = compared(facts)
+    assert "/lib/a.so" in said and "/gone" in said
+
+
+def test_too_little_memory_is_named() -> None:
+    assert "of tmpfs" in compared(room=1 << 20)[0]
+    assert "of memory" in compared(memory=1 << 20)[0]
+
+
+def test_what_no_image_can_hold_is_found() -> None:
+    reader, writer = os.pipe()
+    try:
+        found = preflight.scan(os.getpid(), ours=0)
+        assert os.getcwd() in found.paths
+        assert any(path.endswith(".so") or ".so." in path for path, _ in found.files)
+        assert found.image_bytes > 1 << 20
+        assert not [one for one in found.offenders if f"pipe:[{os.fstat(reader).st_ino}]" in one]
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("anon_inode:[io_uring]", "io_uring"),
+        ("/dev/infiniband/uverbs0", "RDMA"),
+        ("/dev/nvidia0", "GPU"),
+        ("/dev/kfd", "amdgpu"),
+        ("/dev/pts/3", "terminal"),
+        ("/dev/fuse", "device"),
+        ("anon_inode:[eventpoll]", ""),
+        ("/dev/null", ""),
+        ("/dev/shm/torch_1", ""),
+        ("/data/train.bin", ""),
+    ],
+)
+def test_open_files_by_kind(target: str, words: str) -> None:
+    said = preflight._trouble(target)
+    assert (words in said) if words else said == ""
+
+
+def test_sockets_of_a_process_are_known_by_kind() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        inode = os.fstat(listener.fileno()).st_ino
+        assert preflight._inet_sockets(os.getpid())[inode] == "a tcp socket"
