@@ -110,9 +110,13 @@ def test_a_place_without_an_agent_is_given_up_and_a_late_answer_changes_nothing(
     assert look(world).want is None and "spare-1" not in look(world).ops
     assert look(world).start == {} and "n2" not in look(world).places
     world.run(16)
-    assert wanted(world).op == "spare-2" and wanted(world).node == "n2"
+    assert wanted(world).op == "spare-2" and wanted(world).node == "n3"
     with pytest.raises(UsageError, match="does not want spare-1"):
         world.handle(SpareGranted(job="j", op="spare-1", place="p8"))
+    world.join("n2")  # nobody was quick enough to end it
+    world.run(100)
+    world.assert_training()
+    assert look(world).ops == {"start", "spare-1"} and look(world).places["n2"] == "p7"
 
 
 def test_a_want_is_over_when_the_node_comes_from_elsewhere() -> None:

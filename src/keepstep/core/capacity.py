@@ -27,6 +27,7 @@ class Capacity:
     places: dict[str, str]  # node -> place, of those that the scheduler has not back
     ops: dict[str, str]  # node -> what its place was acquired for
     want: Want | None = None
+    late: dict[str, tuple[str, str]] = field(default_factory=dict)  # node -> place and op, given up
     swaps: dict[str, str] = field(default_factory=dict)  # place -> op of what took its seat
     asked: int = 0  # how often
     again_at: int = 0  # not before

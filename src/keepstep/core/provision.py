@@ -9,7 +9,7 @@ spares are started there. One place is asked for at a time; if it is not enough,
 No answer changes anything but this: a refusal, an agent that does not come within the patience
 of the job, or victims who need nothing any more close the want (SpareDenied), and what is still
 lacking is asked for again after a while, under another op. What comes after that is late: the shell
-gives back whatever belongs to no op on record.
+gives back whatever belongs to no op on record, unless an agent was faster and has joined.
 
 A node is left when it is dead, or when it is tainted and nothing runs there any more; its place
 goes back once no attempt is under way, because until then it may be somebody's source of state.
@@ -108,7 +108,8 @@ def _bad(node: Node) -> bool:
 
 
 def _free_name(job: Job) -> str:
-    number = len(job.nodes)
+    """Never the same again: the agent of a want that was given up may still come."""
+    number = len(job.spec.nodes) + job.capacity.asked
     while f"n{number}" in job.nodes:
         number += 1
     return f"n{number}"
@@ -177,15 +178,16 @@ def apply(job: Job, record: Happened) -> None:
             want.place = record.place
     elif isinstance(record, SpareDenied):
         facts.denied = record.why
-        if want is not None:
-            facts.places.pop(want.node, None)
-            facts.ops.pop(want.node, None)
+        if want is not None and want.place:
+            facts.late[want.node] = (facts.places.pop(want.node), facts.ops.pop(want.node))
         facts.want = None
         facts.again_at = record.at_ns + AGAIN_NS
     elif isinstance(record, NodeReturned):
         facts.places.pop(record.node, None)
         facts.ops.pop(record.node, None)
         facts.swaps.pop(record.place, None)
+    elif record.node in facts.late:
+        facts.places[record.node], facts.ops[record.node] = facts.late.pop(record.node)
     elif want is not None and record.node == want.node:
         if want.instead_of:
             facts.swaps[want.instead_of] = want.op

@@ -9,7 +9,7 @@ from keepstep.errors import UsageError
 from keepstep.sim.net import MS, SECOND
 from keepstep.sim.plan import Fault, Plan
 from keepstep.sim.stories import STORIES
-from keepstep.sim.stories_rare import FALL_BACK
+from keepstep.sim.stories_rare import APART, FALL_BACK
 from keepstep.sim.table import (
     ACTORS,
     KINDS,
@@ -39,8 +39,8 @@ def _draw(seed: int) -> tuple[str, Plan]:
         cell = draw.choice(list(cells()))
         return "/".join(cell), plan_cell(cell, seed)
     if dice < 0.55:
-        # The story that was drawn apart would change the worlds of all other seeds.
-        name = draw.choice(sorted(STORIES.keys() - {FALL_BACK}))
+        # One more story would change the worlds of all other seeds.
+        name = draw.choice(sorted(STORIES.keys() - APART))
         return name, STORIES[name](seed, draw)
     ranks, per_node = draw.choice(((8, 2), (8, 2), (8, 4), (12, 3), (12, 2), (16, 4)))
     migration = draw.choice(("", "planned", "pre-emptive", "unplanned", "unplanned"))
