@@ -70,6 +70,7 @@ schedulers: setup setup-slurm
 chaos: setup setup-postgres
 	$(BIN)/pytest -q tests/chaos
 
+test-all: export KEEPSTEP_ALL := 1
 test-all: setup setup-postgres lint unit sim schedulers
 	$(BIN)/pytest -q tests/chaos --chaos-all --chaos-report benchmarks/results/chaos-full.json
 
