@@ -168,12 +168,14 @@ def test_a_node_is_lost_and_another_one_drained(
 def test_an_orchestrator_killed_with_a_spare_in_hand_leaks_nothing(
     cluster: Cluster, tmp_path: Path
 ) -> None:
+    """And later the rank moves back to where it was."""
     home, log = tmp_path / "home", tmp_path / "orchestrator.log"
     words = ["-m", "keepstep", "orchestrator", "--id", "main", "--host", address()]
     words += ["--scheduler", "slurm"]
     first = run(log, home, *words)
     until(lambda: registry.read(home, "main"), "the orchestrator")
-    job = SlurmJob(tmp_path, "--orchestrator", "main", orchestrator="main")
+    options = ["--orchestrator", "main", "--back-after", "2"]
+    job = SlurmJob(tmp_path, *options, orchestrator="main")
     second: list[subprocess.Popen[bytes]] = []
     try:
         job.until_step(3)
@@ -187,6 +189,13 @@ def test_an_orchestrator_killed_with_a_spare_in_hand_leaks_nothing(
         assert lost.moves == ["rank 1: n1/0 -> n3/0"] and lost.steps_lost == 0
         swapped = {"keepstep:job:start:queue": "c[1,3]", "keepstep:job:spare-1:idle:c2": "c4"}
         job.until(lambda: allocations(cluster) == swapped, "the swap in squeue")
+        cluster.start_node("c2")
+        cluster.ask("scontrol", "update", "NodeName=c2", "State=RESUME")
+        job.until(lambda: len(job.resolved()) == 2, "the move back")
+        assert job.resolved()[1].moves == ["rank 1: n3/0 -> n4/0"]
+        back = {"keepstep:job:start:queue": "c[1,3]", "keepstep:job:spare-2:idle:c4": "c2"}
+        job.until(lambda: allocations(cluster) == back, "the way back in squeue")
+        job.until(lambda: cluster.states()["c4"] == "idle", "an idle spare")
         job.finish()
         until(lambda: allocations(cluster) == {}, "the end of all allocations")
     finally:

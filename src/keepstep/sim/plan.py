@@ -100,7 +100,7 @@ class Plan:
     def spec(self) -> JobSpec:
         names = [f"n{index}" for index in range(self.rank_nodes + self.spare_nodes)]
         places = {name: f"p-{name}" for name in names}
-        provision = Provision(scheduler="sim", places=places, kinds=["idle"])
+        provision = Provision(scheduler="sim", places=places, kinds=["idle"], back_after_ns=1)
         return JobSpec(
             job=self.job,
             world=self.ranks,

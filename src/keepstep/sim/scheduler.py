@@ -2,7 +2,7 @@
 
 It looks at the core's list again and again, as orchestrator/broker.py does: an answer that reaches
 nobody, because the orchestrator is away, is given once more. What belongs to no operation on
-record is taken back, and so is a node that was left.
+record is taken back, and so is a node that was left. A place that was lost is well again later.
 """
 
 from __future__ import annotations
@@ -10,7 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from keepstep.core.capacity import CapacityView
-from keepstep.model.job import CoreInput, NodeDead, PlaceReturned, SpareGranted, SpareRefused
+from keepstep.model.job import (
+    CoreInput,
+    NodeDead,
+    PlaceHealthy,
+    PlaceReturned,
+    SpareGranted,
+    SpareRefused,
+)
 from keepstep.sim.net import MS, SECOND
 
 if TYPE_CHECKING:
@@ -18,6 +25,7 @@ if TYPE_CHECKING:
 
 TOUR_NS = SECOND
 AGENT_NS = 5 * SECOND  # at most, from a place to its agent
+BACK_NS = 60 * SECOND
 LATE_NS = 200 * SECOND  # nobody waits for one that long
 
 
@@ -28,6 +36,7 @@ class SimScheduler:
         self._asked: set[str] = set()  # operations with an answer on its way
         self._begun: dict[str, tuple[str, int]] = {}  # node -> its operation, when it joins
         self._late: set[str] = set()  # operations
+        self._back: set[str] = set()  # places that were said to be well again
 
     def tour(self) -> None:
         self._world.after(TOUR_NS, self.tour)
@@ -50,6 +59,10 @@ class SimScheduler:
         for node, (op, _) in self._begun.items():
             if op not in view.ops and node in self._world.nodes:
                 self._end(node)
+        for place in sorted(view.origins - self._back):
+            self._back.add(place)
+            wait = self._world.random.randrange(BACK_NS)
+            self._world.after(wait, self._say, PlaceHealthy(job=self._world.plan.job, place=place))
         for node in view.leave:
             self._end(node)
             self._say(NodeDead(job=self._world.plan.job, node=node))
@@ -72,7 +85,7 @@ class SimScheduler:
             return
         if answer == "late":
             self._late.add(op)
-        self._say(SpareGranted(job=job, op=op, place=f"p-{op}"))
+        self._say(SpareGranted(job=job, op=op, place=view.want.only or f"p-{op}"))
         self._asked.discard(op)  # it may be lost in a crash
 
     def _join(self, node: str) -> None:
