@@ -30,7 +30,7 @@ from keepstep.orchestrator import registry
 
 CHAOS = Path(__file__).parents[1] / "chaos"
 SCRIPT = CHAOS / "train.py"
-STEPS = ["--epochs", "2", "--steps-per-epoch", "60"]
+STEPS = ["--epochs", "2", "--steps-per-epoch", "45"]
 WORLD = 3
 JOB_S = 150.0
 
@@ -62,7 +62,8 @@ class SlurmJob:
         command = [sys.executable, "-m", "keepstep", "slurm", "launch", "-N", str(WORLD)]
         command += ["-p", "train", "--gpus-per-node", "h200:4", "--job-id", "job"]
         command += ["--stall-timeout", "6", "--host", address(), *options]
-        command += [str(SCRIPT), "--out", str(self.out), *STEPS, "--slow", str(self.slow)]
+        command += [str(SCRIPT), "--out", str(self.out), *STEPS]
+        command += ["--slow", str(self.slow), "--slow-s", "1"]
         self.process = run(self._log, self._home, *command[1:])
 
     def words(self) -> str:
@@ -116,6 +117,15 @@ def job(tmp_path: Path, cluster: Cluster) -> Iterator[SlurmJob]:
     end(started.process)
 
 
+def same_bits(job: SlurmJob, folder: Path) -> None:
+    """As an undisturbed run of the same script under torchrun."""
+    sys.path.insert(0, str(CHAOS))
+    from harness import differences, results, run_plain
+
+    plain = run_plain(folder / "plain", WORLD, STEPS)
+    assert differences(results(job.out, WORLD), plain) == []
+
+
 def allocations(cluster: Cluster) -> dict[str, str]:
     """Comments and nodes of ours."""
     lines = cluster.ask("squeue", "-h", "-t", "RUNNING", "-o", "%k|%N").splitlines()
@@ -126,9 +136,6 @@ def allocations(cluster: Cluster) -> dict[str, str]:
 def test_a_node_is_lost_and_another_one_drained(
     cluster: Cluster, job: SlurmJob, tmp_path: Path
 ) -> None:
-    sys.path.insert(0, str(CHAOS))
-    from harness import differences, results, run_plain
-
     job.until_step(3)
     first = cluster.ask("squeue", "-h", "-o", "%i")
     assert allocations(cluster) == {"keepstep:job:start:queue": "c[1-3]"}
@@ -159,8 +166,7 @@ def test_a_node_is_lost_and_another_one_drained(
 
     job.finish()
     assert allocations(cluster) == {}
-    plain = run_plain(tmp_path / "plain", WORLD, STEPS)
-    assert differences(results(job.out, WORLD), plain) == []
+    same_bits(job, tmp_path)
 
 
 @pytest.mark.skipif("KEEPSTEP_ALL" not in os.environ, reason="only make test-all has the time")
@@ -200,6 +206,7 @@ def test_an_orchestrator_killed_with_a_spare_in_hand_leaks_nothing(
         until(lambda: allocations(cluster) == {}, "the end of all allocations")
     finally:
         end(first, job.process, *second)
+    same_bits(job, tmp_path)
 
 
 @pytest.mark.parametrize(
