@@ -8,8 +8,9 @@ from dataclasses import replace
 from keepstep.errors import UsageError
 from keepstep.sim.net import MS, SECOND
 from keepstep.sim.plan import Fault, Plan
+from keepstep.sim.scheduler import SCHEDULER, scheduler_story
 from keepstep.sim.stories import STORIES
-from keepstep.sim.stories_rare import APART, FALL_BACK
+from keepstep.sim.stories_rare import FALL_BACK
 from keepstep.sim.table import (
     ACTORS,
     KINDS,
@@ -39,8 +40,8 @@ def _draw(seed: int) -> tuple[str, Plan]:
         cell = draw.choice(list(cells()))
         return "/".join(cell), plan_cell(cell, seed)
     if dice < 0.55:
-        # One more story would change the worlds of all other seeds.
-        name = draw.choice(sorted(STORIES.keys() - APART))
+        # The story that was drawn apart would change the worlds of all other seeds.
+        name = draw.choice(sorted(STORIES.keys() - {FALL_BACK}))
         return name, STORIES[name](seed, draw)
     ranks, per_node = draw.choice(((8, 2), (8, 2), (8, 4), (12, 3), (12, 2), (16, 4)))
     migration = draw.choice(("", "planned", "pre-emptive", "unplanned", "unplanned"))
@@ -97,8 +98,9 @@ def find_plan(seed: int, name: str) -> tuple[str, Plan]:
     """`name` is a cell, a story, or empty for whatever the seed gives."""
     if not name:
         return draw_plan(seed)
-    if name in STORIES:
-        return name, STORIES[name](seed, random.Random(f"{name} {seed}"))
+    stories = {**STORIES, SCHEDULER: scheduler_story}  # that one is only told if it is named
+    if name in stories:
+        return name, stories[name](seed, random.Random(f"{name} {seed}"))
     parts = name.split("/")
     valid = (
         len(parts) == 4
@@ -111,7 +113,7 @@ def find_plan(seed: int, name: str) -> tuple[str, Plan]:
         raise UsageError(
             f"there is no scenario {name!r}",
             hint="PHASE/MIGRATION/ACTOR/FAULT, e.g. HOLD/planned/source/crash, or one of "
-            + ", ".join(sorted(STORIES)),
+            + ", ".join(sorted(stories)),
         )
     cell = (parts[0], parts[1], parts[2], parts[3])
     why = impossible(cell)

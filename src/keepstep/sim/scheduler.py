@@ -7,6 +7,7 @@ record is taken back, and so is a node that was left. A place that was lost is w
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING
 
 from keepstep.core.capacity import CapacityView
@@ -19,10 +20,12 @@ from keepstep.model.job import (
     SpareRefused,
 )
 from keepstep.sim.net import MS, SECOND
+from keepstep.sim.plan import Fault, Plan
 
 if TYPE_CHECKING:
     from keepstep.sim.world import World
 
+SCHEDULER = "scheduler"
 TOUR_NS = SECOND
 AGENT_NS = 5 * SECOND  # at most, from a place to its agent
 BACK_NS = 60 * SECOND
@@ -98,3 +101,22 @@ class SimScheduler:
 
     def _say(self, given: CoreInput) -> None:
         self._world.orchestrator.submit(given)
+
+
+def scheduler_story(seed: int, draw: random.Random) -> Plan:
+    """Nodes are lost or drained, there is no spare, and a scheduler is asked for some. Meanwhile
+    the orchestrator may be restarted."""
+    faults = [Fault("agent", "crash", at_ns=draw.randrange(2 * SECOND), length_ns=300 * SECOND)]
+    if draw.random() < 0.5:
+        at = draw.randrange(30 * SECOND)
+        faults.append(Fault("orchestrator", draw.choice(("crash", "effect")), at_ns=at))
+    if draw.random() < 0.3:
+        faults.append(Fault("agent", "crash", at_ns=draw.randrange(20, 60) * SECOND))
+    return Plan(
+        seed=seed,
+        migration=draw.choice(("", "planned")),
+        spare_nodes=0,
+        spares=0,
+        answers=tuple(draw.choices(("give", "refuse", "late", "silent"), k=4)),
+        faults=tuple(faults),
+    )

@@ -9,8 +9,6 @@ from keepstep.sim.net import MS, SECOND
 from keepstep.sim.plan import Fault, Plan
 
 FALL_BACK = "fall-back"
-SCHEDULER = "scheduler"
-APART = frozenset({FALL_BACK, SCHEDULER})  # never drawn with the others, which would change them
 
 
 def _full_disk(seed: int, draw: random.Random) -> Plan:
@@ -33,25 +31,6 @@ def _no_spare(seed: int, draw: random.Random) -> Plan:
     )
     start = 0 if draw.random() < 0.8 else 1  # without the full disk
     return Plan(seed=seed, migration="", spare_nodes=0, spares=0, faults=faults[start:])
-
-
-def _scheduler(seed: int, draw: random.Random) -> Plan:
-    """Nodes are lost or drained, there is no spare, and a scheduler is asked for some. Meanwhile
-    the orchestrator may be restarted."""
-    faults = [Fault("agent", "crash", at_ns=draw.randrange(2 * SECOND), length_ns=300 * SECOND)]
-    if draw.random() < 0.5:
-        at = draw.randrange(30 * SECOND)
-        faults.append(Fault("orchestrator", draw.choice(("crash", "effect")), at_ns=at))
-    if draw.random() < 0.3:
-        faults.append(Fault("agent", "crash", at_ns=draw.randrange(20, 60) * SECOND))
-    return Plan(
-        seed=seed,
-        migration=draw.choice(("", "planned")),
-        spare_nodes=0,
-        spares=0,
-        answers=tuple(draw.choices(("give", "refuse", "late", "silent"), k=4)),
-        faults=tuple(faults),
-    )
 
 
 def _absent_node(seed: int, draw: random.Random) -> Plan:
@@ -270,5 +249,4 @@ RARE: dict[str, Callable[[int, random.Random], Plan]] = {
     "lost-swap": _lost_swap,
     "hung-asking": _hung_asking,
     FALL_BACK: _fall_back,
-    SCHEDULER: _scheduler,
 }
