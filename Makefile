@@ -92,6 +92,7 @@ net-soak: setup setup-network
 transparent: setup setup-criu
 	$(BIN)/pytest -q tests/transparent
 
+test-all: export KEEPSTEP_ALL := 1
 test-all: setup setup-postgres setup-criu lint unit sim network schedulers
 	$(BIN)/pytest -q tests/chaos --chaos-all --chaos-report benchmarks/results/chaos-full.json
 	$(BIN)/pytest -q tests/transparent --transparent-all

@@ -42,7 +42,8 @@ parser.add_argument("--busy-loop", default="", help="RANK:STEP, in the first pro
 parser.add_argument("--build-s", type=float, default=0.0)
 parser.add_argument("--stateful", action="store_true", help="an iterable loader with state_dict")
 parser.add_argument("--gate", default="", help="wait for this file before the last barrier")
-parser.add_argument("--slow", default="", help="steps take 0.2 s while this file exists")
+parser.add_argument("--slow", default="", help="steps take --slow-s more while this file exists")
+parser.add_argument("--slow-s", type=float, default=0.2)
 args = parser.parse_args()
 
 BATCH, MICRO, WIDTH = 4, 2, 24
@@ -209,7 +210,7 @@ for epoch in ks.epochs(args.epochs):
     for batch in ks.batches(loader):
         random.random()  # drawn between steps: must be replayed too
         if args.slow and Path(args.slow).exists():
-            time.sleep(0.2)
+            time.sleep(args.slow_s)
         train_step(*batch)
         if args.slow:  # for whoever watches without an orchestrator
             with (Path(args.out) / f"rank-{rank}.steps").open("a") as steps:

@@ -18,7 +18,7 @@ from test_core_support import World, job_spec
 
 from keepstep.errors import NoRight, TransientError
 from keepstep.model.job import AgentGone, Cancel, Drain, Untaint
-from keepstep.model.schedule import START, AgentStart, Ask, Constraints, Provision
+from keepstep.model.schedule import START, AgentStart, Ask, Constraints, Place, Provision
 from keepstep.orchestrator.broker import Broker
 
 WAIT_S = 20.0
@@ -50,6 +50,7 @@ class Life:
 
     def until(self, condition: Callable[[], Any], what: str) -> None:
         async def wait() -> None:
+            self.broker._stopping = False
             running = asyncio.create_task(self.broker.run())
             try:
                 async with asyncio.timeout(WAIT_S):
@@ -81,7 +82,10 @@ def world(lab: LocalLab) -> World:
     spec = msgspec.structs.replace(
         job_spec(nodes="n0:2 n1:2", spares=0),
         provision=Provision(
-            scheduler="local", places=dict(zip(("n0", "n1"), places, strict=True)), kinds=["idle"]
+            scheduler="local",
+            places=dict(zip(("n0", "n1"), places, strict=True)),
+            kinds=["idle"],
+            back_after_ns=500_000_000,
         ),
     )
     made = World(spec).start()
@@ -93,9 +97,9 @@ def ops(lab: LocalLab) -> dict[str, list[str]]:
     return {lease.op: lease.places for lease in lab.scheduler.leases()}
 
 
-def given(world: World) -> str:
+def given(world: World, node: str = "n2") -> str:
     view = world.core.capacity("j")
-    return view.places.get("n2", "") if view is not None else ""
+    return view.places.get(node, "") if view is not None else ""
 
 
 def returned(world: World, node: str) -> bool:
@@ -203,3 +207,28 @@ def test_a_scheduler_that_does_not_answer_is_asked_again(
     lab.taint("c2")
     life.until(lambda: world.view.nodes[1].taints, "a drained node")
     assert calls >= 3
+
+
+def test_ranks_move_back_when_their_place_is_well_again(
+    lab: LocalLab, world: World, tmp_path: Path
+) -> None:
+    life = Life(world, lab, tmp_path)
+    world.kill_node("n1")
+    world.pump()
+    life.until(lambda: given(world), "a place")
+    world.join("n2")
+    world.run(60)
+    life.until(lambda: returned(world, "n1"), "the old place")
+    lab.taint("c2")
+    life.until(lambda: life.broker._places["c2"].state == "degraded", "news of it")
+    view = world.core.capacity("j")
+    assert view is not None and view.want is None and view.origins == {"c2"}
+    with lab.scheduler.pool() as pool:  # type: ignore[attr-defined]
+        pool.places["c2"] = Place(name="c2", state="free", gpu_type="h200")
+    life.until(lambda: "spare-2" in ops(lab) and given(world, "n3"), "the place itself")
+    assert ops(lab)["spare-2"] == ["c2"]
+    world.join("n3")
+    world.run(60)
+    world.assert_training()
+    life.until(lambda: returned(world, "n2"), "the spare's place")
+    assert ops(lab) == {START: ["c1"], "spare-2": ["c2"]} and lab.state("c3").state == "free"

@@ -24,12 +24,13 @@ from keepstep.adapters.schedule.slurm import SlurmScheduler
 from keepstep.cli.client import Client
 from keepstep.cli.main import invoke
 from keepstep.errors import KeepstepError, NoRight
+from keepstep.model.schedule import START, AgentStart, Ask, Constraints
 from keepstep.model.views import IncidentView, JobView
 from keepstep.orchestrator import registry
 
 CHAOS = Path(__file__).parents[1] / "chaos"
 SCRIPT = CHAOS / "train.py"
-STEPS = ["--epochs", "2", "--steps-per-epoch", "60"]
+STEPS = ["--epochs", "2", "--steps-per-epoch", "45"]
 WORLD = 3
 JOB_S = 150.0
 
@@ -43,27 +44,33 @@ def address() -> str:
     return "127.0.0.1"
 
 
+def run(log: Path, home: Path, *words: str) -> subprocess.Popen[bytes]:
+    env = {**os.environ, "KEEPSTEP_HOME": str(home), "OMP_NUM_THREADS": "1"}
+    with log.open("ab") as file:
+        return subprocess.Popen([sys.executable, *words], env=env, stdout=file, stderr=file)
+
+
 class SlurmJob:
     """One `keepstep slurm launch` with three nodes."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, orchestrator: str = "job") -> None:
+        """`orchestrator`: the id of the one that is asked; by default it is embedded."""
         self.out, self.slow, self._log = folder / "out", folder / "slow", folder / "launch.log"
-        self._home = folder / "home"
+        self._home, self._id = folder / "home", orchestrator
         self.out.mkdir()
         self.slow.touch()  # until `finish` it takes its time: what is done to it happens meanwhile
         command = [sys.executable, "-m", "keepstep", "slurm", "launch", "-N", str(WORLD)]
         command += ["-p", "train", "--gpus-per-node", "h200:4", "--job-id", "job"]
         command += ["--stall-timeout", "6", "--host", address(), *options]
-        command += [str(SCRIPT), "--out", str(self.out), *STEPS, "--slow", str(self.slow)]
-        env = {**os.environ, "KEEPSTEP_HOME": str(self._home), "OMP_NUM_THREADS": "1"}
-        with self._log.open("w") as log:
-            self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+        command += [str(SCRIPT), "--out", str(self.out), *STEPS]
+        command += ["--slow", str(self.slow), "--slow-s", "1"]
+        self.process = run(self._log, self._home, *command[1:])
 
     def words(self) -> str:
         return self._log.read_text()[-6000:]
 
     def _ask(self, path: str, kind: Any) -> Any:
-        entry = registry.read(self._home, "job")
+        entry = registry.read(self._home, self._id)
         try:
             return Client.of(entry).get(path, kind) if entry is not None else None
         except KeepstepError:
@@ -96,13 +103,27 @@ class SlurmJob:
         assert ", 0 steps lost" in self.words()
 
 
+def end(*processes: subprocess.Popen[bytes]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
 @pytest.fixture
 def job(tmp_path: Path, cluster: Cluster) -> Iterator[SlurmJob]:
     started = SlurmJob(tmp_path, "--preempt")
     yield started
-    if started.process.poll() is None:
-        started.process.kill()
-        started.process.wait()
+    end(started.process)
+
+
+def same_bits(job: SlurmJob, folder: Path) -> None:
+    """As an undisturbed run of the same script under torchrun."""
+    sys.path.insert(0, str(CHAOS))
+    from harness import differences, results, run_plain
+
+    plain = run_plain(folder / "plain", WORLD, STEPS)
+    assert differences(results(job.out, WORLD), plain) == []
 
 
 def allocations(cluster: Cluster) -> dict[str, str]:
@@ -115,9 +136,6 @@ def allocations(cluster: Cluster) -> dict[str, str]:
 def test_a_node_is_lost_and_another_one_drained(
     cluster: Cluster, job: SlurmJob, tmp_path: Path
 ) -> None:
-    sys.path.insert(0, str(CHAOS))
-    from harness import differences, results, run_plain
-
     job.until_step(3)
     first = cluster.ask("squeue", "-h", "-o", "%i")
     assert allocations(cluster) == {"keepstep:job:start:queue": "c[1-3]"}
@@ -148,8 +166,47 @@ def test_a_node_is_lost_and_another_one_drained(
 
     job.finish()
     assert allocations(cluster) == {}
-    plain = run_plain(tmp_path / "plain", WORLD, STEPS)
-    assert differences(results(job.out, WORLD), plain) == []
+    same_bits(job, tmp_path)
+
+
+@pytest.mark.skipif("KEEPSTEP_ALL" not in os.environ, reason="only make test-all has the time")
+@pytest.mark.timeout(290)
+def test_an_orchestrator_killed_with_a_spare_in_hand_leaks_nothing(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """And later the rank moves back to where it was."""
+    home, log = tmp_path / "home", tmp_path / "orchestrator.log"
+    words = ["-m", "keepstep", "orchestrator", "--id", "main", "--host", address()]
+    words += ["--scheduler", "slurm"]
+    first = run(log, home, *words)
+    until(lambda: registry.read(home, "main"), "the orchestrator")
+    options = ["--orchestrator", "main", "--back-after", "2"]
+    job = SlurmJob(tmp_path, *options, orchestrator="main")
+    second: list[subprocess.Popen[bytes]] = []
+    try:
+        job.until_step(3)
+        cluster.crash_node("c2")
+        spare = {"keepstep:job:start:queue": "c[1,3]", "keepstep:job:spare-1:idle": "c4"}
+        job.until(lambda: allocations(cluster) == spare, "a spare")
+        end(first)
+        assert allocations(cluster) == spare
+        second.append(run(log, home, *words))
+        (lost,) = job.until(job.resolved, "the move")
+        assert lost.moves == ["rank 1: n1/0 -> n3/0"] and lost.steps_lost == 0
+        swapped = {"keepstep:job:start:queue": "c[1,3]", "keepstep:job:spare-1:idle:c2": "c4"}
+        job.until(lambda: allocations(cluster) == swapped, "the swap in squeue")
+        cluster.start_node("c2")
+        cluster.ask("scontrol", "update", "NodeName=c2", "State=RESUME")
+        job.until(lambda: len(job.resolved()) == 2, "the move back")
+        assert job.resolved()[1].moves == ["rank 1: n3/0 -> n4/0"]
+        back = {"keepstep:job:start:queue": "c[1,3]", "keepstep:job:spare-2:idle:c4": "c2"}
+        job.until(lambda: allocations(cluster) == back, "the way back in squeue")
+        job.until(lambda: cluster.states()["c4"] == "idle", "an idle spare")
+        job.finish()
+        until(lambda: allocations(cluster) == {}, "the end of all allocations")
+    finally:
+        end(first, job.process, *second)
+    same_bits(job, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +233,26 @@ def test_bad_input_is_refused_before_anything_is_allocated(
     said = capsys.readouterr().err
     assert error in said and "hint: " in said and "Traceback" not in said
     assert cluster.jobs("PENDING,RUNNING") == []
+
+
+def test_an_agent_has_the_whole_node(cluster: Cluster, tmp_path: Path) -> None:
+    scheduler, file = SlurmScheduler(), tmp_path / "seen"
+    limits = Constraints(gpus=4, gpu_type="h200")
+    ask = Ask(job="job", op=START, constraints=limits, kinds=["queue"])
+    (place,) = scheduler.acquire(ask, 20).places
+    agent = AgentStart(
+        job="job",
+        node="n0",
+        command=["sh", "-c", f"env > {file}.new; mv {file}.new {file}; exec sleep 600"],
+        env={"KEEPSTEP_TOKEN": "secret"},
+        directory=str(tmp_path),
+        log=str(tmp_path / "log"),
+    )
+    scheduler.start_agent(place, agent)
+    until(file.exists, "an agent")
+    seen = dict(line.partition("=")[::2] for line in file.read_text().splitlines())
+    assert seen["CUDA_VISIBLE_DEVICES"] == "0,1,2,3" and seen["SLURMD_NODENAME"] == place
+    assert seen["SLURM_CPUS_ON_NODE"] == "4" and seen["KEEPSTEP_TOKEN"] == "secret"
 
 
 class AsNobody:

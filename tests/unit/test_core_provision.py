@@ -9,15 +9,27 @@ from test_core_support import World, job_spec
 from keepstep.core.capacity import CapacityView, Want
 from keepstep.errors import UsageError
 from keepstep.model import records as r
-from keepstep.model.job import Drain, NodeDead, PlaceReturned, SpareGranted, SpareRefused
+from keepstep.model.job import (
+    Drain,
+    NodeDead,
+    PlaceHealthy,
+    PlaceReturned,
+    SpareGranted,
+    SpareRefused,
+)
 from keepstep.model.schedule import Kind, Provision
 
 
-def provided(kinds: tuple[Kind, ...] = ("idle",)) -> World:
+def provided(kinds: tuple[Kind, ...] = ("idle",), back_s: int = 0) -> World:
     """Two nodes with two ranks each, and no spare."""
     spec = msgspec.structs.replace(
         job_spec(nodes="n0:2 n1:2", spares=0),
-        provision=Provision(scheduler="test", places={"n0": "p0", "n1": "p1"}, kinds=list(kinds)),
+        provision=Provision(
+            scheduler="test",
+            places={"n0": "p0", "n1": "p1"},
+            kinds=list(kinds),
+            back_after_ns=back_s * 1_000_000_000,
+        ),
     )
     world = World(spec).start()
     world.step(5)
@@ -110,9 +122,13 @@ def test_a_place_without_an_agent_is_given_up_and_a_late_answer_changes_nothing(
     assert look(world).want is None and "spare-1" not in look(world).ops
     assert look(world).start == {} and "n2" not in look(world).places
     world.run(16)
-    assert wanted(world).op == "spare-2" and wanted(world).node == "n2"
+    assert wanted(world).op == "spare-2" and wanted(world).node == "n3"
     with pytest.raises(UsageError, match="does not want spare-1"):
         world.handle(SpareGranted(job="j", op="spare-1", place="p8"))
+    world.join("n2")  # nobody was quick enough to end it
+    world.run(100)
+    world.assert_training()
+    assert look(world).ops == {"start", "spare-1"} and look(world).places["n2"] == "p7"
 
 
 def test_a_want_is_over_when_the_node_comes_from_elsewhere() -> None:
@@ -183,3 +199,77 @@ def test_a_job_that_may_ask_nobody_does_not_ask() -> None:
 def test_a_job_without_a_scheduler_wants_nothing() -> None:
     world = World(job_spec())
     assert world.core.capacity("j") is None
+
+
+def replaced(back_s: int = 5) -> World:
+    """The job has lost n1 in p1, and n2 in p7 stands in for it."""
+    world = provided(back_s=back_s)
+    world.kill_node("n1")
+    world.pump()
+    world.handle(SpareGranted(job="j", op="spare-1", place="p7"))
+    world.join("n2")
+    world.run(100)
+    world.handle(PlaceReturned(job="j", node="n1"))
+    return world
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_place_that_is_well_again_gets_its_ranks_back(restart: bool) -> None:
+    world = replaced()
+    assert look(world).origins == {"p1"}
+    world.handle(PlaceHealthy(job="j", place="p1"))
+    world.handle(PlaceHealthy(job="j", place="p1"))
+    want = wanted(world)
+    assert (want.op, want.node, want.only, want.instead_of) == ("spare-2", "n3", "p1", "p7")
+    if restart:
+        world.restart_core()
+        world.rejoin()
+        world.pump()
+    world.handle(SpareGranted(job="j", op="spare-2", place="p1"))
+    world.join("n3")
+    world.run(100)
+    world.assert_training()
+    assert {rank.node for rank in world.view.ranks} == {"n0", "n3"}
+    assert world.last.trigger == "planned" and "well again" in world.last.reason
+    view = look(world)
+    assert view.leave == {"n2": ("p7", "spare-2")} and view.taint == {}
+    world.handle(NodeDead(job="j", node="n2"))
+    world.handle(PlaceReturned(job="j", node="n2"))
+    assert look(world).places == {"n0": "p0", "n3": "p1"} and look(world).origins == set()
+    assert look(world).ops == {"start", "spare-2"}
+
+
+def test_nobody_moves_back_in_an_emergency_or_without_being_told_to() -> None:
+    world = replaced(back_s=0)
+    assert look(world).origins == set()
+    world = replaced()
+    world.handle(Drain(job="j", node="n0"))
+    world.handle(PlaceHealthy(job="j", place="p1"))
+    assert wanted(world).only == "" and wanted(world).instead_of == "p0"
+    world = replaced()
+    world.handle(PlaceHealthy(job="j", place="p99"))
+    assert look(world).want is None
+
+
+def test_a_place_that_is_gone_again_changes_nothing() -> None:
+    world = replaced()
+    world.handle(PlaceHealthy(job="j", place="p1"))
+    world.handle(SpareRefused(job="j", op="spare-2", why="somebody was faster"))
+    world.run(100)
+    world.assert_training()
+    assert look(world).want is None and {r.node for r in world.view.ranks} == {"n0", "n2"}
+    world.handle(PlaceHealthy(job="j", place="p1"))
+    assert wanted(world).op == "spare-3"
+
+
+def test_a_loss_on_the_way_back_uses_the_node_that_comes() -> None:
+    world = replaced()
+    world.handle(PlaceHealthy(job="j", place="p1"))
+    world.handle(SpareGranted(job="j", op="spare-2", place="p1"))
+    world.kill_node("n2")
+    world.pump()
+    world.join("n3")
+    world.run(100)
+    world.assert_training()
+    assert {rank.node for rank in world.view.ranks} == {"n0", "n3"}
+    assert sorted(look(world).leave) == ["n2"]

@@ -105,7 +105,8 @@ class Launcher:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
-        become_subreaper()
+        if self._starts_agents:
+            become_subreaper()
         try:
             self._prepare_directory()
             await self._client.post("/v1/jobs", self._spec, JobView)
@@ -253,7 +254,8 @@ class Launcher:
             if agent.process.stdin is not None:
                 agent.process.stdin.close()
             nest.remove_images(self._spec.job, agent.node)
-        reap_orphans(())
+        if self._starts_agents:
+            reap_orphans(())
         for folder in self._identities:
             identity.remove(folder)
 
@@ -322,8 +324,10 @@ class Launcher:
         loop = asyncio.get_running_loop()
         while True:
             self._output.lines(self._tail.poll(loop.time()))
-            # Orphans of killed ranks (loader workers) end here, in nobody else's care.
-            reap_orphans(a.process.pid for a in self._agents)
+            # Orphans of killed ranks (loader workers) end here, in nobody else's care. Where no
+            # agent is ours, other children may be, and whoever started them waits for them.
+            if self._starts_agents:
+                reap_orphans(a.process.pid for a in self._agents)
             await asyncio.sleep(TAIL_S)
 
     async def _show_progress(self) -> None:

@@ -53,6 +53,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     idle: bool
     preempt: bool
     spare_s: float
+    back_s: float
     queue_s: float | None
     stall_s: float
     orchestrator: str | None
@@ -78,6 +79,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             places={},
             kinds=[kind for kind, wanted in allowed.items() if wanted],
             patience_ns=int(self.spare_s * 1e9),
+            back_after_ns=int(self.back_s * 1e9),
             constraints=Constraints(
                 partition=self.partition,
                 reservation=self.reservation,
@@ -120,6 +122,10 @@ def slurm() -> None:
     help="How long one request for a spare may take.",
 )  # fmt: skip
 @click.option(
+    "--back-after", "back_s", type=float, default=0.0, metavar="S",
+    help="Move back to a node that was lost when it has been idle for so long [default: never].",
+)  # fmt: skip
+@click.option(
     "--queue-timeout", "queue_s", type=float, default=None, metavar="S",
     help="Give up if Slurm gives no nodes within this time [default: wait].",
 )  # fmt: skip
@@ -153,6 +159,8 @@ def launch(script: str, args: tuple[str, ...], **given: Any) -> None:
     for name, value in (("stall", options.stall_s), ("spare", options.spare_s)):
         if not 0 < value < 1e9:
             raise UsageError(f"--{name}-timeout is {value:g}: it must be above 0")
+    if not 0 <= options.back_s < 1e9:
+        raise UsageError(f"--back-after is {options.back_s:g}: it cannot be negative")
     scheduler = SlurmScheduler()
     layout = _lay_out(options)
     provision = options.provision()

@@ -19,6 +19,7 @@ class Want:
     instead_of: str
     avoid: list[str]
     at: int
+    only: str = ""  # nothing is lacking: the place to move back to
     place: str = ""  # given; the agent is awaited
 
 
@@ -27,6 +28,9 @@ class Capacity:
     places: dict[str, str]  # node -> place, of those that the scheduler has not back
     ops: dict[str, str]  # node -> what its place was acquired for
     want: Want | None = None
+    late: dict[str, tuple[str, str]] = field(default_factory=dict)  # node -> place and op, given up
+    origins: dict[str, str] = field(default_factory=dict)  # node -> the place it stands in for
+    retiring: set[str] = field(default_factory=set)  # nodes that are well and will be left
     swaps: dict[str, str] = field(default_factory=dict)  # place -> op of what took its seat
     asked: int = 0  # how often
     again_at: int = 0  # not before
@@ -49,4 +53,5 @@ class CapacityView(msgspec.Struct, frozen=True, kw_only=True):
     taint: dict[str, tuple[str, str]]  # node -> place and why nothing new may start there
     leave: dict[str, tuple[str, str]]  # node -> place and the op that took its seat, "" for none
     places: dict[str, str]  # node -> place
+    origins: set[str]  # places that would be moved back to
     ops: set[str]  # what was acquired for anything else goes back

@@ -34,6 +34,7 @@ from keepstep.model.job import (
     Migrate,
     NodeDead,
     Note,
+    PlaceHealthy,
     PlaceReturned,
     SpareGranted,
     SpareRefused,
@@ -45,6 +46,8 @@ from keepstep.model.job import (
 from keepstep.model.messages import Stop
 from keepstep.model.records import JobSubmitted, Record
 from keepstep.model.views import IncidentView, JobView
+
+BACK = "the place it stood in for is well again"
 
 __all__ = ["EVERY_NODE", "Core", "Outcome", "Send"]
 
@@ -74,7 +77,7 @@ class Core:
                 if job.ended is None:
                     out = Out(self._now, job, outcome)
                     fire(job, out)
-                    jobs_.settle(job, out)
+                    self._settle(job, out)
                 job.due_known = False
         else:
             job = self._job(event.job)
@@ -85,7 +88,7 @@ class Core:
                 self._dispatch(job, out, event)
                 if quiet.follows_nothing(job, out, event):
                     return outcome
-                jobs_.settle(job, out)
+                self._settle(job, out)
             job.due_known = False
         return outcome
 
@@ -152,6 +155,12 @@ class Core:
         out.record(JobSubmitted(job=spec.job, at_ns=self._now, spec=spec))
         jobs_.settle(job, out)
 
+    def _settle(self, job: Job, out: Out) -> None:
+        jobs_.settle(job, out)
+        if spare := provision.retired(job):
+            operator.drain(job, out, Drain(job=job.id, node=spare, reason=BACK))
+            jobs_.settle(job, out)
+
     def _dispatch(self, job: Job, out: Out, event: CoreInput) -> None:
         if isinstance(event, AgentJoined):
             operator.check_node(event.node, event.hello.slots)
@@ -168,6 +177,8 @@ class Core:
                 faults.lose_node(job, out, event.node, "died")
         elif isinstance(event, SpareGranted | SpareRefused | PlaceReturned):
             provision.answered(job, out, event)
+        elif isinstance(event, PlaceHealthy):
+            provision.go_back(job, out, event.place)
         elif isinstance(event, Migrate):
             operator.migrate(job, out, event)
         elif isinstance(event, Drain):
@@ -191,5 +202,5 @@ class Core:
             out.send(node.name, Stop(grace_ns=0))
         elif isinstance(event, AgentGone) and event.node in job.nodes:
             job.nodes[event.node].state = "disconnected"  # its place can go back
-        elif not isinstance(event, AgentSaid | AgentGone | NodeDead | PlaceReturned):
+        elif not isinstance(event, AgentSaid | AgentGone | NodeDead | PlaceReturned | PlaceHealthy):
             operator.check_open(job)

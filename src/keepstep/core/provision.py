@@ -9,10 +9,13 @@ spares are started there. One place is asked for at a time; if it is not enough,
 No answer changes anything but this: a refusal, an agent that does not come within the patience
 of the job, or victims who need nothing any more close the want (SpareDenied), and what is still
 lacking is asked for again after a while, under another op. What comes after that is late: the shell
-gives back whatever belongs to no op on record.
+gives back whatever belongs to no op on record, unless an agent was faster and has joined.
 
 A node is left when it is dead, or when it is tainted and nothing runs there any more; its place
 goes back once no attempt is under way, because until then it may be somebody's source of state.
+
+Moving back is the same for another reason: a place that a spare has replaced is well again, so that
+very place is wanted, and when its agent has joined, the spare's node is drained.
 
 The shell looks at `look` and does what stands there, again and again until it does not: after a
 restart, too, for everything here is on record.
@@ -79,7 +82,7 @@ def advance(job: Job, out: Out) -> None:
     facts = job.capacity
     needy = lacking(job) if job.mode == "running" else []
     if facts.want is not None:
-        if not needy:
+        if not needy and not facts.want.only:
             deny(job, out, "it is not needed any more", again_ns=0)
         return
     if not needy:
@@ -103,12 +106,58 @@ def advance(job: Job, out: Out) -> None:
     apply(job, record)
 
 
+def go_back(job: Job, out: Out, place: str) -> None:
+    """Only if nothing else is going on: it is nobody's emergency."""
+    facts = job.capacity
+    spare = _stand_in(job, place)
+    busy = facts.want is not None or job.attempt is not None or bool(job.incidents)
+    if spare is None or busy or job.mode != "running" or place in facts.places.values():
+        return
+    record = SpareWanted(
+        job=job.id,
+        at_ns=out.now,
+        op=f"spare-{facts.asked + 1}",
+        node=_free_name(job),
+        instead_of=facts.places[spare.name],
+        avoid=[],
+        only=place,
+        reason=f"{place} is well again",
+    )
+    out.record(record)
+    apply(job, record)
+
+
+def _stand_in(job: Job, place: str) -> Node | None:
+    for name, origin in job.capacity.origins.items():
+        node = job.nodes[name]
+        if origin == place and node.state == "connected" and not node.taints:
+            return node if name in job.capacity.places else None
+    return None
+
+
+def retired(job: Job) -> str:
+    """A node to be drained, because there is an agent in the place that it stood in for."""
+    facts = job.capacity
+    if not facts.retiring or job.mode != "running" or job.replayed or job.ended is not None:
+        return ""
+    if job.attempt is not None or job.incidents:
+        return ""
+    for name in sorted(facts.retiring):
+        op = facts.swaps.get(facts.places[name], "")
+        heirs = [job.nodes[n] for n, one in facts.ops.items() if one == op and n in job.nodes]
+        well = heirs and all(n.state == "connected" for n in [job.nodes[name], *heirs])
+        if well and not job.nodes[name].taints:
+            return name
+    return ""
+
+
 def _bad(node: Node) -> bool:
     return bool(node.taints) or node.state in ("unreachable", "dead")
 
 
 def _free_name(job: Job) -> str:
-    number = len(job.nodes)
+    """Never the same again: the agent of a want that was given up may still come."""
+    number = len(job.spec.nodes) + job.capacity.asked
     while f"n{number}" in job.nodes:
         number += 1
     return f"n{number}"
@@ -170,25 +219,34 @@ def apply(job: Job, record: Happened) -> None:
     if isinstance(record, SpareWanted):
         facts.asked += 1
         facts.again_at = 0
-        facts.want = Want(record.op, record.node, record.instead_of, record.avoid, record.at_ns)
+        facts.want = Want(
+            record.op, record.node, record.instead_of, record.avoid, record.at_ns, record.only
+        )
     elif isinstance(record, SpareGiven):
         facts.places[record.node], facts.ops[record.node] = record.place, record.op
         if want is not None:
             want.place = record.place
     elif isinstance(record, SpareDenied):
         facts.denied = record.why
-        if want is not None:
-            facts.places.pop(want.node, None)
-            facts.ops.pop(want.node, None)
+        if want is not None and want.place:
+            facts.late[want.node] = (facts.places.pop(want.node), facts.ops.pop(want.node))
         facts.want = None
         facts.again_at = record.at_ns + AGAIN_NS
     elif isinstance(record, NodeReturned):
         facts.places.pop(record.node, None)
         facts.ops.pop(record.node, None)
         facts.swaps.pop(record.place, None)
+        facts.origins.pop(record.node, None)
+        facts.retiring.discard(record.node)
+    elif record.node in facts.late:
+        facts.places[record.node], facts.ops[record.node] = facts.late.pop(record.node)
     elif want is not None and record.node == want.node:
         if want.instead_of:
             facts.swaps[want.instead_of] = want.op
+        if want.only:
+            facts.retiring |= {n for n, place in facts.places.items() if place == want.instead_of}
+        elif want.instead_of:
+            facts.origins[want.node] = want.instead_of
         facts.want, facts.denied, facts.again_at = None, "", 0
 
 
@@ -213,7 +271,9 @@ def look(job: Job) -> CapacityView | None:
         },
         fence={n: facts.places[n] for n, node in known.items() if node.state == "unreachable"},
         taint={
-            n: (facts.places[n], "; ".join(node.taints)) for n, node in known.items() if node.taints
+            n: (facts.places[n], "; ".join(node.taints))
+            for n, node in known.items()
+            if node.taints and n not in facts.retiring
         },
         leave={
             n: (facts.places[n], facts.swaps.get(facts.places[n], ""))
@@ -221,6 +281,7 @@ def look(job: Job) -> CapacityView | None:
             if _is_left(job, node)
         },
         places=dict(facts.places),
+        origins=set(facts.origins.values()) if job.spec.provision.back_after_ns else set(),
         ops={START, *facts.ops.values(), *([want.op] if want is not None else [])},
     )
 

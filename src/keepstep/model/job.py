@@ -119,6 +119,13 @@ class SpareRefused(Input, frozen=True):
     why: str
 
 
+class PlaceHealthy(Input, frozen=True):
+    """A place that a spare has replaced could be had again, and has been well for long enough."""
+
+    job: str
+    place: str
+
+
 class PlaceReturned(Input, frozen=True):
     """The scheduler has a node's place back; nothing of the job runs there any more."""
 
@@ -194,6 +201,7 @@ CoreInput = (
     | SpareGranted
     | SpareRefused
     | PlaceReturned
+    | PlaceHealthy
     | Wake
     | Migrate
     | Drain

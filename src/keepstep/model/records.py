@@ -87,6 +87,7 @@ class SpareWanted(BaseRecord, frozen=True, kw_only=True):
     instead_of: str  # the victim's place
     avoid: list[str]  # places
     reason: str
+    only: str = ""  # the place to move back to
 
 
 class SpareGiven(BaseRecord, frozen=True, kw_only=True):

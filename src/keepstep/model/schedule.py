@@ -38,6 +38,7 @@ class Provision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     constraints: Constraints = Constraints()
     kinds: list[Kind] = []  # of spares; none: it never asks
     patience_ns: int = 120_000_000_000  # how long one request may take
+    back_after_ns: int = 0  # a lost place has been well for so long: move back; 0: never
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +47,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     constraints: Constraints
     kinds: list[Kind]  # tried in this order
     avoid: list[str] = []  # places
+    only: str = ""  # this place
     count: int = 1
 
 

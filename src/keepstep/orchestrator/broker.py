@@ -28,6 +28,7 @@ from keepstep.model.job import (
     Drain,
     NodeDead,
     Note,
+    PlaceHealthy,
     PlaceReturned,
     SpareGranted,
     SpareRefused,
@@ -59,10 +60,12 @@ class Broker:
         self._places: dict[str, Place] = {}
         self._acquiring: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._started: dict[tuple[str, str], float] = {}
+        self._well: dict[str, float] = {}  # place -> since when it could be had
         self._ended: dict[str, float] = {}  # job -> when that was seen
         self._said: dict[tuple[str, str], str] = {}
         self._no_right: set[str] = set()  # places that we may not taint
         self._watch_at = self._clean_at = 0.0
+        self._stopping = False
 
     async def run(self) -> None:
         while True:
@@ -77,9 +80,12 @@ class Broker:
                     await self._driver.wait_any_change()
 
     async def stop(self) -> None:
-        """Requests that wait are taken back: nobody would hear the answer."""
-        for job, op in list(self._acquiring):
-            await self._do("", "abort", self.scheduler.abort_swap, job, op)
+        """Requests that wait are taken back: nobody would hear the answer. What was given and is on
+        record stays, for whoever goes on with the same ledger."""
+        self._stopping = True
+        for (job, op), task in list(self._acquiring.items()):
+            if not task.done():
+                await self._do("", "abort", self.scheduler.abort_swap, job, op)
         await asyncio.gather(*self._acquiring.values(), return_exceptions=True)
 
     async def finish(self, job: str) -> None:
@@ -125,11 +131,24 @@ class Broker:
             await self._start(job, node, place)
         for node, place in view.places.items():
             await self._compare_taints(job, view, node, place)
+        for place in view.origins:
+            self._look_back(job, place)
         for node, (place, op) in view.leave.items():
             if await self._do(job, node, self.scheduler.commit_swap, job, place, op):
                 log.info("%s: %s gave %s back", job, node, place)
                 self._submit(NodeDead(job=job, node=node))
                 self._submit(PlaceReturned(job=job, node=node))
+
+    def _look_back(self, job: str, place: str) -> None:
+        seen = self._places.get(place)
+        if seen is None or seen.state != "free":
+            self._well.pop(place, None)
+            return
+        since = self._well.setdefault(place, time.monotonic())
+        spec = self._driver.core.state(job).spec.provision
+        if spec is not None and time.monotonic() >= since + spec.back_after_ns / 1e9:
+            self._well.pop(place)  # if it comes to nothing, the time begins anew
+            self._submit(PlaceHealthy(job=job, place=place))
 
     def _acquire(self, job: str, want: Want) -> None:
         key = (job, want.op)
@@ -146,13 +165,18 @@ class Broker:
             job=job,
             op=want.op,
             constraints=spec.constraints,
-            kinds=spec.kinds,
+            kinds=["idle"] if want.only else spec.kinds,
             avoid=want.avoid,
+            only=want.only,
         )
         try:
             lease = await asyncio.to_thread(self.scheduler.acquire, ask, spec.patience_ns / 1e9)
         except KeepstepError as error:
-            self._submit(SpareRefused(job=job, op=want.op, why=error.message))
+            if not self._stopping:
+                self._submit(SpareRefused(job=job, op=want.op, why=error.message))
+            return
+        if self._stopping:
+            await self._do("", "abort", self.scheduler.abort_swap, job, want.op)
             return
         log.info("%s: %s gives %s (%s)", job, self.scheduler.name, lease.places[0], lease.kind)
         if not self._submit(SpareGranted(job=job, op=want.op, place=lease.places[0])):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from keepstep.model.job import JobSpec, NodeSpec
+from keepstep.model.schedule import Provision
 from keepstep.sim.net import MS, SECOND
 
 
@@ -49,6 +50,7 @@ class Plan:
     from_start: bool = False  # faults come while the ranks are being started
     resume_tick: int = 0  # the job starts from a checkpoint of this tick
     checkpoint_ns: int = 0  # time between periodic checkpoints; 0: there are none
+    answers: tuple[str, ...] = ()  # of a scheduler: give, refuse, late, silent; (): there is none
     migration: str = "unplanned"  # planned, pre-emptive, unplanned: what is going on
     faults: tuple[Fault, ...] = field(default_factory=tuple)
     job: str = "j"
@@ -98,6 +100,8 @@ class Plan:
 
     def spec(self) -> JobSpec:
         names = [f"n{index}" for index in range(self.rank_nodes + self.spare_nodes)]
+        places = {name: f"p-{name}" for name in names}
+        provision = Provision(scheduler="sim", places=places, kinds=["idle"], back_after_ns=1)
         return JobSpec(
             job=self.job,
             world=self.ranks,
@@ -112,4 +116,5 @@ class Plan:
             resume="/jobs/i/checkpoint" if self.resume_tick else "",
             checkpoints=SAVED if self.checkpoint_ns else "",
             checkpoint_interval_ns=self.checkpoint_ns,
+            provision=provision if self.answers else None,
         )

@@ -9,6 +9,7 @@ from keepstep.core.placement import parity_trouble
 from keepstep.errors import UsageError
 from keepstep.sim.net import MS, SECOND
 from keepstep.sim.plan import Fault, Plan
+from keepstep.sim.scheduler import SCHEDULER, scheduler_story
 from keepstep.sim.stories import STORIES
 from keepstep.sim.stories_rare import APART, FALL_BACK
 from keepstep.sim.table import (
@@ -100,8 +101,9 @@ def find_plan(seed: int, name: str) -> tuple[str, Plan]:
     """`name` is a cell, a story, or empty for whatever the seed gives."""
     if not name:
         return draw_plan(seed)
-    if name in STORIES:
-        return name, STORIES[name](seed, random.Random(f"{name} {seed}"))
+    stories = {**STORIES, SCHEDULER: scheduler_story}  # that one is only told if it is named
+    if name in stories:
+        return name, stories[name](seed, random.Random(f"{name} {seed}"))
     parts = name.split("/")
     valid = (
         len(parts) == 4
@@ -114,7 +116,7 @@ def find_plan(seed: int, name: str) -> tuple[str, Plan]:
         raise UsageError(
             f"there is no scenario {name!r}",
             hint="PHASE/MIGRATION/ACTOR/FAULT, e.g. HOLD/planned/source/crash, or one of "
-            + ", ".join(sorted(STORIES)),
+            + ", ".join(sorted(stories)),
         )
     cell = (parts[0], parts[1], parts[2], parts[3])
     why = impossible(cell)

@@ -26,6 +26,7 @@ from keepstep.sim.orchestrator import SimOrchestrator
 from keepstep.sim.plan import Plan
 from keepstep.sim.rank import Rank
 from keepstep.sim.saver import Saved
+from keepstep.sim.scheduler import SimScheduler
 
 EVENTS_MAX = 150_000  # a standby that hangs is given up after 300 virtual seconds
 SAYING = ("reason", "why", "message", "detail")  # fields of records that carry words
@@ -108,6 +109,8 @@ class World:
 
     def submit(self) -> None:
         self.orchestrator.submit(Submit(spec=self.plan.spec()))
+        if self.plan.answers:
+            SimScheduler(self, self.plan.answers).tour()
 
     def blobs_at(self, address: m.Address) -> SimNode:
         return self.nodes[address.host]

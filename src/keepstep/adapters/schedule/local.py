@@ -250,6 +250,7 @@ def _spares(pool: Pool, ask: Ask) -> list[Spare]:
         for name, place in pool.places.items()
         if place.state == "free"
         and name not in taken
+        and ask.only in ("", name)
         and ask.constraints.gpu_type in ("", place.gpu_type)
     ]
     kept = {name for names in pool.reserved.values() for name in names}

@@ -126,7 +126,7 @@ class SlurmScheduler:
         found: list[str] = []
         for line in cli.run(*words).splitlines():
             name, state, gres, features = line.split("|", 3)
-            if state != "idle" or name in kept or name in found:
+            if state != "idle" or name in kept or name in found or ask.only not in ("", name):
                 continue
             if ask.constraints.gpu_type not in ("", cli.gpu_type(gres)):
                 continue
