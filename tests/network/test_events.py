@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.agent import leftovers
 from keepstep.agent.main import _network_limits
 from keepstep.agent.network import NetworkEvents, socket_path
 from keepstep.core.agent.network import SECOND
@@ -68,6 +69,16 @@ def test_the_socket_of_the_next_agent_is_where_the_last_one_was(folder: Path) ->
     assert first == socket_path("job", "n0", folder)
     assert len({first, socket_path("job", "n1", folder), socket_path("job2", "n0", folder)}) == 3
     assert len(str(socket_path("j" * 200, "n" * 200, folder))) < 100
+
+
+def test_the_socket_of_a_killed_agent_is_removed_by_whoever_reaps_it(folder: Path) -> None:
+    path = socket_path("job", "n0", folder)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as left:
+        left.bind(str(path))
+    leftovers.remove("job", "n0", folder)
+    assert not path.exists()
+    leftovers.remove("job", "n0", folder)  # one that has gone by itself
 
 
 def test_rdma_ports_that_change_are_words_too() -> None:

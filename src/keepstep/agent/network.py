@@ -36,6 +36,12 @@ def socket_path(job: str, node: str, directory: Path) -> Path:
     return Path(tempfile.gettempdir()) / f"keepstep-{os.getuid()}" / f"net-{digest}.sock"
 
 
+def remove_socket(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # others' are there
+        path.parent.rmdir()
+
+
 class NetworkEvents:
     def __init__(self, path: Path, on_event: Callable[[PathEvent], None]) -> None:
         self.path = path
@@ -46,24 +52,31 @@ class NetworkEvents:
 
     def open(self) -> bool:
         """False, and a line in the log: the job runs without words of its network."""
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         try:
-            _private(self.path.parent)
-            self.path.unlink(missing_ok=True)
-            made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-            made.bind(str(self.path))
+            try:
+                self._bind(made)
+            except FileNotFoundError:  # the last socket in the folder was just removed with it
+                self._bind(made)
         except OSError as error:
+            made.close()
             logger.warning("no words of the network plugin: %s: %s", self.path, error)
             return False
         self._socket = made
         asyncio.get_running_loop().add_reader(made.fileno(), self._read)
         return True
 
+    def _bind(self, made: socket.socket) -> None:
+        _private(self.path.parent)
+        self.path.unlink(missing_ok=True)
+        made.bind(str(self.path))
+
     def close(self) -> None:
         if self._socket is not None:
             asyncio.get_running_loop().remove_reader(self._socket.fileno())
             self._socket.close()
             self._socket = None
-            self.path.unlink(missing_ok=True)
+            remove_socket(self.path)
 
     def _read(self) -> None:
         assert self._socket is not None

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from keepstep.agent import identity, nest
+from keepstep.agent import identity, leftovers
 from keepstep.cli.client import AsyncClient
 from keepstep.cli.find import Reached
 from keepstep.cli.join import LOOPBACK, Membership, by_certificate
@@ -210,7 +210,7 @@ class Launcher:
         swept = await sweep_beside([agent.session])
         reap_orphans(a.process.pid for a in self._agents if a.alive)
         self._ended.add(agent.node)
-        nest.remove_images(self._spec.job, agent.node)
+        leftovers.remove(self._spec.job, agent.node, self._directory)
         if self._is_over():
             return
         if not swept:
@@ -253,7 +253,7 @@ class Launcher:
             agent.process.wait()
             if agent.process.stdin is not None:
                 agent.process.stdin.close()
-            nest.remove_images(self._spec.job, agent.node)
+            leftovers.remove(self._spec.job, agent.node, self._directory)
         if self._starts_agents:
             reap_orphans(())
         for folder in self._identities:

@@ -15,7 +15,7 @@ import msgspec
 
 from keepstep.adapters.identity.files import private_folder
 from keepstep.adapters.identity.tokens import parse
-from keepstep.agent import identity, keeper, nest
+from keepstep.agent import identity, keeper, leftovers
 from keepstep.agent.agent import EXIT_REFUSED
 from keepstep.cli import find, join, show
 from keepstep.cli.client import AsyncClient, NoJob, checked
@@ -226,7 +226,7 @@ class Node:
                 continue
         code = process.process.wait()
         sweep([process.session])
-        nest.remove_images(member.job, member.node)
+        leftovers.remove(member.job, member.node, member.directory)
         return code
 
     def _end(self) -> None:
