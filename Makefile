@@ -58,8 +58,12 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Side by side: one half computes, the other mostly waits for processes.
 unit: setup setup-postgres
-	$(BIN)/pytest -q tests/unit tests/integration
+	@echo 'pytest -q tests/unit, beside tests/integration'
+	@$(BIN)/pytest -q tests/unit > $(VENV)/unit.log 2>&1 & beside=$$!; \
+	  $(BIN)/pytest -q tests/integration; integration=$$?; \
+	  wait $$beside; unit=$$?; cat $(VENV)/unit.log; exit $$((unit | integration))
 
 # The control plane in 10,000 simulated worlds, every cell of the fault table, every mutant.
 sim: setup
