@@ -171,7 +171,7 @@ class Harness:
 
 
 class Ear:
-    """Takes a plugin's words as they come: the kernel queues ten, and the rest would be old news."""
+    """Takes a plugin's words as they come: the kernel queues ten, the rest would be old news."""
 
     def __init__(self, path: Path, name: str, events: list[dict[str, Any]]) -> None:
         self._name = name

@@ -176,7 +176,7 @@ void Comm::pump(Nanos now) {
 Comm::Io Comm::write_once(int i, Nanos now, size_t* bytes) {
   Path& path = path_[static_cast<size_t>(i)];
   *bytes = 0;
-  if (path.socket < 0 || !out_->fill(i)) return Io::Nothing;
+  if (path.socket < 0 || !out_->fill(i, now)) return Io::Nothing;
   Slice slices[kSlicesMax];
   iovec vectors[kSlicesMax];
   int count = out_->gather(i, slices);
@@ -223,7 +223,7 @@ Comm::Io Comm::hear_states(int i, Nanos now) {
       path.in_begin += kHeaderBytes + header->length;
       State state = parse_state(*header, at + kHeaderBytes);
       unsigned dead = 0;
-      if (out_->heard(state, &dead) == Outbox::Answer::Impossible) {
+      if (out_->heard(state, &dead, now) == Outbox::Answer::Impossible) {
         lose(i, now, "an answer that cannot be true");
         return Io::Lost;
       }
