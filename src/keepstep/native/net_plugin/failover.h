@@ -88,6 +88,7 @@ class Outbox {
   void wrote(int path, size_t bytes);
   // Bytes are waiting although no path has taken them.
   bool unsent() const;
+  uint64_t under_way(int path) const { return flights_[static_cast<size_t>(path)].bytes; }
 
   enum class Answer { Ok, Impossible };
   // `dead` gets a bit for each path whose live connection the receiver has buried.
