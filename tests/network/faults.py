@@ -136,7 +136,7 @@ class Watch:
                     f"{fault.kind} to be noticed",
                     15,
                 )
-            elif fault.kind.startswith("stop"):
+            elif fault.kind.startswith("stop") and settled:
                 lost = self.rig.heard("path-down", "path-suspect", since_ns=since)
                 assert not lost, f"a stopped process was taken for a dead path: {lost}"
         finally:

@@ -20,6 +20,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -169,6 +170,29 @@ class Harness:
         return self.process.wait(timeout=30)
 
 
+class Ear:
+    """Takes a plugin's words as they come: the kernel queues ten, the rest would be old news."""
+
+    def __init__(self, path: Path, name: str, events: list[dict[str, Any]]) -> None:
+        self._name = name
+        self._events = events
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(str(path))
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        while data := self._socket.recv(65536):
+            self._events.append({**json.loads(data), "harness": self._name})
+
+    def close(self) -> None:
+        path = self._socket.getsockname()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as last:
+            last.sendto(b"", path)
+        self._thread.join(timeout=10)
+        self._socket.close()
+
+
 # ---------------------------------------------------------------------------------------- rig
 
 
@@ -182,7 +206,7 @@ class Rig:
     switch: str = ""  # its namespace
     started: list[Harness] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
-    sockets: dict[str, socket.socket] = field(default_factory=dict)
+    sockets: dict[str, Ear] = field(default_factory=dict)
 
     # ------------------------------------------------------------------------- making it
 
@@ -245,11 +269,7 @@ class Rig:
     ) -> Harness:
         name = f"h{len(self.started)}"
         agent = self.folder / f"{name}.sock"
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        listener.bind(str(agent))
-        listener.setblocking(False)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
-        self.sockets[name] = listener
+        self.sockets[name] = Ear(agent, name, self.events)
         host = self.machines.index(machine) + 1
         paths = ",".join(self.address(path, host) for path in range(self.paths))
         environment = {
@@ -283,11 +303,7 @@ class Rig:
 
     def hear(self) -> list[dict[str, Any]]:
         """All events so far; those with "event" = "stats" are there too."""
-        for name, listener in self.sockets.items():
-            with contextlib.suppress(BlockingIOError):
-                while True:
-                    self.events.append({**json.loads(listener.recv(65536)), "harness": name})
-        return self.events
+        return list(self.events)
 
     def heard(self, *kinds: str, since_ns: int = 0) -> list[dict[str, Any]]:
         return [e for e in self.hear() if e["event"] in kinds and e["at_ns"] >= since_ns]

@@ -31,7 +31,7 @@ def paths_used(made: Rig, harness: str) -> dict[int, int]:
     return {path: count for path, count in latest.items() if count}
 
 
-@pytest.mark.parametrize("paths,v6", [(1, False), (3, False), (2, True)])
+@pytest.mark.parametrize("paths,v6", [(1, False), (3, False), (8, False), (2, True)])
 def test_messages_of_all_sizes_arrive_over_any_number_of_paths(
     folder: Path, paths: int, v6: bool
 ) -> None:
@@ -72,6 +72,22 @@ def test_three_machines_in_a_ring_survive_a_lost_link(folder: Path) -> None:
         for member in members:
             member.result().assert_clean()
         assert [member.close() for member in members] == [0, 0, 0]
+
+
+def test_chunks_that_overtake_each_other_are_put_in_order(folder: Path) -> None:
+    """One path is twenty times slower: most messages end before earlier ones."""
+    with rig(folder) as made:
+        made.set_rate(made.machines[0], "p1", made.rate_mbit // 20)
+        words = ("--size", "mix", "--messages", "400", "--verify", "2")
+        sender, receiver = made.pair(*words)
+        sent, received = sender.result(), receiver.result()
+        sent.assert_clean()
+        received.assert_clean()
+        wait_until(lambda: len(paths_used(made, "h1")) == 2, "both paths to be used", 5)
+        used = paths_used(made, "h1")
+        assert used[0] > 2 * used[1], f"the slow path took too much: {used}"
+        assert not made.heard("path-down"), "slow is not dead"
+        assert sender.close() == 0 and receiver.close() == 0
 
 
 def test_a_stopped_peer_is_no_dead_path(folder: Path) -> None:

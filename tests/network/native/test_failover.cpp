@@ -65,6 +65,7 @@ struct World {
   std::vector<uint64_t> sizes, ids;
   uint64_t handed = 0, taken = 0;  // deliveries seen by the sender's and the receiver's user
   uint64_t cuts = 0, resent = 0, known = 0;
+  Nanos clock = 0;
 
   World(uint64_t seed, int n, uint64_t count)
       : draw{seed * 2654435761u + 88172645463325252ull}, paths(n), messages(count), out(n), in(n),
@@ -124,7 +125,7 @@ struct World {
 
   void write(int path) {
     Wire& w = wire(path);
-    if (!w.sender_live || !out.fill(path)) return;
+    if (!w.sender_live || !out.fill(path, clock)) return;
     Slice slices[kSlicesMax];
     int count = out.gather(path, slices);
     CHECK(count > 0 && count <= kSlicesMax);
@@ -173,7 +174,8 @@ struct World {
     auto header = parse_header(frame);
     CHECK(header && header->type == Type::State);
     unsigned dead;
-    CHECK(out.heard(parse_state(*header, frame + kHeaderBytes), &dead) == Outbox::Answer::Ok);
+    CHECK(out.heard(parse_state(*header, frame + kHeaderBytes), &dead, clock) ==
+          Outbox::Answer::Ok);
     for (int i = 0; i < paths; ++i) {
       if (dead >> i & 1) sender_lost(i);
     }
@@ -210,6 +212,7 @@ struct World {
     for (int i = 0; i < paths; ++i) reopen(i);
     for (int round = 0; taken < messages || handed < messages; ++round) {
       CHECK(round < 200000);
+      clock += static_cast<Nanos>(draw.below(kMillisecond));
       int path = static_cast<int>(draw.below(static_cast<uint64_t>(paths)));
       post();
       write(path);
@@ -255,11 +258,11 @@ void a_large_message_waits_for_its_receive() {
   out.opened(0, 1);
   out.post(large.data(), large.size());
   out.post(small.data(), small.size());
-  CHECK(!out.fill(0));
+  CHECK(!out.fill(0, 0));
   unsigned dead;
   State state{false, 1, 0, 1, {{1, 0, 0}}};
-  CHECK(out.heard(state, &dead) == Outbox::Answer::Ok && dead == 0);
-  CHECK(out.fill(0));
+  CHECK(out.heard(state, &dead, 0) == Outbox::Answer::Ok && dead == 0);
+  CHECK(out.fill(0, 0));
 }
 
 void small_messages_stop_when_the_stash_is_full() {
@@ -270,7 +273,7 @@ void small_messages_stop_when_the_stash_is_full() {
   CHECK(in.opened(0, 1));
   int sent = 0;
   for (int i = 0; i < 100; ++i) out.post(data.data(), data.size());
-  while (out.fill(0)) {
+  while (out.fill(0, 0)) {
     Slice slices[kSlicesMax];
     int count = out.gather(0, slices);
     auto header = parse_header(slices[0].data);
@@ -294,16 +297,59 @@ void a_message_larger_than_its_receive_is_refused() {
   CHECK(in.begin(0, {Type::Data, 0, 101, 0, 0, 101}) == Inbox::Verdict::TooLarge);
 }
 
+// Two paths, one ten times slower, with few messages open at a time as NCCL has them.
+void a_slow_path_gets_its_share_and_no_more() {
+  Outbox out(2);
+  std::vector<uint8_t> data(4 * kChunkBytes);
+  const double rate[2] = {0.025, 0.0025};  // bytes per nanosecond
+  double room[2] = {0, 0};
+  uint64_t written[2] = {0, 0}, arrived[2] = {0, 0}, chunk_bytes[2] = {0, 0};
+  for (int path = 0; path < 2; ++path) out.opened(path, 1);
+  State state{false, 1000, 0, 2, {{1, 0, 0}, {1, 0, 0}}};
+  uint64_t total = 0;
+  for (Nanos now = 0; now < 4 * kSecond; now += kMillisecond) {
+    while (out.posted() < out.done() + 8) out.post(data.data(), data.size());
+    for (int path = 0; path < 2; ++path) {
+      // The socket takes what is written at once; the link drains it at its rate.
+      while (written[path] < arrived[path] + 512 * 1024 && out.fill(path, now)) {
+        Slice slices[kSlicesMax];
+        int count = out.gather(path, slices);
+        size_t bytes = 0;
+        for (int i = 0; i < count; ++i) bytes += slices[i].length;
+        out.wrote(path, bytes);
+        written[path] += bytes;
+      }
+      room[path] += rate[path] * kMillisecond;
+      uint64_t frame = kHeaderBytes + kChunkBytes;
+      while (room[path] >= static_cast<double>(frame) && written[path] >= arrived[path] + frame) {
+        room[path] -= static_cast<double>(frame);
+        arrived[path] += frame;
+        chunk_bytes[path] += kChunkBytes;
+        ++state.path[path].chunks;
+      }
+      if (written[path] == arrived[path]) room[path] = 0;
+    }
+    // Messages are complete in order once all their chunks are: near enough for this story.
+    total = chunk_bytes[0] + chunk_bytes[1];
+    state.done = std::min(out.posted() - 1, total / data.size());
+    unsigned dead;
+    CHECK(out.heard(state, &dead, now) == Outbox::Answer::Ok);
+  }
+  double ideal = (rate[0] + rate[1]) * 4 * kSecond;
+  CHECK(static_cast<double>(total) > 0.85 * ideal);
+  CHECK(chunk_bytes[1] > 0 && chunk_bytes[0] > 5 * chunk_bytes[1]);
+}
+
 void a_buried_path_is_reported_dead() {
   Outbox out(2);
   out.opened(0, 4);
   out.opened(1, 2);
   unsigned dead;
   State state{false, 0, 0, 2, {{0, 4, 0}, {2, 1, 0}}};
-  CHECK(out.heard(state, &dead) == Outbox::Answer::Ok && dead == 1u);
+  CHECK(out.heard(state, &dead, 0) == Outbox::Answer::Ok && dead == 1u);
   out.closed(0);
   out.opened(0, 5);  // an old word about epoch 4 does not hit epoch 5
-  CHECK(out.heard(state, &dead) == Outbox::Answer::Ok && dead == 0u);
+  CHECK(out.heard(state, &dead, 0) == Outbox::Answer::Ok && dead == 0u);
   Inbox in(1);
   CHECK(in.opened(0, 3));
   CHECK(in.state().path[0].epoch == 3 && in.state().path[0].buried == 2);
@@ -459,7 +505,7 @@ void fuzz(uint64_t rounds) {
         }
       }
       CHECK(in.stashed_bytes() <= kStashBytes && in.done() <= in.posted());
-      if (out.fill(path)) {
+      if (out.fill(path, step)) {
         Slice slices[kSlicesMax];
         int count = out.gather(path, slices);
         out.wrote(path, draw.below(slices[0].length + (count > 1 ? slices[1].length : 0)) + 1);
@@ -470,7 +516,7 @@ void fuzz(uint64_t rounds) {
                draw.chance(5) ? draw.next() : draw.below(20) / 18};
       }
       unsigned dead;
-      if (out.heard(state, &dead) == Outbox::Answer::Ok) ++accepted;
+      if (out.heard(state, &dead, 0) == Outbox::Answer::Ok) ++accepted;
       CHECK(out.done() <= out.posted());
     }
     uint8_t noise[kHandleBytes];
@@ -491,6 +537,7 @@ int main(int argc, char** argv) {
   a_large_message_waits_for_its_receive();
   small_messages_stop_when_the_stash_is_full();
   a_message_larger_than_its_receive_is_refused();
+  a_slow_path_gets_its_share_and_no_more();
   a_buried_path_is_reported_dead();
   a_timer_never_takes_the_last_path();
   the_deadline_counts_only_time_in_which_somebody_waits();

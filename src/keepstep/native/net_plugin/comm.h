@@ -124,6 +124,7 @@ class Comm {
   void note_arrival(Nanos now);
   void say_states(Nanos now);
   bool send_state(int i, Nanos now);
+  void send_small(Nanos now);
   uint8_t* copy(const void* data, uint64_t size);
   Request* free_request(uint64_t message);
 
@@ -153,6 +154,7 @@ class Comm {
   };
   std::deque<Copied> copied_;
   uint64_t uncopied_ = 0;  // 1 + the last message that lives in the user's memory
+  uint64_t deferred_ = 0;  // bytes of small messages that nobody has tried to send yet
   bool left_ = false;  // a small message waits for a path, and its user has been told "done"
   int turn_ = 0;
   unsigned calls_ = 0;

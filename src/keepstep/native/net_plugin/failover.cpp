@@ -43,6 +43,8 @@ void Outbox::closed(int path) {
   flight.live = false;
   flight.arrived = flight.written = flight.given = flight.bytes = 0;
   flight.written_part = 0;
+  flight.rate = 0;
+  flight.counted = 0;
 }
 
 bool Outbox::may_start(uint64_t id) const {
@@ -73,8 +75,43 @@ bool Outbox::take(uint64_t* id, uint64_t* offset) {
   return true;
 }
 
-void Outbox::give(int path, uint64_t id, uint64_t offset) {
+// Would a chunk arrive over this path not much later than over the best other one?
+bool Outbox::worth_it(int path, Nanos now) const {
+  const Flight& mine = flights_[static_cast<size_t>(path)];
+  auto known = [now](const Flight& flight) {
+    return flight.rate > 0 && (flight.bytes > 0 || now - flight.progress < kRateForgotten);
+  };
+  double best = -1;
+  for (int i = 0; i < paths_; ++i) {
+    const Flight& other = flights_[static_cast<size_t>(i)];
+    if (i == path || !other.live || !known(other)) continue;
+    if (other.bytes > 0 && now - other.progress > kStuck) continue;
+    double lasts = static_cast<double>(other.bytes + kChunkBytes) / other.rate;
+    if (best < 0 || lasts < best) best = lasts;
+  }
+  if (best < 0) return true;
+  if (!known(mine)) return mine.bytes < kUnknownBytes;
+  double lasts = static_cast<double>(mine.bytes + kChunkBytes) / mine.rate;
+  return lasts <= 2 * best + static_cast<double>(kUnevenness);
+}
+
+void Outbox::measure(Flight& flight, uint64_t bytes, Nanos now) {
+  flight.progress = now;
+  flight.counted += bytes;
+  Nanos passed = now - flight.measured;
+  if (passed < kMeasure) return;
+  double rate = static_cast<double>(flight.counted) / static_cast<double>(passed);
+  flight.rate = flight.rate > 0 ? 0.7 * flight.rate + 0.3 * rate : rate;
+  flight.measured = now;
+  flight.counted = 0;
+}
+
+void Outbox::give(int path, uint64_t id, uint64_t offset, Nanos now) {
   Flight& flight = flights_[static_cast<size_t>(path)];
+  if (flight.bytes == 0) {
+    flight.measured = flight.progress = now;  // idle time says nothing about the rate
+    flight.counted = 0;
+  }
   uint64_t total = message(id).size;
   Chunk& chunk = flight.ring[flight.given++ % kFlightChunks];
   chunk.message = id;
@@ -84,16 +121,17 @@ void Outbox::give(int path, uint64_t id, uint64_t offset) {
   encode({Type::Data, static_cast<uint8_t>(path), chunk.length, id, offset, total}, chunk.header);
 }
 
-bool Outbox::fill(int path) {
+bool Outbox::fill(int path, Nanos now) {
   Flight& flight = flights_[static_cast<size_t>(path)];
   if (!flight.live) return false;
   if (flight.written < flight.given) return true;
+  if (paths_ > 1 && !worth_it(path, now)) return false;
   uint64_t batch = 0;
   for (int n = 0; n < kBatchChunks && batch < kBatchBytes; ++n) {
     if (flight.given - flight.arrived >= kFlightChunks || flight.bytes >= kFlightBytes) break;
     uint64_t id, offset;
     if (!take(&id, &offset)) break;
-    give(path, id, offset);
+    give(path, id, offset, now);
     batch += chunk_length(offset, message(id).size);
   }
   return flight.written < flight.given;
@@ -136,7 +174,7 @@ bool Outbox::unsent() const {
   return !again_.empty() || (cursor_ < next_ && (cursor_offset_ || may_start(cursor_)));
 }
 
-Outbox::Answer Outbox::heard(const State& state, unsigned* dead) {
+Outbox::Answer Outbox::heard(const State& state, unsigned* dead, Nanos now) {
   *dead = 0;
   if (state.done > cursor_ || state.done > state.posted || state.paths != paths_) {
     return Answer::Impossible;
@@ -160,12 +198,14 @@ Outbox::Answer Outbox::heard(const State& state, unsigned* dead) {
     Flight& flight = flights_[static_cast<size_t>(i)];
     if (!flight.live) continue;
     if (state.path[i].buried >= flight.epoch) *dead |= 1u << i;
-    if (state.path[i].epoch != flight.epoch) continue;
+    if (state.path[i].epoch != flight.epoch || state.path[i].chunks <= flight.arrived) continue;
+    uint64_t arrived = 0;
     for (; flight.arrived < state.path[i].chunks; ++flight.arrived) {
-      uint32_t length = flight.ring[flight.arrived % kFlightChunks].length;
-      flight.bytes -= length;
-      flight.counts.bytes += length;
+      arrived += flight.ring[flight.arrived % kFlightChunks].length;
     }
+    flight.bytes -= arrived;
+    flight.counts.bytes += arrived;
+    measure(flight, arrived, now);
   }
   return Answer::Ok;
 }

@@ -7,6 +7,10 @@
 // chunks of each path in the order in which they were given. The receiver answers with cumulative
 // counts (wire.h, State) over every path that works, so a lost answer is repaired by the next one.
 //
+// A path takes as much as it can carry: what is under way on it, divided by the rate at which it
+// delivered lately, must not last much longer than on the best other path. Otherwise a slow path
+// would hold the few messages that may be open at a time, and all others would idle.
+//
 // A path that fails is never resumed: its connection is gone, all chunks on it that are not known
 // to have arrived go back into the queue and are given to others, and the path comes back as a new
 // connection under a larger epoch. Counts of an older epoch mean nothing.
@@ -46,6 +50,11 @@ constexpr uint64_t kFlightBytes = 8 << 20;
 constexpr uint64_t kBatchBytes = 64 * 1024;   // small chunks that are written together
 constexpr int kBatchChunks = 16;
 constexpr int kSlicesMax = 2 * kBatchChunks;
+constexpr Nanos kMeasure = 5 * kMillisecond;         // shorter ones would measure the scheduler
+constexpr Nanos kUnevenness = 5 * kMillisecond;      // by which a path may be behind the best one
+constexpr Nanos kRateForgotten = 500 * kMillisecond;  // an unused path may have become better
+constexpr Nanos kStuck = 100 * kMillisecond;         // a path without progress is no measure
+constexpr uint64_t kUnknownBytes = 2 * kChunkBytes;  // under way on a path of unknown rate
 
 struct Slice {
   const uint8_t* data;
@@ -74,15 +83,16 @@ class Outbox {
   void closed(int path);
 
   // Gives the path what it should write next, if there is anything. True: gather() has bytes.
-  bool fill(int path);
+  bool fill(int path, Nanos now);
   int gather(int path, Slice* slices) const;
   void wrote(int path, size_t bytes);
   // Bytes are waiting although no path has taken them.
   bool unsent() const;
+  uint64_t under_way(int path) const { return flights_[static_cast<size_t>(path)].bytes; }
 
   enum class Answer { Ok, Impossible };
   // `dead` gets a bit for each path whose live connection the receiver has buried.
-  Answer heard(const State& state, unsigned* dead);
+  Answer heard(const State& state, unsigned* dead, Nanos now);
 
   const PathCounts& counts(int path) const { return flights_[static_cast<size_t>(path)].counts; }
 
@@ -104,6 +114,10 @@ class Outbox {
     uint64_t arrived = 0, written = 0, given = 0;
     uint64_t bytes = 0;      // of chunks in [arrived, given)
     size_t written_part = 0;  // bytes of chunk `written` that are written
+    double rate = 0;          // bytes per nanosecond, lately; 0: not known
+    Nanos measured = 0;       // begin of the current measurement, or end of the last
+    Nanos progress = 0;       // when something arrived last, or was given to an idle path
+    uint64_t counted = 0;     // bytes that arrived since `measured`
     std::vector<Chunk> ring;
     PathCounts counts;
   };
@@ -114,7 +128,9 @@ class Outbox {
   const Message& message(uint64_t id) const { return ring_[id % kMessagesOpen]; }
   bool take(uint64_t* id, uint64_t* offset);
   bool may_start(uint64_t id) const;
-  void give(int path, uint64_t id, uint64_t offset);
+  bool worth_it(int path, Nanos now) const;
+  void give(int path, uint64_t id, uint64_t offset, Nanos now);
+  void measure(Flight& flight, uint64_t bytes, Nanos now);
 
   int paths_;
   Message ring_[kMessagesOpen] = {};

@@ -21,6 +21,7 @@ constexpr Nanos kStateElsewhere = 5 * kMillisecond;  // a second copy, over the 
 constexpr uint64_t kStateMessages = kMessagesOpen / 4;
 constexpr uint64_t kStateLarge = 2;
 constexpr uint64_t kCopyBytes = kStashBytes;
+constexpr uint64_t kGather = 32 * 1024;
 
 bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR; }
 }  // namespace
@@ -73,18 +74,27 @@ abi::Result Comm::isend(const void* data, uint64_t size, void** result) {
   }
   *request = {this, id, size, small};
   *result = request;
-  // Answers matter to small messages only when the rings fill up.
-  if (++calls_ % 16 == 0 || !small) {
+  if (!small) {
     pump(now);
-  } else {
-    size_t bytes;
-    while (write_once(turn_, now, &bytes) == Io::Moved) {}
-    if (out_->unsent()) pump(now);
+    return error_;
   }
-  bool waits = small && out_->unsent();
+  // While enough is under way to keep the path busy, small ones gather for one system call; test()
+  // of the last one sends them.
+  deferred_ += size;
+  if (deferred_ < kGather && out_->under_way(turn_) >= kBatchBytes) return error_;
+  send_small(now);
+  return error_;
+}
+
+void Comm::send_small(Nanos now) {
+  deferred_ = 0;
+  size_t bytes;
+  while (write_once(turn_, now, &bytes) == Io::Moved) {}
+  // Answers matter to small messages only when the rings fill up.
+  if (out_->unsent() || ++calls_ % 16 == 0) pump(now);
+  bool waits = out_->unsent();
   if (waits && !left_) around_.wake();  // it counts as done: nobody may ever call again
   left_ = waits;
-  return error_;
 }
 
 abi::Result Comm::irecv(void* data, uint64_t capacity, void** result) {
@@ -128,6 +138,8 @@ abi::Result Comm::test(Request* request, int* done, int* size) {
     Nanos now = monotonic();
     polled_ = now;
     progress(now, request);
+  } else if (deferred_ && request->message + 1 == out_->posted()) {
+    send_small(monotonic());
   }
   if (!complete()) return error_;
   *done = 1;
@@ -158,6 +170,7 @@ void Comm::progress(Nanos now, const Request* wanted) {
 // ---------------------------------------------------------------------------------------- sending
 
 void Comm::pump(Nanos now) {
+  deferred_ = 0;
   int count = static_cast<int>(path_.size());
   for (int i = 0; i < count; ++i) {
     if (path_[static_cast<size_t>(i)].socket >= 0) hear_states(i, now);
@@ -176,7 +189,7 @@ void Comm::pump(Nanos now) {
 Comm::Io Comm::write_once(int i, Nanos now, size_t* bytes) {
   Path& path = path_[static_cast<size_t>(i)];
   *bytes = 0;
-  if (path.socket < 0 || !out_->fill(i)) return Io::Nothing;
+  if (path.socket < 0 || !out_->fill(i, now)) return Io::Nothing;
   Slice slices[kSlicesMax];
   iovec vectors[kSlicesMax];
   int count = out_->gather(i, slices);
@@ -223,7 +236,7 @@ Comm::Io Comm::hear_states(int i, Nanos now) {
       path.in_begin += kHeaderBytes + header->length;
       State state = parse_state(*header, at + kHeaderBytes);
       unsigned dead = 0;
-      if (out_->heard(state, &dead) == Outbox::Answer::Impossible) {
+      if (out_->heard(state, &dead, now) == Outbox::Answer::Impossible) {
         lose(i, now, "an answer that cannot be true");
         return Io::Lost;
       }
