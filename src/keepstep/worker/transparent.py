@@ -112,8 +112,8 @@ class Runtime:
         page = self._page
         page.where("outside")
         page.set("generation", self.generation)
-        # "stepping" stays 0: who is in a long evaluation makes no step and does not hang, and a hang
-        # could not be cured here.
+        # "stepping" stays 0: who is in a long evaluation makes no step and does not hang, and a
+        # hang could not be cured here.
         params = [p for group in optimizer.param_groups for p in group["params"]]
         self._channel.send(
             m.Attached(
