@@ -17,6 +17,7 @@ import hmac
 import itertools
 import logging
 import os
+import queue
 import shutil
 import signal
 import socket
@@ -28,6 +29,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
+from keepstep.adapters.transport.blocking import relay
 from keepstep.agent import preflight
 from keepstep.agent.nest import image_folder, last_error
 from keepstep.agent.session import kill_group
@@ -38,6 +40,7 @@ from keepstep.model.image import (
     ImageFacts,
     ImageFile,
     ImageGet,
+    ImagePages,
     ImageRefused,
     ImageReply,
     ImageRequest,
@@ -47,6 +50,7 @@ from keepstep.model.wire import frame
 from keepstep.native import criu
 
 INSPECT_S = 10.0
+CLAIM_S = 60.0  # for the request that a line was opened for
 GHOST_LIMIT = "4G"  # files that are open and have no name any more, such as shared memory
 
 logger = logging.getLogger(__name__)
@@ -87,6 +91,7 @@ class Images:
         self._dumping: set[str] = set()
         self._stopped: dict[str, int] = {}  # worker -> its process
         self._wanted: set[str] = set()  # to go on as soon as CRIU has left them
+        self._lines: dict[int, queue.Queue[socket.socket]] = {}  # rank -> where pages may go
 
     # ----------------------------------------------------------------- in the loop's thread
 
@@ -119,6 +124,9 @@ class Images:
         if not hmac.compare_digest(request.token.encode(), self._token):
             connection.sendall(frame(ImageRefused(error="wrong token")))
             return
+        if isinstance(request, ImagePages):
+            self._pass_pages(connection, request.rank)
+            return
         try:
             worker, inspected = self._find(request.rank)
             if isinstance(request, ImageGet):
@@ -128,6 +136,13 @@ class Images:
         except KeepstepError as error:
             reply = ImageRefused(error=str(error))
         connection.sendall(frame(reply))
+
+    def _pass_pages(self, connection: socket.socket, rank: int) -> None:
+        """Until the dump that needs this line is over, or none comes."""
+        claimed = self._lines[rank] = queue.Queue(1)
+        connection.sendall(frame(ImageEnd(files=0)))
+        with contextlib.suppress(queue.Empty), claimed.get(timeout=CLAIM_S) as local:
+            relay(connection, local)
 
     def _find(self, rank: int) -> tuple[Rank, Inspected]:
         number, future = next(self._numbers), Future[Inspected]()
@@ -200,7 +215,13 @@ class Images:
             self._dumping.add(worker.name)
         stopped = False
         try:
-            _run_criu(first, own, inspected.control, folder, request.seconds_max)
+            line = self._lines.pop(request.rank, None)
+            if line is None:
+                raise UsageError("there is no line for its pages")
+            ours, theirs = socket.socketpair()
+            line.put(ours)
+            with theirs:
+                _run_criu(first, own, inspected.control, theirs, folder, request.seconds_max)
             stopped = True
         finally:
             with self._lock:
@@ -228,14 +249,24 @@ def _numbers(pid: int) -> tuple[int, int]:
     return int(fields["PPid"]), int(fields["NSpid"].split()[-1])
 
 
-def _run_criu(first: int, pid: int, control: int, folder: Path, seconds_max: float) -> None:
+def _run_criu(
+    first: int, pid: int, control: int, pages: socket.socket, folder: Path, seconds_max: float
+) -> None:
     command = ["nsenter", "-t", str(first), "--pid", "--mount", *criu.find()[0], "dump"]
     command += ["-t", str(pid), "-D", str(folder), "-o", "dump.log", "--leave-stopped"]
     command += ["--external", f"unix[{control}]", "--file-locks", "--manage-cgroups=ignore"]
     command += ["--ghost-limit", GHOST_LIMIT, "--timeout", str(max(1, int(seconds_max)))]
+    command += ["--page-server", "--ps-socket", str(pages.fileno())]
     null = subprocess.DEVNULL
-    # Its own group, because nsenter is CRIU's parent and not CRIU.
-    process = subprocess.Popen(command, stdin=null, stdout=null, stderr=null, process_group=0)
+    process = subprocess.Popen(
+        command,
+        stdin=null,
+        stdout=null,
+        stderr=null,
+        pass_fds=[pages.fileno()],
+        process_group=0,  # nsenter is CRIU's parent and not CRIU
+        umask=0o077,
+    )
     try:
         code = process.wait(seconds_max)
     except subprocess.TimeoutExpired:
