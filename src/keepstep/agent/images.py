@@ -89,8 +89,8 @@ class Images:
         self._asked: dict[int, Future[Inspected]] = {}
         self._lock = threading.Lock()
         self._dumping: set[str] = set()
-        self._stopped: dict[str, int] = {}  # worker -> its process
-        self._wanted: set[str] = set()  # to go on as soon as CRIU has left them
+        self._stopped: dict[str, tuple[int, int]] = {}  # worker -> generation, its process
+        self._over: dict[str, int] = {}  # worker -> generation up to which moves are over
         self._lines: dict[int, queue.Queue[socket.socket]] = {}  # rank -> where pages may go
 
     # ----------------------------------------------------------------- in the loop's thread
@@ -100,21 +100,23 @@ class Images:
         if future is not None and not future.done():
             future.set_result(said)
 
-    def go_on(self, worker: str) -> None:
-        """It was told to: whatever stopped it is over."""
+    def go_on(self, worker: str, generation: int) -> None:
+        """It was told that what it held for, up to this generation, is over. While CRIU is at work
+        in it, whoever started that sees to it; and a dump that comes later is refused."""
         with self._lock:
-            if worker in self._dumping:
-                self._wanted.add(worker)
+            self._over[worker] = max(generation, self._over.get(worker, -1))
+            stopped = self._stopped.get(worker)
+            if stopped is None or stopped[0] > generation:
                 return
-            pid = self._stopped.pop(worker, None)
-        if pid is not None:
-            logger.info("%s goes on: its image is of no use any more", worker)
-            wake(pid)
+            del self._stopped[worker]
+        logger.info("%s goes on: its image is of no use any more", worker)
+        wake(stopped[1])
 
     def ended(self, worker: str) -> None:
         """Its process is gone: nothing of its images stays behind."""
         with self._lock:
             self._stopped.pop(worker, None)
+            self._over.pop(worker, None)
         for what in ("dump", "restore"):
             shutil.rmtree(image_folder(self._job, worker, what), ignore_errors=True)
 
@@ -212,6 +214,8 @@ class Images:
         with self._lock:
             if worker.name in self._dumping or worker.name in self._stopped:
                 raise TransientError(f"{worker.name} is being dumped already")
+            if self._over.get(worker.name, -1) >= request.generation:
+                raise TransientError(f"{worker.name} does not hold for this move any more")
             self._dumping.add(worker.name)
         stopped = False
         try:
@@ -226,10 +230,9 @@ class Images:
         finally:
             with self._lock:
                 self._dumping.discard(worker.name)
-                stopped = stopped and worker.name not in self._wanted
-                self._wanted.discard(worker.name)
+                stopped = stopped and self._over.get(worker.name, -1) < request.generation
                 if stopped:
-                    self._stopped[worker.name] = pid
+                    self._stopped[worker.name] = (request.generation, pid)
             if not stopped:
                 wake(pid)
         return ImageBegun(

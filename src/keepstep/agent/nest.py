@@ -296,7 +296,7 @@ class Standby:
         began = time.monotonic_ns()
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(mode=0o700, parents=True)
-        begun, size = self._fetch(command.holders[0])
+        begun, size = self._fetch(command.holders[0], command.generation)
         fetched = time.monotonic_ns()
         told, tell = os.pipe()
         first = nested(lambda: self._restore(begun, tell))
@@ -315,7 +315,7 @@ class Standby:
             restore_ns=time.monotonic_ns() - fetched,
         )
 
-    def _fetch(self, holder: m.Address) -> tuple[i.ImageBegun, int]:
+    def _fetch(self, holder: m.Address, generation: int) -> tuple[i.ImageBegun, int]:
         with closing(_connect(self._welcome, holder)) as line:
             line.sendall(wire.frame(i.ImagePages(token=self._welcome.token, rank=self._rank)))
             if not isinstance(answer := Frames(line, _replies).receive(), i.ImageEnd):
@@ -330,7 +330,7 @@ class Standby:
                 pages = threading.Thread(target=relay, args=(line, ours), daemon=True)
                 pages.start()
                 try:
-                    begun = self._fetch_files(holder)
+                    begun = self._fetch_files(holder, generation)
                 finally:
                     shut(ours)
                     pages.join()
@@ -339,12 +339,13 @@ class Standby:
             raise KeepstepError(f"its pages did not land: {last_error(self._folder / 'pages.log')}")
         return begun, sum(path.stat().st_size for path in self._folder.iterdir())
 
-    def _fetch_files(self, holder: m.Address) -> i.ImageBegun:
+    def _fetch_files(self, holder: m.Address, generation: int) -> i.ImageBegun:
         with closing(_connect(self._welcome, holder)) as line:
             stall_s = self._welcome.stall_timeout_ns / 1e9
             ask = i.ImageGet(
                 token=self._welcome.token,
                 rank=self._rank,
+                generation=generation,
                 seconds_max=min(max(stall_s, DUMP_S_MIN), DUMP_S_MAX),
             )
             line.sendall(wire.frame(ask))

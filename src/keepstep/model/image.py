@@ -24,6 +24,7 @@ class ImageLook(Message, frozen=True):
 class ImageGet(Message, frozen=True):
     token: str
     rank: int
+    generation: int  # for which it holds; once it was told that this is over, it is not stopped
     seconds_max: float
 
 
