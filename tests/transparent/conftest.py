@@ -79,13 +79,14 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[di
 class Transparent:
     """A job whose ranks move as images, and what is done to it."""
 
-    def __init__(self, tmp_path: Path, *words: str, nodes: int = 2, **more: Any) -> None:
-        self.words, self.world = list(words), nodes
+    def __init__(
+        self, tmp_path: Path, *words: str, nodes: int = 2, each: int = 1, **more: Any
+    ) -> None:
         self.job = Job(
-            *("--mode", "transparent", "--local-nodes", str(nodes), "--nproc-per-node", "1"),
+            *("--mode", "transparent", "--local-nodes", str(nodes), "--nproc-per-node", str(each)),
             *("--spare-nodes", "1", *more.pop("options", ())),
             script_args=[*words, "--destroy", "--slow", "yes"],
-            world=nodes,
+            world=nodes * each,
             script=SCRIPT,
             out=tmp_path / "out",
             **more,

@@ -19,6 +19,8 @@ def test_every_rank_moves_in_turn_and_one_twice(
 ) -> None:
     it = launch(nodes=3)
     it.train()
+    looked = it.job.cli("doctor", "--transparent", "n3")
+    assert looked.returncode == 0 and "ranks of n0" in looked.stdout, looked.stderr + looked.stdout
     for rank in (0, 2, 1, 0):
         it.moved(rank)
     it.job.finish()
@@ -74,3 +76,19 @@ def test_layouts(
         it.moved(rank)
     it.job.finish()
     verdict.identical(it.job, reference(nodes, *words), faults=0, incidents=len(ranks))
+
+
+@pytest.mark.timeout(290)
+def test_a_drained_node_gives_two_processes_away_at_once(
+    launch: Launch, reference: Reference, verdict: Verdict
+) -> None:
+    it = launch(nodes=2, each=2)
+    it.train()
+    it.job.spare_parked(2)
+    before = len(it.incidents())
+    assert it.job.post("drain", {"node": "n0"}).status_code < 300
+    incident = it.ended(before)
+    assert incident["outcome"] == "RESOLVED" and len(incident["moves"]) == 2, incident
+    assert [it.node(rank) for rank in range(4)] == ["n2", "n2", "n1", "n1"]
+    it.job.finish()
+    verdict.identical(it.job, reference(4), faults=0, incidents=1)

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import logging
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 import msgspec
 import pytest
 
+from keepstep.adapters.transport.blocking import relay
 from keepstep.adapters.transport.stream import (
     Stream,
     StreamClosed,
@@ -203,3 +205,19 @@ def test_read_message_from_a_bare_reader() -> None:
             await read_message(reader, decoder, 99)
 
     run(scenario())
+
+
+def test_a_relay_passes_bytes_on_both_ways_until_one_side_ends() -> None:
+    line, far = socket.socketpair()
+    local, near = socket.socketpair()
+    passing = threading.Thread(target=relay, args=(line, local))
+    passing.start()
+    far.sendall(b"pages")
+    assert near.recv(16) == b"pages"
+    near.sendall(b"heard")
+    assert far.recv(16) == b"heard"
+    near.close()
+    passing.join(10)
+    assert not passing.is_alive() and far.recv(16) == b""
+    for sock in (line, far, local):
+        sock.close()

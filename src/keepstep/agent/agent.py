@@ -293,7 +293,7 @@ class Agent:
             case core.Relay():
                 self._workers.tell(worker, effect.command)
                 if isinstance(effect.command, Abort | Release):
-                    self._images.go_on(worker.name)
+                    self._images.go_on(worker.name, effect.command.generation)
             case core.Raise():
                 self._workers.signal(worker, effect.signal, effect.resume_after_ns)
 

@@ -17,6 +17,7 @@ import hmac
 import itertools
 import logging
 import os
+import queue
 import shutil
 import signal
 import socket
@@ -28,6 +29,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
+from keepstep.adapters.transport.blocking import relay
 from keepstep.agent import preflight
 from keepstep.agent.nest import image_folder, last_error
 from keepstep.agent.session import kill_group
@@ -38,6 +40,7 @@ from keepstep.model.image import (
     ImageFacts,
     ImageFile,
     ImageGet,
+    ImagePages,
     ImageRefused,
     ImageReply,
     ImageRequest,
@@ -47,6 +50,7 @@ from keepstep.model.wire import frame
 from keepstep.native import criu
 
 INSPECT_S = 10.0
+CLAIM_S = 60.0  # for the request that a line was opened for
 GHOST_LIMIT = "4G"  # files that are open and have no name any more, such as shared memory
 
 logger = logging.getLogger(__name__)
@@ -85,8 +89,9 @@ class Images:
         self._asked: dict[int, Future[Inspected]] = {}
         self._lock = threading.Lock()
         self._dumping: set[str] = set()
-        self._stopped: dict[str, int] = {}  # worker -> its process
-        self._wanted: set[str] = set()  # to go on as soon as CRIU has left them
+        self._stopped: dict[str, tuple[int, int]] = {}  # worker -> generation, its process
+        self._over: dict[str, int] = {}  # worker -> generation up to which moves are over
+        self._lines: dict[int, queue.Queue[socket.socket]] = {}  # rank -> where pages may go
 
     # ----------------------------------------------------------------- in the loop's thread
 
@@ -95,21 +100,23 @@ class Images:
         if future is not None and not future.done():
             future.set_result(said)
 
-    def go_on(self, worker: str) -> None:
-        """It was told to: whatever stopped it is over."""
+    def go_on(self, worker: str, generation: int) -> None:
+        """It was told that what it held for, up to this generation, is over. While CRIU is at work
+        in it, whoever started that sees to it; and a dump that comes later is refused."""
         with self._lock:
-            if worker in self._dumping:
-                self._wanted.add(worker)
+            self._over[worker] = max(generation, self._over.get(worker, -1))
+            stopped = self._stopped.get(worker)
+            if stopped is None or stopped[0] > generation:
                 return
-            pid = self._stopped.pop(worker, None)
-        if pid is not None:
-            logger.info("%s goes on: its image is of no use any more", worker)
-            wake(pid)
+            del self._stopped[worker]
+        logger.info("%s goes on: its image is of no use any more", worker)
+        wake(stopped[1])
 
     def ended(self, worker: str) -> None:
         """Its process is gone: nothing of its images stays behind."""
         with self._lock:
             self._stopped.pop(worker, None)
+            self._over.pop(worker, None)
         for what in ("dump", "restore"):
             shutil.rmtree(image_folder(self._job, worker, what), ignore_errors=True)
 
@@ -118,6 +125,9 @@ class Images:
     def serve(self, connection: socket.socket, request: ImageRequest) -> None:
         if not hmac.compare_digest(request.token.encode(), self._token):
             connection.sendall(frame(ImageRefused(error="wrong token")))
+            return
+        if isinstance(request, ImagePages):
+            self._pass_pages(connection, request.rank)
             return
         try:
             worker, inspected = self._find(request.rank)
@@ -128,6 +138,13 @@ class Images:
         except KeepstepError as error:
             reply = ImageRefused(error=str(error))
         connection.sendall(frame(reply))
+
+    def _pass_pages(self, connection: socket.socket, rank: int) -> None:
+        """Until the dump that needs this line is over, or none comes."""
+        claimed = self._lines[rank] = queue.Queue(1)
+        connection.sendall(frame(ImageEnd(files=0)))
+        with contextlib.suppress(queue.Empty), claimed.get(timeout=CLAIM_S) as local:
+            relay(connection, local)
 
     def _find(self, rank: int) -> tuple[Rank, Inspected]:
         number, future = next(self._numbers), Future[Inspected]()
@@ -197,18 +214,25 @@ class Images:
         with self._lock:
             if worker.name in self._dumping or worker.name in self._stopped:
                 raise TransientError(f"{worker.name} is being dumped already")
+            if self._over.get(worker.name, -1) >= request.generation:
+                raise TransientError(f"{worker.name} does not hold for this move any more")
             self._dumping.add(worker.name)
         stopped = False
         try:
-            _run_criu(first, own, inspected.control, folder, request.seconds_max)
+            line = self._lines.pop(request.rank, None)
+            if line is None:
+                raise UsageError("there is no line for its pages")
+            ours, theirs = socket.socketpair()
+            line.put(ours)
+            with theirs:
+                _run_criu(first, own, inspected.control, theirs, folder, request.seconds_max)
             stopped = True
         finally:
             with self._lock:
                 self._dumping.discard(worker.name)
-                stopped = stopped and worker.name not in self._wanted
-                self._wanted.discard(worker.name)
+                stopped = stopped and self._over.get(worker.name, -1) < request.generation
                 if stopped:
-                    self._stopped[worker.name] = pid
+                    self._stopped[worker.name] = (request.generation, pid)
             if not stopped:
                 wake(pid)
         return ImageBegun(
@@ -228,14 +252,24 @@ def _numbers(pid: int) -> tuple[int, int]:
     return int(fields["PPid"]), int(fields["NSpid"].split()[-1])
 
 
-def _run_criu(first: int, pid: int, control: int, folder: Path, seconds_max: float) -> None:
+def _run_criu(
+    first: int, pid: int, control: int, pages: socket.socket, folder: Path, seconds_max: float
+) -> None:
     command = ["nsenter", "-t", str(first), "--pid", "--mount", *criu.find()[0], "dump"]
     command += ["-t", str(pid), "-D", str(folder), "-o", "dump.log", "--leave-stopped"]
     command += ["--external", f"unix[{control}]", "--file-locks", "--manage-cgroups=ignore"]
     command += ["--ghost-limit", GHOST_LIMIT, "--timeout", str(max(1, int(seconds_max)))]
+    command += ["--page-server", "--ps-socket", str(pages.fileno())]
     null = subprocess.DEVNULL
-    # Its own group, because nsenter is CRIU's parent and not CRIU.
-    process = subprocess.Popen(command, stdin=null, stdout=null, stderr=null, process_group=0)
+    process = subprocess.Popen(
+        command,
+        stdin=null,
+        stdout=null,
+        stderr=null,
+        pass_fds=[pages.fileno()],
+        process_group=0,  # nsenter is CRIU's parent and not CRIU
+        umask=0o077,
+    )
     try:
         code = process.wait(seconds_max)
     except subprocess.TimeoutExpired:

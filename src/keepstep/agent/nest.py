@@ -23,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -31,7 +32,7 @@ from typing import NoReturn
 
 import msgspec
 
-from keepstep.adapters.transport.blocking import PIECE_BYTES, Frames
+from keepstep.adapters.transport.blocking import PIECE_BYTES, Frames, relay, shut
 from keepstep.adapters.transport.tls import client_context
 from keepstep.agent import preflight
 from keepstep.errors import KeepstepError, RemoteProtocolError
@@ -295,7 +296,7 @@ class Standby:
         began = time.monotonic_ns()
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(mode=0o700, parents=True)
-        begun, size = self._fetch(command.holders[0])
+        begun, size = self._fetch(command.holders[0], command.generation)
         fetched = time.monotonic_ns()
         told, tell = os.pipe()
         first = nested(lambda: self._restore(begun, tell))
@@ -314,12 +315,37 @@ class Standby:
             restore_ns=time.monotonic_ns() - fetched,
         )
 
-    def _fetch(self, holder: m.Address) -> tuple[i.ImageBegun, int]:
+    def _fetch(self, holder: m.Address, generation: int) -> tuple[i.ImageBegun, int]:
+        with closing(_connect(self._welcome, holder)) as line:
+            line.sendall(wire.frame(i.ImagePages(token=self._welcome.token, rank=self._rank)))
+            if not isinstance(answer := Frames(line, _replies).receive(), i.ImageEnd):
+                raise RemoteProtocolError(f"{type(answer).__name__} in answer to ImagePages")
+            line.settimeout(None)  # it ends with the dump, which has a limit
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                command = [*criu.find()[0], "page-server", "-D", str(self._folder)]
+                command += ["-o", "pages.log", "--ps-socket", str(theirs.fileno())]
+                server = subprocess.Popen(command, pass_fds=[theirs.fileno()], umask=0o077)
+                theirs.close()
+                pages = threading.Thread(target=relay, args=(line, ours), daemon=True)
+                pages.start()
+                try:
+                    begun = self._fetch_files(holder, generation)
+                finally:
+                    shut(ours)
+                    pages.join()
+                    code = server.wait()
+        if code != 0:
+            raise KeepstepError(f"its pages did not land: {last_error(self._folder / 'pages.log')}")
+        return begun, sum(path.stat().st_size for path in self._folder.iterdir())
+
+    def _fetch_files(self, holder: m.Address, generation: int) -> i.ImageBegun:
         with closing(_connect(self._welcome, holder)) as line:
             stall_s = self._welcome.stall_timeout_ns / 1e9
             ask = i.ImageGet(
                 token=self._welcome.token,
                 rank=self._rank,
+                generation=generation,
                 seconds_max=min(max(stall_s, DUMP_S_MIN), DUMP_S_MAX),
             )
             line.sendall(wire.frame(ask))
@@ -329,13 +355,13 @@ class Standby:
                 raise KeepstepError(begun.error)
             if not isinstance(begun, i.ImageBegun):
                 raise RemoteProtocolError(f"{type(begun).__name__} came before ImageBegun")
-            total = count = 0
+            count = 0
             while isinstance(part := frames.receive(), i.ImageFile):
                 self._receive(frames, part)
-                total, count = total + part.size, count + 1
+                count += 1
             if not isinstance(part, i.ImageEnd) or part.files != count:
                 raise RemoteProtocolError("the image is not complete")
-            return begun, total
+            return begun
 
     def _receive(self, frames: Frames[i.ImageReply], part: i.ImageFile) -> None:
         if "/" in part.name or part.name.startswith("."):

@@ -92,6 +92,10 @@ class Worker:
             self.inner = inner_pid(self.pid) or 0
         return self.inner or self.pid
 
+    def signal_script(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.script_pid, number)
+
 
 def check_name(name: str) -> str:
     """Names become parts of file names."""
@@ -228,11 +232,10 @@ class Workers:
         if worker.exited is not None:
             return
         logger.info("signal %d to %s", number, worker.name)
-        worker.process.signal(number)
+        strike = worker.signal_script if worker.nested else worker.process.signal
+        strike(number)
         if number == signal.SIGSTOP and resume_after_ns > 0:
-            resume = self._loop.call_later(
-                resume_after_ns / 1e9, worker.process.signal, signal.SIGCONT
-            )
+            resume = self._loop.call_later(resume_after_ns / 1e9, strike, signal.SIGCONT)
             worker.timers.append(resume)
 
     def forget(self, names: Sequence[str]) -> None:

@@ -74,6 +74,8 @@ def check_spec(spec: JobSpec) -> None:
             "a transparent job has no understudies and no checkpoints of Keepstep's",
             "let the script write its own",
         )
+    if spec.mode == "transparent" and any(inject.step >= 0 for inject in spec.inject):
+        refuse("its script has no steps to inject faults into", "`keepstep inject` while it runs")
     if not 0 < spec.stall_timeout_ns <= STALL_NS_MAX or not 0 <= spec.spares <= SLOTS_MAX:
         refuse("stall timeout or spares are out of range", "give --stall-timeout in seconds")
     for inject in spec.inject:

@@ -3,8 +3,10 @@
 One connection to the blob port of the agent that has the process, for one request:
 
     ImageLook -> ImageFacts                 the process runs on; nothing is changed
+    ImagePages -> ImageEnd; from there on raw: what CRIU says to its page server, and hears
     ImageGet  -> ImageBegun, then for each file ImageFile and its bytes, then ImageEnd
 
+Pages go while they are dumped, so whoever gets an image opens a line for them first.
 The process must hold when ImageGet comes. It is left stopped, and stays so until its agent is told
 to kill it (the move was committed) or to go on (Abort or Release).
 """
@@ -22,10 +24,16 @@ class ImageLook(Message, frozen=True):
 class ImageGet(Message, frozen=True):
     token: str
     rank: int
+    generation: int  # for which it holds; once it was told that this is over, it is not stopped
     seconds_max: float
 
 
-ImageRequest = ImageLook | ImageGet
+class ImagePages(Message, frozen=True):
+    token: str
+    rank: int
+
+
+ImageRequest = ImageLook | ImageGet | ImagePages
 
 
 class ImageFacts(Message, frozen=True):

@@ -48,6 +48,7 @@ Guard = Callable[[Request], Awaitable[None]]
 NEW_TOKEN = "`keepstep token create` on the orchestrator's machine makes a new one"
 SCHEMAS = "#/components/schemas/{name}"
 STRUCTS = (
+    Examined,
     inputs.JobSpec,
     inputs.InjectSpec,
     JobView,

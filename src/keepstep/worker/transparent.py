@@ -60,7 +60,7 @@ class Runtime:
         self._stopping: Stopping | None = None
         self._refused = -1  # generation of the last Hold that could not be met
         self._held = False
-        self._released = -1  # newest move that was undone while this rank held
+        self._unwanted_ns = 0  # when it last said that nobody wants it to hold
         self._announce = False  # the next step is the first of its generation
         self._moved = False
         self._last_ns = 0
@@ -112,7 +112,8 @@ class Runtime:
         page = self._page
         page.where("outside")
         page.set("generation", self.generation)
-        page.set("stepping", 1)
+        # "stepping" stays 0: who is in a long evaluation makes no step and does not hang, and a
+        # hang could not be cured here.
         params = [p for group in optimizer.param_groups for p in group["params"]]
         self._channel.send(
             m.Attached(
@@ -193,10 +194,6 @@ class Runtime:
             groups.go_solo()
             groups.leave_stores()
         self._stopping = None
-        self._released = -1
-        with self._channel.changed:  # those of moves before this one
-            inbox = self._channel.inbox
-            self._channel.inbox = [one for one in inbox if not isinstance(one, m.Release)]
         gc.collect()  # store clients live as long as the last cycle that knows them
         try:
             while not self._obey():
@@ -224,7 +221,7 @@ class Runtime:
         elif channel.hold_generation > self.generation:
             if self._answered(m.Held) != channel.hold_generation:
                 self._say_held(channel.hold_generation)
-        elif self._released > self.generation or not channel.wait_until(self._wanted, UNWANTED_S):
+        else:
             self._say_unwanted()
         command = self._next()
         match command:
@@ -234,8 +231,6 @@ class Runtime:
                         f"rank {self._rank} at step {self.steps} told to go to {command.tick}"
                     )
                 self._say_held(command.generation)
-            case m.Release():
-                self._released = command.generation
             case m.Welcome():
                 self._arrive(command)
             case m.Swap() if command.generation > self.generation:
@@ -275,7 +270,12 @@ class Runtime:
         )
 
     def _say_unwanted(self) -> None:
-        """Either the others were told first, and our own word is on its way, or it is over."""
+        """A rank stops only if it was told to itself, so that was taken back. Said again and again:
+        the word may be lost with a stream."""
+        now = time.monotonic_ns()
+        if now - self._unwanted_ns < UNWANTED_S * 1e9:
+            return
+        self._unwanted_ns = now
         self._channel.send(
             m.Failure(
                 generation=self.generation,

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import select
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 from typing import Generic, TypeVar
@@ -78,6 +80,25 @@ def landing(size: int) -> memoryview:
     with contextlib.suppress(OSError):  # a kernel without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(pages)
+
+
+def relay(line: socket.socket, local: socket.socket) -> None:
+    """Pass bytes on in both directions until either side ends; both are shut then. In one thread,
+    because an encrypted socket is not to be read and written by two at once."""
+    with contextlib.suppress(OSError):
+        while True:
+            waiting = isinstance(line, ssl.SSLSocket) and line.pending() > 0
+            ready = [line] if waiting else select.select([line, local], [], [])[0]
+            for source in ready:
+                part = source.recv(PIECE_BYTES)
+                if not part:
+                    break
+                (local if source is line else line).sendall(part)
+            else:
+                continue
+            break
+    shut(line)
+    shut(local)
 
 
 def shut(sock: socket.socket) -> None:
