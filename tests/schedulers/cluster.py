@@ -192,8 +192,6 @@ class Cluster:
             yield
         finally:
             self.run("scancel", "-u", "root")
-            self.run("scancel", "-u", "nobody")
-            self.run("scontrol", "delete", f"ReservationName={RESERVED}")
             for node in self.nodes:
                 if not psutil.pid_exists(pid := self._pids[f"slurmd-{node}"]) or (
                     psutil.Process(pid).status() == "zombie"
@@ -202,6 +200,9 @@ class Cluster:
             until(self._resumed, "idle nodes")
 
     def _resumed(self) -> bool:
+        if RESERVED in self.ask("scontrol", "-o", "show", "reservation"):
+            self.run("scontrol", "delete", f"ReservationName={RESERVED}")  # not while it is used
+            return False
         for node, state in self.states().items():
             if state.rstrip("*") not in ("idle", "completing", "allocated", "mixed"):
                 self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
@@ -267,7 +268,7 @@ SwitchType=switch/none
 MpiDefault=none
 SlurmdParameters=config_overrides
 SchedulerType=sched/backfill
-SchedulerParameters=bf_interval=2,sched_interval=2,sched_min_interval=0
+SchedulerParameters=bf_interval=2,sched_interval=2,sched_min_interval=0,batch_sched_delay=0
 ReturnToService=1
 SlurmdTimeout=60
 InactiveLimit=0

@@ -165,6 +165,8 @@ class SlurmScheduler:
         if kind == "reserved":
             if not ask.constraints.reservation:
                 return [], "no reservation is named"
+            if not any(one.kind == kind for one in self.spares(ask)):
+                return [], "all of its nodes are used"
             return [*avoid, f"--reservation={ask.constraints.reservation}"], ""
         if kind == "idle":
             free = [name for name in self._idle(ask) if name not in ask.avoid]
