@@ -173,7 +173,7 @@ def _back(lane: dict[str, Any], healed_ns: int, ended_ns: int, wanted: float) ->
 
 
 def _tables(summary: dict[str, Any]) -> str:
-    rows = [["two paths : one path", *_cells(summary["two_paths_ratio"])]]
+    rows: list[list[Any]] = [["two paths : one path", *_cells(summary["two_paths_ratio"])]]
     for size, seen in summary["against_plain"].items():
         rows.append([f"plugin : plain loop, {int(size) // 1024} KiB", *_cells(seen)])
     for kind, seen in summary["faults"].items():
@@ -183,5 +183,5 @@ def _tables(summary: dict[str, Any]) -> str:
     return report.table("Network plugin", ["", "p50", "min", "max"], rows)
 
 
-def _cells(seen: dict[str, float]) -> list[str]:
-    return [f"{seen[name]:.3g}" for name in ("p50", "min", "max")]
+def _cells(seen: dict[str, float]) -> list[float]:
+    return [seen[name] for name in ("p50", "min", "max")]

@@ -164,6 +164,7 @@ class Comm {
   bool changed_ = false;
   bool urgent_ = false;
   Nanos changed_at_ = 0;
+  Nanos lazy_ = 0;  // so long it may wait for more
   int last_ = 0;  // path of the last arrival
 };
 

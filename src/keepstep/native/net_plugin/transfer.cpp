@@ -17,6 +17,7 @@ constexpr size_t kTurnBytes = 4 << 20;  // per call, so that a fast peer cannot 
 // An answer costs as much as a small message. Small ones were copied, so nobody waits for theirs;
 // of large ones every second is answered at once, and the last one that is expected.
 constexpr Nanos kStateLazy = kMillisecond;
+constexpr Nanos kStateLazyLarge = kMillisecond / 10;
 constexpr Nanos kStateElsewhere = 5 * kMillisecond;  // a second copy, over the other paths
 constexpr uint64_t kStateMessages = kMessagesOpen / 4;
 constexpr uint64_t kStateLarge = 2;
@@ -80,7 +81,7 @@ abi::Result Comm::isend(const void* data, uint64_t size, void** result) {
   }
   // While enough is under way to keep the path busy, small ones gather for one system call; test()
   // of the last one sends them.
-  deferred_ += size;
+  deferred_ += kHeaderBytes + size;
   if (deferred_ < kGather && out_->under_way(turn_) >= kBatchBytes) return error_;
   send_small(now);
   return error_;
@@ -355,13 +356,14 @@ void Comm::note_arrival(Nanos now) {
     changed_at_ = now;
   }
   for (Path& path : path_) path.state_stale = true;
+  lazy_ = large ? kStateLazyLarge : kStateLazy;
   urgent_ |= large >= kStateLarge || (large && fresh.done == fresh.posted) ||
              bytes >= kStashBytes / 4 || fresh.done - told_.done >= kStateMessages;
 }
 
 void Comm::say_states(Nanos now) {
   int count = static_cast<int>(path_.size());
-  bool due = changed_ && (urgent_ || now - changed_at_ >= kStateLazy);
+  bool due = changed_ && (urgent_ || now - changed_at_ >= lazy_);
   if (due && path_[static_cast<size_t>(last_)].socket < 0) {
     for (int i = 0; i < count; ++i) {
       if (path_[static_cast<size_t>(i)].socket >= 0) last_ = i;
