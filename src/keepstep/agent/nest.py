@@ -155,7 +155,7 @@ def namespaces_trouble() -> str:
         except OSError as error:
             os._exit(error.errno or 1)
     number = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return os.strerror(number) if number else ""
+    return f"namespaces cannot be made: {os.strerror(number)}" if number else ""
 
 
 def run_rank(command: list[str], descriptors: list[int]) -> NoReturn:
