@@ -188,13 +188,13 @@ class Runtime:
     def _hold(self) -> None:
         self._page.where("held")
         self._page.set("hold", 1)
-        self._held = True
         if not groups.destroyed():
             groups.finish_collectives()
             groups.go_solo()
             groups.leave_stores()
         self._stopping = None
         gc.collect()  # store clients live as long as the last cycle that knows them
+        self._held = True  # not before: an abort would cut what is still being finished
         try:
             while not self._obey():
                 pass
