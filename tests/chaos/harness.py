@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,12 +38,20 @@ def wait_for(condition: Callable[[], Any], what: str, deadline_s: float = DEADLI
 
 def environment(home: Path) -> dict[str, str]:
     env = {**os.environ, "KEEPSTEP_HOME": str(home), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    env["PYTHONFAULTHANDLER"] = "1"  # SIGABRT prints what each thread was doing: see `stuck`
     env.pop("RANK", None)
     return env
 
 
 def results(out: Path, world: int) -> list[dict[str, Any]]:
     return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(world)]
+
+
+def _tail(path: Path, start: int) -> str:
+    with path.open(errors="replace") as file:
+        file.seek(start)
+        frame = r'  File ".*?([^/"]+)", line (\d+) in (.*)'  # as short as can be: reports are cut
+        return re.sub(frame, r" \1:\2 \3", file.read(16_000))
 
 
 def run_plain(
@@ -212,13 +222,33 @@ class Job:
         while self.process.poll() is None:
             self.status()
             if time.monotonic() > end:
-                status = json.dumps(self.status(), indent=1)
-                self.kill()
-                raise TimeoutError(f"job did not end\n{status}\n{self.output()[-6000:]}")
+                raise TimeoutError(self.stuck())
             time.sleep(0.02)
         got = self.process.returncode
         assert got == code, f"exit code {got}, expected {code}\n{self.output()[-8000:]}"
         self.nothing_left()
+
+    def stuck(self) -> str:
+        """Ends a job that does not end by itself, and says what its ranks were doing."""
+        status = self.status()
+        lengths = {path: path.stat().st_size for path in self.home.rglob("*.log")}
+        for rank in status.get("ranks", []):
+            with contextlib.suppress(OSError):
+                os.kill(rank["pid"], signal.SIGSTOP)  # nobody acts on the end of another
+        for rank in status.get("ranks", []):
+            with contextlib.suppress(OSError):
+                os.kill(rank["pid"], signal.SIGABRT)
+                os.kill(rank["pid"], signal.SIGCONT)
+        gone = [self.seen[r["pid"]] for r in status.get("ranks", []) if r["pid"] in self.seen]
+        psutil.wait_procs(gone, timeout=5)
+        self.kill()
+        names = {rank["worker"] for rank in status.get("ranks", [])}
+        logs = [f"{p.name}: {_tail(p, at)}" for p, at in lengths.items() if p.stem in names]
+        known = ("state", "reason", "generation", "committed_step")
+        about = {key: status.get(key) for key in known}
+        ranks = [(r["rank"], r["worker"], r["state"]) for r in status.get("ranks", [])]
+        output = self.output()[-4000:]
+        return "\n".join([f"job did not end: {about} {ranks}", *logs, output, json.dumps(status)])
 
     def nothing_left(self, within_s: float = 5.0) -> None:
         _, alive = psutil.wait_procs(list(self.seen.values()), timeout=within_s)

@@ -452,24 +452,13 @@ def test_status_beside_a_garbage_ledger(
     check_words(capsys.readouterr().err, str(path))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "garbage",
-        pytest.param(
-            "tampered",
-        ),
-    ],
-)
+@pytest.mark.parametrize("kind", ["garbage", "tampered"])
 def test_orchestrator_does_not_start_on_a_corrupted_ledger(tmp_path: Path, kind: str) -> None:
     registry.prepare_home(tmp_path)
     path = tampered(tmp_path) if kind == "tampered" else garbage(tmp_path)
     before = path.read_bytes()
     words = ["-m", "keepstep", "orchestrator", "--id", kind]
-    try:
-        done = command(words, tmp_path, timeout_s=4.0)
-    except subprocess.TimeoutExpired:
-        pytest.fail("it started")
+    done = command(words, tmp_path)  # one that starts runs on, which is an error in the end
     check_error(done, 3, str(path))
     assert path.read_bytes() == before, "evidence is not touched"
     assert registry.live(tmp_path) == []

@@ -21,10 +21,10 @@ def test_a_backend_knows_its_listener_though_its_number_was_just_another_socket(
     pairs = [socket.create_connection(server.getsockname()) for _ in range(10)]
     create = gloo.RealGloo.create_default_device
 
-    def close_and_create() -> Any:
+    def close_and_create(*, lazy_init: bool) -> Any:
         for sock in pairs:
             sock.close()
-        return create()
+        return create(lazy_init=lazy_init)
 
     class Closing(gloo.RealGloo):
         create_default_device = staticmethod(close_and_create)

@@ -12,6 +12,7 @@ import pytest
 
 from keepstep.model import messages as m
 from keepstep.model import wire
+from keepstep.worker import channel as channel_module
 from keepstep.worker import seat as seat_module
 from keepstep.worker.channel import Channel
 from keepstep.worker.page import Page
@@ -52,6 +53,28 @@ def test_a_swap_said_again_brings_its_buddy(channel: Channel) -> None:
     channel._take(swap(OLD))
     assert channel.buddy == OLD
     assert len(channel.inbox) == 2, "it is done with"
+
+
+def test_an_abort_is_repeated_until_the_rank_has_left_its_groups(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that was just being made is not cut by the first."""
+    aborts: list[m.Abort] = []
+    now = [100.0]
+    channel.on_abort = aborts.append
+    monkeypatch.setattr(channel_module.time, "monotonic", lambda: now[0])
+    channel._take(m.Abort(generation=3, reason=""))
+    channel._insist()
+    assert len(aborts) == 1
+    now[0] += channel_module.ABORT_AGAIN_S
+    channel._insist()
+    channel._insist()
+    assert len(aborts) == 2
+    report = m.Report(generation=3, tick=1, version=1, in_fence=False, computing=True)
+    channel.send(report)
+    now[0] += channel_module.ABORT_AGAIN_S
+    channel._insist()
+    assert len(aborts) == 2, "its groups are gone, and the next ones may be on their way"
 
 
 def publishing(page: Page, answers: list[Any]) -> tuple[MagicMock, list[tuple[int, bool]]]:

@@ -26,6 +26,7 @@ from keepstep.worker.page import Page
 _decoder: msgspec.msgpack.Decoder[m.WorkerCommand] = msgspec.msgpack.Decoder(m.WorkerCommand)
 
 HEARTBEAT_S = 0.2
+ABORT_AGAIN_S = 1.0
 
 # A command may be sent again because its answer was lost with a stream. If it was answered for the
 # same generation, the answer is said again and the command is done with.
@@ -61,6 +62,7 @@ class Channel:
         self.armed: list[m.Arm] = []
         self.seat = -1  # rank that a standby was given
         self._answers: dict[type[m.Message], m.WorkerMessage] = {}
+        self._unheard: tuple[m.Abort, float] | None = None  # no report yet; when to say it again
         # called in the daemon thread; set by the session before it matters
         self.on_abort: Callable[[m.Abort], None] = lambda _: None
         self.on_stage: Callable[[m.Stage], None] = lambda _: None
@@ -141,9 +143,22 @@ class Channel:
                 self._page.heartbeat()
                 if select.select([self._socket], [], [], HEARTBEAT_S)[0]:
                     self._take(self._read())
+                self._insist()
         except BaseException as error:  # a dead line means a rank nobody can fence: end it
             os.write(2, f"keepstep: control line failed: {error!r}\n".encode())
             os._exit(1)
+
+    def _insist(self) -> None:
+        """What the main thread waits for may have come into being just after it was to be cut."""
+        if self._unheard is None:
+            return
+        command, due = self._unheard
+        report = self._answers.get(m.Report)
+        if isinstance(report, m.Report) and report.generation >= command.generation:
+            self._unheard = None
+        elif time.monotonic() >= due:
+            self._unheard = command, time.monotonic() + ABORT_AGAIN_S
+            self.on_abort(command)
 
     def _take(self, command: m.WorkerCommand) -> None:
         generation: int = getattr(command, "generation", -1)
@@ -167,8 +182,10 @@ class Channel:
                     self.hold_generation = self.snapshot = -1
                     self.inbox = [c for c in self.inbox if not self._stale(c)]
                     self.changed.notify_all()
+                self._unheard = command, time.monotonic() + ABORT_AGAIN_S
                 self.on_abort(command)
             case m.Stage():
+                self._unheard = None
                 self.on_stage(command)
             case m.Seal():
                 self.on_seal(command)

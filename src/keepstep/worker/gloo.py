@@ -163,8 +163,9 @@ def connect(store: Any, rank: int, size: int, timeout: timedelta, mesh: Mesh) ->
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     with _listeners:
         before = _listener_inodes()
-        devices = [RealGloo.create_device(interface=name) for name in interfaces]
-        devices = devices or [RealGloo.create_default_device()]
+        # Not lazily: a connection that is made later could not be cut before.
+        devices = [RealGloo.create_device(interface=n, lazy_init=False) for n in interfaces]
+        devices = devices or [RealGloo.create_default_device(lazy_init=False)]
         found = _listener_inodes()
     mesh.incoming = frozenset(found[inode] for inode in found.keys() - before.keys())
     if len(mesh.incoming) < len(devices):  # its operations could not be aborted
