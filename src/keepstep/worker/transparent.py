@@ -163,16 +163,10 @@ class Runtime:
             stopping = self._stopping = Stopping(store, self._rank, self._world)
         stall_s = self._channel.welcome.stall_timeout_ns / 1e9
         patience_s = max(PATIENCE_S, PATIENCE_STEPS * self._median_ns() / 1e9)
-        try:
-            if stopping.reached(self.steps, min(patience_s, stall_s / 2)):
-                return True
-        except RuntimeError as error:  # of the store
-            self._stopping = None
-            self._refuse(f"the store of generation {self.generation} is out of reach: {error}")
-            return False
+        if stopping.reached(self.steps, min(patience_s, stall_s / 2)):
+            return True
         if stopping.failed:
-            self._stopping = None
-            self._refuse("the ranks do not call their optimizers equally often")
+            self._refuse(stopping.failed)
         return False
 
     def _refuse(self, why: str) -> None:
