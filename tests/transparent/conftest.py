@@ -148,11 +148,11 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Transparent]]:
         started.append(Transparent(tmp_path, *words, **more))
         return started[-1]
 
-    images = set(Path("/dev/shm").glob("keepstep-*"))
     yield begin
     for one in started:
         one.job.kill()
-    assert set(Path("/dev/shm").glob("keepstep-*")) <= images, "an image was left behind"
+        left = list(Path("/dev/shm").glob(f"keepstep-{one.job.job}-*"))
+        assert not left, f"images were left behind: {left}"
 
 
 @pytest.fixture

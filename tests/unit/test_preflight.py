@@ -92,3 +92,11 @@ def test_sockets_of_a_process_are_known_by_kind() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         inode = os.fstat(listener.fileno()).st_ino
         assert preflight._inet_sockets(os.getpid())[inode] == "a tcp socket"
+
+
+def test_the_other_end_of_a_unix_socket_is_known() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        ends = [os.fstat(one.fileno()).st_ino for one in (here, there)]
+        peers = preflight.unix_peers()
+        assert (peers[ends[0]], peers[ends[1]]) == (ends[1], ends[0])

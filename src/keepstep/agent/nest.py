@@ -155,7 +155,7 @@ def namespaces_trouble() -> str:
         except OSError as error:
             os._exit(error.errno or 1)
     number = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return os.strerror(number) if number else ""
+    return f"namespaces cannot be made: {os.strerror(number)}" if number else ""
 
 
 def run_rank(command: list[str], descriptors: list[int]) -> NoReturn:
@@ -163,11 +163,16 @@ def run_rank(command: list[str], descriptors: list[int]) -> NoReturn:
         Path("/proc/sys/kernel/ns_last_pid").write_text(str(FIRST_PID))
         os.environ["KEEPSTEP_SOCKETS"] = SOCKETS
         # Its own session: CRIU cannot give one that belongs to somebody outside.
-        return subprocess.Popen(command, pass_fds=descriptors, start_new_session=True).pid
+        rank = subprocess.Popen(command, pass_fds=descriptors, start_new_session=True)
+        leave()
+        return rank.pid
+
+    def leave() -> None:
+        for number in descriptors:
+            os.close(number)
 
     first = nested(enter)
-    for number in descriptors:
-        os.close(number)
+    leave()
     wait_for(first)
 
 

@@ -14,6 +14,8 @@ import os
 import platform
 import re
 import shutil
+import socket
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +39,9 @@ DEVICES = {
     "/dev/kfd": "an AMD GPU: CRIU's amdgpu plugin was never run with Keepstep",
     "/dev/dri": "an AMD GPU: CRIU's amdgpu plugin was never run with Keepstep",
 }
+# From linux/netlink.h, linux/sock_diag.h and linux/unix_diag.h.
+NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLM_DUMP = 4, 20, 0x301
+UDIAG_SHOW_PEER, UNIX_DIAG_PEER = 4, 2
 SPARE_SHARE = 1.2  # of the image: what is allocated anew on the way
 
 
@@ -168,10 +173,12 @@ def scan(rank: int, ours: int) -> Scan:
     pids = tree(rank)
     inet, named = _inet_sockets(rank), _unix_sockets(rank)
     pipes: dict[str, int] = {}
+    sockets: dict[int, int] = {}  # inode -> process
     for pid in pids:
         for number, target in _descriptors(pid):
             if target.startswith("socket:"):
                 inode = int(target[8:-1])
+                sockets[inode] = pid
                 if pid != rank and inode in inet:
                     found.offenders.append(f"{_who(pid)} has {inet[inode]} open (fd {number})")
                 if inode != ours and (folder := os.path.dirname(named.get(inode, ""))):
@@ -185,6 +192,12 @@ def scan(rank: int, ours: int) -> Scan:
         _maps(pid, found)
         found.image_bytes += _memory(pid)
     found.offenders += _foreign_children(rank, pids) + _pipe_ends(pipes, set(pids))
+    peers = unix_peers()
+    found.offenders += [
+        f"{_who(pid)} has a unix socket to a process outside"
+        for inode, pid in sockets.items()
+        if inode != ours and peers.get(inode, inode) not in sockets
+    ]
     with contextlib.suppress(OSError):
         found.paths.append(os.readlink(f"/proc/{rank}/cwd"))
     found.files = sorted(set(found.files))
@@ -238,6 +251,29 @@ def _unix_sockets(pid: int) -> dict[int, str]:
             if len(fields) == 8 and fields[7].startswith("/"):
                 found[int(fields[6])] = fields[7]
     return found
+
+
+def unix_peers() -> dict[int, int]:
+    """inode -> inode of the other end, of all connected unix sockets of this network namespace."""
+    ask = struct.pack("=BBHIIIQ", socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, UDIAG_SHOW_PEER, 0)
+    head = struct.pack("=IHHII", 16 + len(ask), SOCK_DIAG_BY_FAMILY, NLM_DUMP, 1, 0)
+    found: dict[int, int] = {}
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as line:
+        line.sendall(head + ask)
+        while True:
+            data = line.recv(1 << 16)
+            while data:
+                length, kind = struct.unpack_from("=IH", data)
+                if kind != SOCK_DIAG_BY_FAMILY:  # done, or an error
+                    return found
+                inode = struct.unpack_from("=I", data, 20)[0]
+                at = 32
+                while at + 8 <= length:
+                    size, attribute = struct.unpack_from("=HH", data, at)
+                    if attribute == UNIX_DIAG_PEER:
+                        found[inode] = struct.unpack_from("=I", data, at + 4)[0]
+                    at += max(4, -(-size // 4) * 4)
+                data = data[-(-length // 4) * 4 :]
 
 
 def _maps(pid: int, found: Scan) -> None:

@@ -76,7 +76,6 @@ def _run_transparent(channel: Any, page: Any) -> NoReturn:
 
     runtime = transparent.Runtime(channel, page)
     runtime.install()
-    page.where("building")
 
     def failed(text: str, error: BaseException) -> None:
         kind = "user" if isinstance(error, SystemExit) else faults.classify(error)

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import PrefixStore
 ROUNDS_MAX = 4
 SPREAD_MAX = 1000  # of counts: ranks that are further apart do not count the same thing
 MARGIN_FACTOR = 4
+UNEVEN = "the ranks do not call their optimizers equally often"
 
 
 class Stopping:
@@ -31,15 +32,24 @@ class Stopping:
         self._rank, self._world = rank, world
         self._round = 0
         self._goal: int | None = None
+        self.failed = ""  # why there is no step at which all can stand, as far as can be told
         self.joined = False  # in this round: the others may wait
 
-    @property
-    def failed(self) -> bool:
-        """There is no step at which all can stand, as far as can be told."""
-        return self._round >= ROUNDS_MAX
-
     def reached(self, count: int, patience_s: float) -> bool:
-        """At every count since a stop is wanted. True: all stand here, at the same count."""
+        """At every count since a stop is wanted. True: all stand here, at the same count. Once it
+        has failed it stays so: what was said in the store cannot be taken back."""
+        if self.failed:
+            return False
+        try:
+            return self._reached(count, patience_s)
+        except RuntimeError as error:
+            self._give_up(f"the store of their process groups is out of reach: {error}")
+            return False
+
+    def _give_up(self, why: str) -> None:
+        self.failed, self.joined = why, False
+
+    def _reached(self, count: int, patience_s: float) -> bool:
         keys = PrefixStore(f"keepstep/stop/{self._round}", self._store)
         if not self.joined:
             keys.set(f"count/{self._rank}", str(count))
@@ -51,7 +61,7 @@ class Stopping:
             said = keys.multi_get([f"count/{rank}" for rank in range(self._world)])
             counts = [int(one) for one in said]
             if max(counts) - min(counts) > SPREAD_MAX:
-                self._round, self.joined = ROUNDS_MAX, False
+                self._give_up(UNEVEN)
                 return False
             self._goal = max(counts) + MARGIN_FACTOR**self._round
         if count < self._goal:
@@ -65,6 +75,8 @@ class Stopping:
         if word == "stop":
             return True
         self._round, self._goal, self.joined = self._round + 1, None, False
+        if self._round == ROUNDS_MAX:
+            self._give_up(UNEVEN)
         return False
 
     def never(self) -> None:

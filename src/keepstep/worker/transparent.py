@@ -72,6 +72,16 @@ class Runtime:
 
     def install(self) -> None:
         """Before the script runs."""
+        self._page.where("outside")
+        self._page.set("generation", self.generation)
+        # "stepping" stays 0: who is in a long evaluation makes no step and does not hang, and a
+        # hang could not be cured here. And nobody waits for the first step of others: when that
+        # comes, and whether on all ranks, is the script's own business.
+        self._channel.send(
+            m.Attached(
+                generation=self.generation, groups=[], parameters=0, bytes_state=0, redundant=False
+            )
+        )
         self._know_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         register_optimizer_step_post_hook(self._stepped)
         groups.install_destroy()
@@ -87,7 +97,7 @@ class Runtime:
 
     # ------------------------------------------------------------------ at every step
 
-    def _stepped(self, optimizer: Any, *_: Any) -> None:
+    def _stepped(self, *_: Any) -> None:
         if os.getpid() != self._pid or threading.current_thread() is not threading.main_thread():
             return
         now = time.monotonic_ns()
@@ -98,8 +108,6 @@ class Runtime:
         page.set("commit_ns", now)
         page.mark()
         page.new_tick()
-        if self.steps == 1:
-            self._attach(optimizer)
         if self._announce:
             self._resumed(now)
         elif self._last_ns:
@@ -107,24 +115,6 @@ class Runtime:
         self._last_ns = now
         if self._must_stop():
             self._hold()
-
-    def _attach(self, optimizer: Any) -> None:
-        page = self._page
-        page.where("outside")
-        page.set("generation", self.generation)
-        # "stepping" stays 0: who is in a long evaluation makes no step and does not hang, and a
-        # hang could not be cured here.
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        self._channel.send(
-            m.Attached(
-                generation=self.generation,
-                groups=groups.names(),
-                members=groups.members(),
-                parameters=sum(p.numel() for p in params),
-                bytes_state=sum(p.numel() * p.element_size() for p in params),
-                redundant=False,
-            )
-        )
 
     def _resumed(self, now: int) -> None:
         self._announce = False
@@ -163,16 +153,10 @@ class Runtime:
             stopping = self._stopping = Stopping(store, self._rank, self._world)
         stall_s = self._channel.welcome.stall_timeout_ns / 1e9
         patience_s = max(PATIENCE_S, PATIENCE_STEPS * self._median_ns() / 1e9)
-        try:
-            if stopping.reached(self.steps, min(patience_s, stall_s / 2)):
-                return True
-        except RuntimeError as error:  # of the store
-            self._stopping = None
-            self._refuse(f"the store of generation {self.generation} is out of reach: {error}")
-            return False
+        if stopping.reached(self.steps, min(patience_s, stall_s / 2)):
+            return True
         if stopping.failed:
-            self._stopping = None
-            self._refuse("the ranks do not call their optimizers equally often")
+            self._refuse(stopping.failed)
         return False
 
     def _refuse(self, why: str) -> None:
@@ -188,13 +172,13 @@ class Runtime:
     def _hold(self) -> None:
         self._page.where("held")
         self._page.set("hold", 1)
-        self._held = True
         if not groups.destroyed():
             groups.finish_collectives()
             groups.go_solo()
             groups.leave_stores()
         self._stopping = None
         gc.collect()  # store clients live as long as the last cycle that knows them
+        self._held = True  # not before: an abort would cut what is still being finished
         try:
             while not self._obey():
                 pass
