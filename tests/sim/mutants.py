@@ -23,6 +23,7 @@ from keepstep.core import (
     job,
     migration,
     operator,
+    parities,
     phases,
     placement,
     planned,
@@ -390,6 +391,11 @@ def _offers_what_is_new(old: Any, job_: Job, out: Out, name: str, lost: tuple[st
         old(job_, out, name, lost)
 
 
+def _all_at_home(old: Any, job_: Job, members: Any) -> Any:
+    job_.places = {}
+    return old(job_, members)
+
+
 def _waiting_is_holding(old: Any, sample: Any) -> bool:
     return bool(old(sample)) or sample.hold
 
@@ -403,6 +409,9 @@ FIXED: dict[str, Patch] = {
     ),
     "once: a Swap said again took back the buddy": lambda: wrap(
         processes.swap_of, _swap_as_decided
+    ),
+    "once: a parity was kept where a member was started": lambda: wrap(
+        parities.nodes_of, _all_at_home
     ),
     "once: a Swap said again took back the parity": lambda: wrap(
         processes.swap_of, _parity_as_decided
@@ -969,6 +978,7 @@ HINTS: dict[str, tuple[str, ...]] = {
     "once: a node was called fenced while nobody was in reach": ("cut-off-twice",),
     "once: a Swap said again took back the buddy": ("lost-swap",),
     "once: a Swap said again took back the parity": ("parity",),
+    "once: a parity was kept where a member was started": ("parity-start",),
     "once: a node that came back was offered to nobody": ("come-back",),
     "once: a hang while waiting for a buddy was excused": ("hung-asking",),
     "breaker: every taint moves": ("mass-taint",),

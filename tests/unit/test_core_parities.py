@@ -103,3 +103,12 @@ def test_a_swap_that_is_said_again_names_the_holder_of_now() -> None:
     worker.swap = m.Swap(generation=0, buddy=None, solo=False)
     out = Out(world.now, core, Outcome())
     assert processes.swap_of(core, out, worker).parity == at(world, "n3")
+
+
+def test_ranks_that_are_not_started_at_home_do_not_keep_their_own_parity() -> None:
+    spec = job_spec("n0:1 n1:1 n2:1 n3:1 n4:1", world=3, local_world=1)
+    world = World(msgspec.structs.replace(spec, redundancy="parity"))
+    world.kill_node("n2")
+    world.run(90)
+    assert world.rank(2).node == "n3"
+    assert told_by_start(world) == dict.fromkeys((0, 1, 2), at(world, "n4"))

@@ -49,10 +49,11 @@ def _choose(job: Job, members: list[int], avoid: set[str]) -> str:
 
 
 def nodes_of(job: Job, members: list[int]) -> set[str]:
+    """Also of members that are started after the one that asks, and not at home."""
     found = set()
     for member in members:
         owner, home = job.owner(member), job.spec.nodes[member // job.spec.local_world].name
-        found.add(owner.node if owner is not None else home)
+        found.add(owner.node if owner is not None else job.places.get(member, home))
     return found
 
 

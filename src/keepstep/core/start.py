@@ -119,6 +119,7 @@ def store_opened(job: Job, out: Out, message: StoreOpened) -> None:
     for incident in job.incidents:
         if incident.cause == "start":
             incident.timeline.mark("RESUME", out.now)
+    job.places = {rank: node for rank, (node, _) in placed.items()}
     for rank, (node, slot) in placed.items():
         worker = start_worker(job, out, node, slot, rank, "rank")
         job.owners[rank] = worker.id

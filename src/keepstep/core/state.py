@@ -331,6 +331,7 @@ class Job:
     fired: list[str] = field(default_factory=list)
     understudies_failed: int = 0  # since one was ready
     parities: dict[int, str] = field(default_factory=dict)  # first rank of a group -> its holder
+    places: dict[int, str] = field(default_factory=dict)  # rank -> node it was last started on
     lonely: bool = False  # somebody has no buddy, or no parity: there was no node for it
     forget_due: bool = False  # a Forget may have been lost
     preempted: list[tuple[int, int]] = field(default_factory=list)  # when, ranks told to leave

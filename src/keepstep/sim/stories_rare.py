@@ -12,9 +12,10 @@ from keepstep.sim.plan import Fault, Plan
 FALL_BACK = "fall-back"
 LAST_HOLDERS = "last-holders"
 PARITY = "parity"
+PARITY_START = "parity-start"
 COME_BACK = "come-back"
 # In the common draw these would change the worlds of all other seeds.
-APART = frozenset({FALL_BACK, LAST_HOLDERS, PARITY, COME_BACK})
+APART = frozenset({FALL_BACK, LAST_HOLDERS, PARITY, PARITY_START, COME_BACK})
 
 
 def _full_disk(seed: int, draw: random.Random) -> Plan:
@@ -292,6 +293,12 @@ def _parity(seed: int, draw: random.Random) -> Plan:
     )
 
 
+def _parity_start(seed: int, draw: random.Random) -> Plan:
+    """Ranks have shards, and some of them cannot be started at home. Nothing moves afterwards."""
+    fault = Fault("provider", "node", at_ns=draw.randrange(2 * SECOND))
+    return Plan(seed=seed, migration="", missing=draw.randrange(4), parity=True, faults=(fault,))
+
+
 RARE: dict[str, Callable[[int, random.Random], Plan]] = {
     "full-disk": _full_disk,
     "no-spare": _no_spare,
@@ -313,6 +320,7 @@ RARE: dict[str, Callable[[int, random.Random], Plan]] = {
     "hung-asking": _hung_asking,
     LAST_HOLDERS: _last_holders,
     PARITY: _parity,
+    PARITY_START: _parity_start,
     COME_BACK: _come_back,
     FALL_BACK: _fall_back,
 }
