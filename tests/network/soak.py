@@ -58,8 +58,7 @@ def main() -> int:
         runs += 1
         print(f"{sum(fired.values())} faults in {time.monotonic() - begun:.0f} s", file=sys.stderr)
     report = {
-        "command": f"make net-soak NET_FAULTS={given.faults}",
-        "seed": given.seed,
+        "command": f"python tests/network/soak.py --faults {given.faults} --seed {given.seed}",
         "commit": commit,
         "machine": f"{platform.machine()}, Linux {platform.release()}",
         "faults": sum(fired.values()),

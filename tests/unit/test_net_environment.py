@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from keepstep.cli.run import run
 from keepstep.errors import UsageError
 from keepstep.native import plugin
 from keepstep.net import environment, rdma
@@ -73,3 +74,21 @@ def test_a_worker_gains_nothing_unless_asked() -> None:
     assert environment.worker_network({}, Path("/a")) == {}
     asked = environment.worker_network({"KEEPSTEP_NET": "tcp"}, Path("/a"))
     assert asked["KEEPSTEP_NET_AGENT"] == "/a" and asked["NCCL_NET"] == "Keepstep"
+
+
+@pytest.mark.parametrize(
+    "words,net,rest",
+    [
+        (["--net", "train.py", "--net"], "auto", ("--net",)),
+        (["--net=tcp", "--spares", "1", "train.py"], "tcp", ()),
+        (["--spares", "1", "-q", "--net", "train.py", "x"], "auto", ("x",)),
+        (["train.py", "--net", "y"], None, ("--net", "y")),
+    ],
+)
+def test_net_alone_never_takes_the_script_for_its_value(
+    words: list[str], net: str | None, rest: tuple[str, ...]
+) -> None:
+    # click keeps the first help option that it makes: it has to be the command line's own.
+    context = run.make_context("run", list(words), help_option_names=["-h", "--help"])
+    assert (context.params["net"], context.params["args"]) == (net, rest)
+    assert context.params["script"] == "train.py"

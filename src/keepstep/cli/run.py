@@ -36,8 +36,25 @@ REDUNDANCY = ("auto", "buddy", "parity", "off")
 STALL_S_DEFAULT = 300.0
 
 
+class _Run(click.Command):
+    """`--net` alone is `--net=auto`: click would take the script's name for its value."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        options = {name: p for p in self.params for name in p.opts if isinstance(p, click.Option)}
+        at = 0
+        while at < len(args) and args[at].startswith("-") and args[at] != "--":
+            option = options.get(args[at])
+            if args[at] == "--net":
+                args = [*args[:at], "--net=auto", *args[at + 1 :]]
+            elif isinstance(option, click.Option) and not option.is_flag:
+                at += 1
+            at += 1
+        return super().parse_args(ctx, args)
+
+
 @click.command(
     name="run",
+    cls=_Run,
     context_settings={"allow_interspersed_args": False},
     short_help="Start a training script whose ranks can be moved and replaced.",
 )
@@ -101,7 +118,7 @@ STALL_S_DEFAULT = 300.0
     help="Inject a fault, e.g. kill:rank=2,step=5,point=in_backward (repeatable).",
 )  # fmt: skip
 @click.option(
-    "--net", type=click.Choice(["auto", "tcp"]), is_flag=False, flag_value="auto", default=None,
+    "--net", type=click.Choice(["auto", "tcp"]), default=None, metavar="[=tcp]",
     help="Collectives over Keepstep's network plugin; tcp: even where RDMA devices are.",
 )  # fmt: skip
 @click.option("--quiet", "-q", is_flag=True, help="Only ranks' output and errors.")
