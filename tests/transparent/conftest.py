@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in mine:
             item.add_marker(pytest.mark.skip(reason=f"SKIPPED: {reason}"))
     by_hand = config.getoption("-k") or any("::" in arg for arg in config.args)
-    if config.getoption("--transparent-all") or by_hand:
+    if config.getoption("--transparent-all", default=False) or by_hand:
         return
     dropped = [item for item in mine if not item.get_closest_marker("always")]
     items[:] = [item for item in items if item not in dropped]
