@@ -1,6 +1,6 @@
 """Slurm as a source of machines, by its own commands.
 
-An allocation that has GPUs can be made smaller, but never larger (decision 40). So a job is a *set*
+An allocation that has GPUs can be made smaller, but never larger (decision 21). So a job is a *set*
 of allocations: the first one with all its places, and one more of a single place for each spare.
 None has a batch host: they are made by `salloc --no-shell --no-kill`, and the loss of any one
 place, the first included, leaves the others alone. An agent is a step in its place.
@@ -9,7 +9,7 @@ Each allocation is tagged by its comment, `keepstep:<job>:<op>:<kind>[:<place it
 and each step by its name. A reason that we give for a node's state begins with "keepstep: ".
 
 Setting a node DOWN is the fence: Slurm ends what runs there, and counts it as ended where it
-cannot ask (decision 41).
+cannot ask (decision 22).
 """
 
 from __future__ import annotations
