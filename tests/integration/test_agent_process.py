@@ -489,12 +489,13 @@ def test_progress_is_shown_and_a_stall_is_reported_with_its_evidence(tmp_path: P
 
             await until(fast, "progress")
             o.send(m.Signal(worker="w0", signal=signal.SIGSTOP))
-            stalled = await o.expect(m.Stalled, worker="w0")
-            assert stalled.stopped and not stalled.cpu_busy and stalled.marks > 20
+            # On a busy machine a stall may be told before; told again is what has changed in it.
+            stalled = await o.expect(m.Stalled, worker="w0", stopped=True, cpu_busy=False)
+            assert stalled.marks > 20
             o.send(m.Signal(worker="w0", signal=signal.SIGCONT))
             await o.expect(m.Unstalled, worker="w0")
             await n.start_up("w1", "spin", rank=1, slot=1)
-            assert (await o.expect(m.Stalled, worker="w1")).cpu_busy
+            await o.expect(m.Stalled, worker="w1", cpu_busy=True)
 
     run(scenario)
 
