@@ -274,7 +274,8 @@ def _detector(world: World, fault: Fault) -> str:
     if fault.kind == "taint":
         operate(world, Taint(job=world.plan.job, target=liar.node.name, reason="a lying detector"))
         return liar.node.name
-    count = len(ranks) if fault.kind == "all-stalled" else world.random.randrange(1, len(ranks))
+    some = max(2, len(ranks))  # there may be one left
+    count = len(ranks) if fault.kind == "all-stalled" else world.random.randrange(1, some)
     for process in world.random.sample(ranks, count):
         _lie(world, process, fault.length_ns, fault.kind == "stalled-lost")
     return f"on {count} ranks"

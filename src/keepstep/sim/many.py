@@ -61,7 +61,11 @@ def failure_lines(result: Result) -> str:
 def run_task(task: Task) -> Result:
     seed, wanted = task
     name, plan = find_plan(seed, wanted)
-    return run_plan(plan, name, given=wanted)
+    try:
+        return run_plan(plan, name, given=wanted)
+    except Exception as error:  # a mistake of the simulator's own
+        error.add_note(f"in the world of seed {seed} ({name})")
+        raise
 
 
 def _run_batch(tasks: list[Task]) -> list[Result]:
