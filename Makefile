@@ -67,7 +67,7 @@ unit: setup setup-postgres
 
 # The control plane in 10,000 simulated worlds, every cell of the fault table, every mutant.
 sim: setup
-	$(BIN)/pytest -q tests/sim
+	$(BIN)/pytest -q --durations=3 tests/sim
 
 # As many worlds as fit: make sim-soak SECONDS=1800
 SECONDS ?= 600
