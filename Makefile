@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 # What a bare Debian lacks is installed once; without root this fails and names the package.
 APT := DEBIAN_FRONTEND=noninteractive sh -c 'apt-get update -qq && apt-get install -y -qq "$$0"'
 
-.PHONY: setup setup-postgres setup-network setup-slurm setup-criu demo test test-all lint unit sim sim-soak \
+.PHONY: setup setup-postgres setup-network setup-slurm setup-criu k8s-control-plane demo test test-all lint unit sim sim-soak \
   chaos network net-soak schedulers transparent test-gpu bench docs clean
 
 setup: $(VENV)/.ready
@@ -38,6 +38,12 @@ setup-slurm:
 	  || (DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 sh -c 'apt-get update -qq && \
 	    apt-get install -y -qq --no-install-recommends $(SLURM)') \
 	  || echo 'SKIPPED slurm: its packages cannot be installed here'
+
+# A Kubernetes control plane for tests, built from Debian's source package: 12 minutes, once. It is
+# kept in the cache folder; where it is not, its tests are skipped.
+k8s-control-plane: setup
+	@command -v dpkg-source >/dev/null || $(APT) dpkg-dev
+	@$(BIN)/python tests/schedulers/control_plane_build.py
 
 # Namespaces, links and queues of the network tests.
 setup-network:
@@ -75,7 +81,8 @@ SEED ?= 1000000
 sim-soak: setup
 	$(BIN)/keepstep sim --seed $(SEED) --seconds $(SECONDS) --jobs 2 --json
 
-# Every scheduler through one suite, and jobs on a real Slurm cluster of this machine.
+# Every scheduler through one suite, and jobs on a real Slurm cluster and a real Kubernetes control
+# plane of this machine.
 schedulers: setup setup-slurm
 	$(BIN)/pytest -q tests/schedulers
 
@@ -97,7 +104,7 @@ transparent: setup setup-criu
 	$(BIN)/pytest -q tests/transparent
 
 test-all: export KEEPSTEP_ALL := 1
-test-all: setup setup-postgres setup-criu lint unit sim network schedulers
+test-all: setup setup-postgres setup-criu k8s-control-plane lint unit sim network schedulers
 	$(BIN)/pytest -q tests/chaos --chaos-all --chaos-report benchmarks/results/chaos-full.json
 	$(BIN)/pytest -q tests/transparent --transparent-all
 

@@ -1,4 +1,5 @@
-"""A real Slurm cluster for all tests here; each finds and leaves its nodes idle."""
+"""A real Slurm cluster and a real Kubernetes control plane for all tests here; each test finds and
+leaves their nodes idle."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, missing
-from labs import Lab, LocalLab, SlurmLab
+from control_plane import ControlPlane
+from control_plane_build import missing as no_plane
+from labs import KubernetesLab, Lab, LocalLab, SlurmLab
 
 
 @pytest.fixture(scope="session")
@@ -30,10 +33,32 @@ def cluster(running_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterat
         yield running_cluster
 
 
-@pytest.fixture(params=["local", "slurm"])
+@pytest.fixture(scope="session")
+def running_plane() -> Iterator[ControlPlane]:
+    if why := no_plane():
+        pytest.skip(why)
+    made = ControlPlane()
+    try:
+        yield made
+    finally:
+        made.remove()
+        assert not made.folder.exists()
+
+
+@pytest.fixture
+def plane(running_plane: ControlPlane) -> Iterator[ControlPlane]:
+    """With every node ready and empty, before and after."""
+    with running_plane.clean():
+        yield running_plane
+
+
+@pytest.fixture(params=["local", "slurm", "kubernetes"])
 def lab(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lab]:
     if request.param == "slurm":
         yield SlurmLab(request.getfixturevalue("cluster"))
+        return
+    if request.param == "kubernetes":
+        yield KubernetesLab(request.getfixturevalue("plane"))
         return
     made = LocalLab(tmp_path / "pool")
     try:

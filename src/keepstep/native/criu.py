@@ -94,7 +94,7 @@ def _run(*command: str, config: Path | None = None) -> str:
     return done.stdout
 
 
-def _archive() -> str:
+def archive() -> str:
     """Where this machine gets its own distribution from."""
     names = Path("/etc/os-release").read_text()
     found = re.search(r"^VERSION_CODENAME=(\S+)$", names, re.MULTILINE)
@@ -106,17 +106,23 @@ def _archive() -> str:
     raise UsageError("apt has no archive of this machine's own release", hint=HINT)
 
 
-def _fetch(scratch: Path, root: Path) -> None:
-    for name in ("state/lists/partial", "cache/archives/partial"):
-        (scratch / name).mkdir(parents=True)
-    (scratch / "status").touch()
-    (scratch / "sources.list").write_text(f"deb [signed-by={KEYRING}] {_archive()} {SUITE} main\n")
+def write_apt_config(scratch: Path) -> Path:
+    """Of an apt whose state, cache and sources are in that folder."""
     config = scratch / "apt.conf"
     config.write_text(
         f'Dir::State "{scratch}/state";\nDir::State::status "{scratch}/status";\n'
         f'Dir::Cache "{scratch}/cache";\nDir::Etc::sourcelist "{scratch}/sources.list";\n'
         'Dir::Etc::sourceparts "/dev/null";\nAPT::Sandbox::User "root";\n'
     )
+    return config
+
+
+def _fetch(scratch: Path, root: Path) -> None:
+    for name in ("state/lists/partial", "cache/archives/partial"):
+        (scratch / name).mkdir(parents=True)
+    (scratch / "status").touch()
+    (scratch / "sources.list").write_text(f"deb [signed-by={KEYRING}] {archive()} {SUITE} main\n")
+    config = write_apt_config(scratch)
     _run("apt-get", "update", "-qq", config=config)
     options = ("-y", "-qq", "--no-install-recommends", "--download-only")
     _run("apt-get", "install", *options, "criu", config=config)

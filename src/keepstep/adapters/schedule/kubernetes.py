@@ -1,0 +1,435 @@
+"""Kubernetes as a source of machines, by its API.
+
+A lease is a set of pods, one in each of its places, and a pod that the scheduler has bound to a
+node is what holds it. Its container cannot start yet: it mounts a Secret that is not there. Telling
+the agent to start is making that Secret, with the command and the token in it. So a place can be
+held without anything running in it, pods need no rights of their own, and no token is in a pod's
+description (decision 24).
+
+A place is taken by name wherever that is possible, so that nobody is preempted by accident: two
+priority classes of equal rank are used, of which only one may preempt. Taints are NoSchedule, never
+NoExecute: a rank has to move before its pod may end.
+
+Deleting the pods of a node by force, behind a taint, is the fence (decision 24).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from keepstep.adapters.schedule import kubernetes_objects as objects
+from keepstep.adapters.schedule.kubernetes_api import (
+    Api,
+    Conflict,
+    Mirror,
+    NotThere,
+    Object,
+)
+from keepstep.adapters.schedule.kubernetes_objects import Machine
+from keepstep.adapters.schedule.kubernetes_pods import LOOK_S, Pods
+from keepstep.adapters.schedule.kubernetes_records import Records
+from keepstep.errors import KeepstepError, NoRight, NoSpare, TransientError, UsageError
+from keepstep.model.schedule import (
+    AgentStart,
+    Ask,
+    Capabilities,
+    Constraints,
+    Kind,
+    Lease,
+    Level,
+    Place,
+    Spare,
+)
+
+AT_ONCE_S = 5.0  # what is free or reserved is given at once, or somebody was faster
+FENCE_S = 2.0  # a kubelet that lives has ended a pod by then
+CONFLICTS_MAX = 10
+NO_TAINT = (
+    "without the right to patch nodes none is tainted: a lost node is given up only when its ranks "
+    "must have ended themselves"
+)
+NO_RECORDS = "migrations are not recorded: the custom resources of deploy/kubernetes are missing"
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    kubeconfig: str = ""
+    context: str = ""
+    namespace: str = "keepstep"
+    template: Object = {}  # of a pod: image, volumes and whatever else agents need
+    priority_class: str = "keepstep-train"
+    preempting_class: str = "keepstep-preempt"
+
+
+class KubernetesScheduler:
+    name = "kubernetes"
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._api = Api(settings.kubeconfig, settings.context)
+        self._pods = Pods(self._api)
+        self._records = Records(self._api, settings.namespace)
+        self._mirrors: tuple[Mirror, Mirror] | None = None
+        self._seen: dict[str, Place] = {}
+        self._shown: dict[str, dict[str, str]] = {}
+
+    # ----------------------------------------------------------------------- looking
+
+    def capabilities(self) -> Capabilities:
+        taint = self._api.may("patch", "nodes")
+        lacks = [] if taint else [NO_TAINT]
+        lacks += [] if self._records.can_write() else [NO_RECORDS]
+        preempt = self._has_class(self._settings.preempting_class)
+        return Capabilities(taint=taint, preempt=preempt, shrink=True, lacks=lacks)
+
+    def _has_class(self, name: str) -> bool:
+        try:
+            self._api.call(self._api.scheduling.read_priority_class, name)
+        except NotThere:
+            return False
+        return True
+
+    def check(self, constraints: Constraints, kinds: list[Kind], count: int = 1) -> None:
+        space = self._space(constraints)
+        try:
+            self._api.call(self._api.core.read_namespace, space)
+        except NotThere as error:
+            raise UsageError(
+                f"Kubernetes has no namespace {space}", hint="see kubectl get namespaces"
+            ) from error
+        known = self._pods.machines()
+        pool, wanted = constraints.reservation, constraints.gpu_type
+        pools = sorted({one.pool for one in known.values()} - {""})
+        if pool and pool not in pools:
+            raise UsageError(
+                f"Kubernetes has no pool {pool}: no node has the taint {objects.SPARE}={pool}",
+                hint=f"pools: {', '.join(pools) or 'none'}",
+            )
+        types = sorted({one.place.gpu_type for one in known.values()} - {""})
+        if wanted and wanted not in types:
+            raise UsageError(
+                f"no node has GPUs of type {wanted}", hint=f"types: {', '.join(types) or 'none'}"
+            )
+        fit = [one for one in known.values() if one.fits(constraints)]
+        if len(fit) < count:
+            raise UsageError(
+                f"{count} nodes are wanted, and there are {len(fit)} that will do",
+                hint="see kubectl get nodes --show-labels",
+            )
+        self._check_rights(space, kinds)
+
+    def _check_rights(self, space: str, kinds: list[Kind]) -> None:
+        for verb, what in (("create", "pods"), ("delete", "pods"), ("create", "secrets")):
+            if not self._api.may(verb, what, space):
+                raise UsageError(
+                    f"Kubernetes does not let us {verb} {what} in namespace {space}",
+                    hint="see deploy/kubernetes/rbac.yaml for the rights",
+                )
+        names = [self._settings.priority_class]
+        names += [self._settings.preempting_class] if "preempt" in kinds else []
+        for name in names:
+            if not self._has_class(name):
+                raise UsageError(
+                    f"Kubernetes has no priority class {name}",
+                    hint="apply deploy/kubernetes, or name another one",
+                )
+
+    def _space(self, limits: Constraints) -> str:
+        return limits.partition or self._settings.namespace
+
+    def places(self) -> list[Place]:
+        return [one.place for one in self._pods.machines().values()]
+
+    def watch(self) -> list[Place]:
+        if self._mirrors is None:
+            core = self._api.core
+            self._mirrors = (
+                Mirror(self._api, core.list_node),
+                Mirror(self._api, core.list_pod_for_all_namespaces),
+            )
+        nodes, pods = (mirror.look() for mirror in self._mirrors)
+        known = objects.machines(nodes, pods)
+        self._records.pools(known)
+        now = {name: one.place for name, one in known.items()}
+        news = [place for name, place in now.items() if self._seen.get(name) != place]
+        news += [
+            msgspec.structs.replace(place, state="down", reason="it is no node any more")
+            for name, place in self._seen.items()
+            if name not in now
+        ]
+        self._seen = now
+        return news
+
+    def leases(self, job: str = "") -> list[Lease]:
+        return objects.leases(self._pods.find(job), job)
+
+    def spares(self, ask: Ask) -> list[Spare]:
+        known = self._pods.machines()
+        return [
+            Spare(place=one, kind=kind)
+            for kind in ask.kinds
+            for one in self._free(known, ask, kind)
+        ]
+
+    def _free(self, known: dict[str, Machine], ask: Ask, kind: Kind) -> list[str]:
+        """Places that this kind would take, best first."""
+        ok = {
+            name: one
+            for name, one in known.items()
+            if one.fits(ask.constraints) and name not in ask.avoid and ask.only in ("", name)
+        }
+        pool = ask.constraints.reservation
+        if kind == "reserved":
+            return [n for n, one in ok.items() if pool and one.pool == pool and _is_free(one)]
+        ok = {name: one for name, one in ok.items() if not one.pool}
+        if kind in ("idle", "queue"):
+            return [name for name, one in ok.items() if _is_free(one)]
+        ours = self._priority() if ok else 0
+        lower = {
+            name: one
+            for name, one in ok.items()
+            if one.place.state == "used"
+            and not any(other.ours or other.priority >= ours for other in one.others)
+        }
+        cost = {
+            name: (max(o.priority for o in one.others), len(one.others))
+            for name, one in lower.items()
+        }
+        return sorted(lower, key=lambda name: cost[name])
+
+    def _priority(self) -> int:
+        try:
+            name = self._settings.preempting_class
+            return int(self._api.call(self._api.scheduling.read_priority_class, name)["value"])
+        except NotThere:
+            return 0  # there is nobody whom nobody may preempt
+
+    # ----------------------------------------------------------------------- leases
+
+    def acquire(self, ask: Ask, timeout_s: float) -> Lease:
+        end = time.monotonic() + timeout_s
+        before = self._pods.find(ask.job, ask.op)
+        if before:
+            if any(objects.HELD in pod["metadata"].get("annotations", {}) for pod in before):
+                return objects.leases(before)[0]
+            self._pods.delete(before)  # it waits for somebody who was killed
+        tried: list[str] = []
+        for kind in ask.kinds:
+            limit_s = max(LOOK_S, end - time.monotonic())
+            why = self._try(ask, kind, limit_s)
+            if not why:
+                lease = objects.leases(self._pods.find(ask.job, ask.op))[0]
+                self._records.migration(ask.job, ask.op, "Acquired", kind=kind, to=lease.places[0])
+                return lease
+            tried.append(f"{kind}: {why}")
+        raise NoSpare(f"Kubernetes has no place for job {ask.job} ({'; '.join(tried)})")
+
+    def _try(self, ask: Ask, kind: Kind, limit_s: float) -> str:
+        """Why it came to nothing; empty if it is held now."""
+        known = self._pods.machines()
+        free = self._free(known, ask, kind)
+        if kind == "queue":
+            bad = [n for n, one in known.items() if one.place.state in ("degraded", "down")]
+            types = [
+                (key, one.labels[key])
+                for one in known.values()
+                if ask.constraints.gpu_type and one.place.gpu_type == ask.constraints.gpu_type
+                for key in objects.GPU_TYPES
+                if key in one.labels
+            ]
+            avoid = sorted({*ask.avoid, *bad})
+            terms = objects.elsewhere(ask.constraints, sorted(set(types)), avoid)
+        elif len(free) < ask.count:
+            return {"reserved": "all of its nodes are used", "idle": "no node is idle"}.get(
+                kind, "nobody of lower priority has one"
+            )
+        else:
+            terms = objects.on(free[: ask.count])
+        if kind in ("reserved", "idle"):
+            limit_s = min(AT_ONCE_S, limit_s)
+        try:
+            self._create(ask, kind, terms)
+            why = self._await_bound(ask, limit_s)
+        except (NoRight, UsageError):
+            self._take_back(ask)
+            raise
+        except TransientError as error:
+            why = error.message
+        except BaseException:  # Ctrl-C
+            self._take_back(ask)
+            raise
+        if why:
+            self._take_back(ask)
+        return why
+
+    def _take_back(self, ask: Ask) -> None:
+        with contextlib.suppress(KeepstepError):  # whoever cleans up later finds it by its marks
+            self._pods.delete(self._pods.find(ask.job, ask.op))
+
+    def _create(self, ask: Ask, kind: Kind, terms: list[Object]) -> None:
+        preempts = kind == "preempt"
+        named = ask.constraints.qos or self._settings.priority_class
+        for index in range(ask.count):
+            pod = objects.agent_pod(
+                self._settings.template,
+                name=objects.name_of("keepstep", ask.job, ask.op, str(index)),
+                job=ask.job,
+                op=ask.op,
+                kind=kind,
+                index=index,
+                priority_class=self._settings.preempting_class if preempts else named,
+                limits=ask.constraints,
+                terms=terms,
+                pool=ask.constraints.reservation if kind == "reserved" else "",
+            )
+            self._pods.make(self._space(ask.constraints), pod)
+
+    def _await_bound(self, ask: Ask, limit_s: float) -> str:
+        end = time.monotonic() + limit_s
+        while True:
+            pods = self._pods.find(ask.job, ask.op)
+            if len(pods) < ask.count:
+                return "it was cancelled"
+            if all(pod["spec"].get("nodeName") for pod in pods):
+                break
+            if time.monotonic() > end:
+                return f"nothing within {limit_s:g} s: {_why_pending(pods)}"
+            time.sleep(LOOK_S)
+        for pod in pods:
+            self._pods.note(pod, {objects.HELD: "true"})
+        return ""
+
+    def release(self, lease: Lease) -> None:
+        self._pods.delete(self._pods.find(lease.job, lease.op))
+
+    def abort_swap(self, job: str, op: str) -> None:
+        if pods := self._pods.find(job, op):
+            self._pods.delete(pods)
+            self._records.migration(job, op, "Aborted")
+
+    def commit_swap(self, job: str, place: str, op: str = "") -> None:
+        gone = [pod for pod in self._pods.find(job) if pod["spec"].get("nodeName") == place]
+        self._pods.delete(gone)
+        for pod in self._pods.find(job, op) if op else []:
+            if pod["metadata"]["annotations"].get(objects.INSTEAD) != place:
+                self._pods.note(pod, {objects.INSTEAD: place})
+                to = pod["spec"]["nodeName"]
+                self._records.migration(job, op, "Done", to=to, **{"from": place})
+                self._records.event(
+                    pod, "Swapped", f"job {job}: {to} has taken the place of {place}"
+                )
+
+    # ----------------------------------------------------------------------- agents
+
+    def start_agent(self, place: str, agent: AgentStart) -> None:
+        pods = [one for one in self._pods.find(agent.job) if one["spec"].get("nodeName") == place]
+        if not pods:
+            raise TransientError(f"job {agent.job} has no pod on {place}")
+        pod = pods[0]
+        phase = pod.get("status", {}).get("phase")
+        told = pod["metadata"].get("annotations", {}).get(objects.NODE)
+        if told == agent.node and phase == "Running":
+            return
+        if phase in ("Failed", "Succeeded"):
+            pod = self._renew(pod)
+        space, secret = pod["metadata"]["namespace"], objects.start_secret(pod, agent)
+        core = self._api.core
+        try:
+            self._api.call(core.create_namespaced_secret, space, secret)
+        except Conflict:  # told before, but it has not begun: the token may be too old by now
+            self._api.call(core.patch_namespaced_secret, pod["metadata"]["name"], space, secret)
+        self._pods.note(pod, {objects.NODE: agent.node}, {objects.NODE: objects.label(agent.node)})
+        lease = objects.leases([pod])[0]
+        self._records.migration(agent.job, lease.op, "Started", node=agent.node)
+
+    def stop_agent(self, job: str, node: str) -> None:
+        for pod in self._pods.find(job):
+            if pod["metadata"].get("annotations", {}).get(objects.NODE) == node:
+                self._renew(pod)
+
+    def _renew(self, old: Object) -> Object:
+        """The same place is held by a pod in which nothing runs."""
+        meta = old["metadata"]
+        (lease,) = objects.leases([old])
+        pod = objects.renewed(old)
+        self._pods.delete([old])
+        self._pods.make(meta["namespace"], pod)
+        end = time.monotonic() + AT_ONCE_S
+        while True:
+            now = self._api.call(
+                self._api.core.read_namespaced_pod, meta["name"], meta["namespace"]
+            )
+            if now["spec"].get("nodeName"):
+                return now
+            if time.monotonic() > end:
+                raise TransientError(
+                    f"{lease.places[0]} cannot be had again: {_why_pending([now])}"
+                )
+            time.sleep(LOOK_S)
+
+    # ----------------------------------------------------------------------- taints
+
+    def taint(self, place: str, level: Level, reason: str) -> None:
+        now = self._pods.machines().get(place)
+        if now is None:
+            raise UsageError(f"Kubernetes has no node {place}", hint="see kubectl get nodes")
+        words = " ".join(reason.split())[:200]
+        if level == "degraded":
+            if now.place.state not in ("degraded", "down"):
+                self._change(place, lambda node: objects.with_taint(node, objects.DEGRADED, words))
+            return
+        if not (now.place.state == "down" and now.place.ours):
+            self._change(place, lambda node: objects.with_taint(node, objects.FENCED, words))
+        there = [pod for pod in self._pods.find() if pod["spec"].get("nodeName") == place]
+        with contextlib.suppress(TransientError):
+            self._pods.delete(there, grace_s=1, limit_s=FENCE_S)
+        self._pods.delete(there, grace_s=0)
+
+    def untaint(self, place: str) -> bool:
+        now = self._pods.machines().get(place)
+        if now is None or not now.place.ours:
+            return False
+        self._change(place, objects.without_taints)
+        return True
+
+    def _change(self, place: str, change: Callable[[Object], Object]) -> None:
+        """Read, change, write; again if somebody was faster. Taints are one list: two who write it
+        without looking would lose one of theirs."""
+        core = self._api.core
+        for attempt in range(CONFLICTS_MAX):
+            node = self._api.call(core.read_node, place)
+            try:
+                self._api.call(core.patch_node, place, change(node))
+                return
+            except Conflict:
+                time.sleep(LOOK_S * attempt)
+        raise TransientError(f"node {place} changes too often to be tainted")
+
+    # ----------------------------------------------------------------------- showing
+
+    def show(self, job: str, ranks: dict[str, list[int]]) -> None:
+        """kubectl get pods -L keepstep.dev/rank"""
+        wanted = {place: objects.ranks_label(found) for place, found in ranks.items()}
+        if self._shown.get(job) == wanted:
+            return
+        for pod in self._pods.find(job):
+            text = wanted.get(pod["spec"].get("nodeName", ""), "")
+            if pod["metadata"]["labels"].get(objects.RANK, "") != text:
+                with contextlib.suppress(NotThere):
+                    self._pods.note(pod, {}, {objects.RANK: text})
+        self._shown[job] = wanted
+
+
+def _is_free(one: Machine) -> bool:
+    return one.place.state == "free"
+
+
+def _why_pending(pods: list[Object]) -> str:
+    for pod in pods:
+        for condition in pod.get("status", {}).get("conditions") or []:
+            if condition["type"] == "PodScheduled" and condition["status"] == "False":
+                return str(condition.get("message") or condition.get("reason") or "")
+    return "its scheduler has said nothing"
