@@ -34,6 +34,7 @@ COMMANDS = {
     "token": "keepstep.cli.token:token",
     "agent": "keepstep.cli.node:agent",
     "slurm": "keepstep.cli.slurm:slurm",
+    "kubernetes": "keepstep.cli.kubernetes:kubernetes",
     "demo": "keepstep.cli.demo:demo",
     "sim": "keepstep.cli.sim:sim",
     "doctor": "keepstep.cli.doctor:doctor",

@@ -14,8 +14,10 @@ import click
 from keepstep.adapters.schedule.slurm import SlurmScheduler
 from keepstep.cli import show
 from keepstep.cli.home import home
+from keepstep.cli.kubernetes import cluster_options, connect
 from keepstep.errors import UsageError
 from keepstep.orchestrator.main import LEASE_S, Orchestrator
+from keepstep.ports.schedule import Scheduler
 
 LEASE_S_MIN, LEASE_S_MAX = 1.0, 300.0
 
@@ -41,9 +43,10 @@ LEASE_S_MIN, LEASE_S_MAX = 1.0, 300.0
     help="With --store: after this time without a word another one takes over.",
 )  # fmt: skip
 @click.option(
-    "--scheduler", type=click.Choice(("slurm",)),
-    help="Take further nodes from it for jobs of `keepstep slurm launch`.",
+    "--scheduler", type=click.Choice(("slurm", "kubernetes")),
+    help="Take further nodes from it for jobs of `keepstep slurm|kubernetes launch`.",
 )  # fmt: skip
+@cluster_options
 def orchestrator(
     id_: str | None,
     host: str,
@@ -52,6 +55,7 @@ def orchestrator(
     store: str,
     lease_s: float,
     scheduler: str | None,
+    **cluster: Any,
 ) -> None:
     """Run an orchestrator for `keepstep run --orchestrator NAME`."""
     logging.basicConfig(
@@ -66,7 +70,13 @@ def orchestrator(
         raise UsageError("--id is missing", hint="it names the ledger, for example --id main")
     id_ = id_ or socket.gethostname()
     where = {"id": id_, "host": host, "port": port, "stream_port": stream_port}
-    by = SlurmScheduler() if scheduler is not None else None
+    if scheduler != "kubernetes" and any(cluster.values()):
+        raise UsageError(
+            "--namespace and --pod-template belong to --scheduler kubernetes", hint="see --help"
+        )
+    by: Scheduler | None = None
+    if scheduler is not None:
+        by = connect(**cluster) if scheduler == "kubernetes" else SlurmScheduler()
     if by is not None:
         for sentence in by.capabilities().lacks:
             show.words(f"note: {sentence}")

@@ -66,5 +66,8 @@ class Scheduler(Protocol):
 
     def release(self, lease: Lease) -> None: ...
 
+    def show(self, job: str, ranks: dict[str, list[int]]) -> None:
+        """For whoever looks there: which ranks are in which place."""
+
     def watch(self) -> list[Place]:
         """Places that have changed since the last call; at first all."""

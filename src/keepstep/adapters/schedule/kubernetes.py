@@ -76,6 +76,10 @@ class KubernetesScheduler:
         self._seen: dict[str, Place] = {}
         self._shown: dict[str, dict[str, str]] = {}
 
+    @property
+    def server(self) -> str:
+        return self._api.server
+
     # ----------------------------------------------------------------------- looking
 
     def capabilities(self) -> Capabilities:

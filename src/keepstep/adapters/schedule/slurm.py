@@ -275,6 +275,9 @@ class SlurmScheduler:
                 if name == _step(node):
                     cli.run("scancel", step)
 
+    def show(self, job: str, ranks: dict[str, list[int]]) -> None:
+        """Comments of allocations say which place has replaced which; a step has no comment."""
+
     # ----------------------------------------------------------------------- taints
 
     def taint(self, place: str, level: Level, reason: str) -> None:
