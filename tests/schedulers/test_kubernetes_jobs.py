@@ -132,7 +132,8 @@ def test_a_node_is_lost_and_another_one_cordoned(
     assert job.moves(2)[1] == ["rank 1: n1/0 -> n4/0"]
     assert "kubernetes: cordoned" in job.resolved()[1].reason
     job.until(lambda: ranks(plane) == {d: "0", e: "1", c: "2"}, "the swap in the labels")
-    assert migrations(plane)["job-spare-2"] == ("Done", "preempt", b, e)
+    done["job-spare-2"] = ("Done", "preempt", b, e)
+    job.until(lambda: migrations(plane) == done, "the swap in the migrations")
     assert low_runs_on(plane) == []
     plane.change_node(b, {"unschedulable": None})
     job.until(lambda: low_runs_on(plane) == [b], "the pod that had to go")
@@ -209,10 +210,11 @@ def test_an_orchestrator_killed_with_a_spare_in_hand_leaks_nothing(
         plane.change_node(b, {"taints": None})
         assert job.moves(2)[1] == ["rank 1: n3/0 -> n4/0"]
         job.until(lambda: ranks(plane) == {a: "0", b: "1", c: "2"}, "the way back in the labels")
-        assert migrations(plane) == {
+        done = {
             "job-spare-1": ("Done", "reserved", b, spare),
             "job-spare-2": ("Done", "idle", spare, b),
         }
+        job.until(lambda: migrations(plane) == done, "both swaps in the migrations")
         assert taints(plane, spare) == {"keepstep.dev/spare"} and taints(plane, b) == set()
         job.finish()
         until(lambda: ranks(plane) == {}, "the end of all pods")

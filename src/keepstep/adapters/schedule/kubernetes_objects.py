@@ -34,6 +34,8 @@ MOUNT = "/keepstep"
 TOLD = "start"  # the file that a container runs
 SENTINEL = "dgxc.nvidia.com/nvsentinel-state"
 WELL = ("", "remediation-succeeded")
+OUT = "node.kubernetes.io/out-of-service"  # whoever sets it vouches that nothing runs there
+FOLLOWS = re.compile(r"node\.kubernetes\.io/(unschedulable|not-ready|unreachable)$")
 
 # Taints of these say that somebody is worried about the node; others only say whom it is for.
 WORRIES = re.compile(
@@ -120,6 +122,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     gpus: int
     pool: str  # whose spare it is
     others: list[Occupant]  # that matter, ours included
+    silent: bool  # its kubelet is not heard of
 
     def fits(self, limits: Constraints) -> bool:
         return (
@@ -163,6 +166,7 @@ def _machine(node: Object, there: dict[str, list[Occupant]]) -> Machine:
         gpus=gpus,
         pool=next((str(one.get("value", "")) for one in taints if one["key"] == SPARE), ""),
         others=others,
+        silent=not _is_ready(status),
     )
 
 
@@ -171,15 +175,17 @@ def _health(meta: Object, spec: Object, status: Object, taints: list[Object]) ->
     keys = {one["key"] for one in taints}
     said = str((meta.get("annotations") or {}).get(REASON, ""))
     conditions = {one["type"]: one for one in status.get("conditions") or []}
-    ready = conditions.get("Ready", {"status": "Unknown"})
-    if ready["status"] != "True":
-        return "down", f"not ready: {ready.get('reason') or 'unknown'}", False
     if FENCED in keys:
         return "down", f"keepstep: {said}", True
-    theirs = [
+    if OUT in keys:
+        return "down", OUT, False
+    # Not ready is no fence: what runs there may go on.
+    why = conditions.get("Ready", {}).get("reason", "it was never heard of")
+    theirs = [] if _is_ready(status) else [f"not ready: {why}"]
+    theirs += [
         f"{one['key']}={one['value']}" if one.get("value") else one["key"]
         for one in taints
-        if WORRIES.match(one["key"]) and one["key"] != "node.kubernetes.io/unschedulable"
+        if WORRIES.match(one["key"]) and not FOLLOWS.match(one["key"])
     ]
     if spec.get("unschedulable"):
         theirs.insert(0, "cordoned")
@@ -196,6 +202,11 @@ def _health(meta: Object, spec: Object, status: Object, taints: list[Object]) ->
     if DEGRADED in keys:
         return "degraded", f"keepstep: {said}", True
     return "", "", False
+
+
+def _is_ready(status: Object) -> bool:
+    conditions = status.get("conditions") or []
+    return any((one["type"], one["status"]) == ("Ready", "True") for one in conditions)
 
 
 def gpu_type(labels: dict[str, str]) -> str:

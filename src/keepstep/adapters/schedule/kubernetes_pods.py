@@ -51,7 +51,7 @@ class Pods:
     ) -> None:
         """And wait until they are gone. Where no kubelet answers, nobody else would ever do it."""
         left = {(pod["metadata"]["namespace"], pod["metadata"]["name"]): pod for pod in pods}
-        dead = {name for name, one in self.machines().items() if _is_silent(one)} if left else set()
+        dead = {name for name, one in self.machines().items() if one.silent} if left else set()
         end = time.monotonic() + limit_s
         for pod in left.values():
             silent = pod["spec"].get("nodeName") in dead
@@ -94,7 +94,3 @@ class Pods:
             except UsageError:
                 if version == "policy/v1beta1":
                     raise
-
-
-def _is_silent(one: Machine) -> bool:
-    return one.place.state == "down" and not one.place.ours
