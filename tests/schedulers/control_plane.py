@@ -108,7 +108,7 @@ class ControlPlane:
         command = [f"--etcd-servers=http://127.0.0.1:{self._etcd}", "--bind-address=127.0.0.1"]
         command += [f"--secure-port={self._port}", "--insecure-port=0", f"--cert-dir={where}/certs"]
         command += ["--service-cluster-ip-range=10.96.0.0/16", "--authorization-mode=RBAC"]
-        command += [f"--token-auth-file={where}/tokens.csv", "--watch-cache-sizes=nodes#10"]
+        command += [f"--token-auth-file={where}/tokens.csv"]
         command += ["--service-account-issuer=https://kubernetes.default.svc"]
         command += [f"--service-account-key-file={where}/sa.key"]
         command += [f"--service-account-signing-key-file={where}/sa.key"]

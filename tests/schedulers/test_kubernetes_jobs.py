@@ -17,8 +17,10 @@ from control_plane import NAMESPACE, ControlPlane
 from labs import TEMPLATE, KubernetesLab
 from test_slurm_jobs import SCRIPT, STEPS, WORLD, SlurmJob, address, end, run, same_bits
 
+from keepstep.cli.client import Client
 from keepstep.cli.main import invoke
 from keepstep.orchestrator import registry
+from keepstep.orchestrator.requests import Asked, DrainRequest
 
 ALL = pytest.mark.skipif("KEEPSTEP_ALL" not in os.environ, reason="only make test-all has the time")
 
@@ -46,6 +48,11 @@ class KubernetesJob(SlurmJob):
         command += [str(SCRIPT), "--out", str(self.out), *STEPS]
         command += ["--slow", str(self.slow), "--slow-s", "1"]
         self.process = run(self._log, self._home, *command)
+
+    def drain(self, node: str) -> None:
+        entry = registry.read(self._home, self._id)
+        assert entry is not None
+        Client.of(entry).post("/v1/jobs/job/drain", DrainRequest(node=node, reason="asked"), Asked)
 
     def moves(self, count: int) -> list[list[str]]:
         self.until(lambda: len(self.resolved()) == count, f"{count} moves")
@@ -220,4 +227,35 @@ def test_an_orchestrator_killed_with_a_spare_in_hand_leaks_nothing(
         until(lambda: ranks(plane) == {}, "the end of all pods")
     finally:
         end(first, job.process, *second)
+    same_bits(job, tmp_path)
+
+
+@ALL
+@pytest.mark.timeout(290)
+def test_training_goes_on_without_the_api_server(
+    plane: ControlPlane, job: KubernetesJob, tmp_path: Path
+) -> None:
+    """A node that is drained meanwhile is left when there is one to go to."""
+    job.until_step(3)
+    job.until(lambda: sorted(ranks(plane).values()) == ["0", "1", "2"], "labels of ranks")
+    where = {rank: place for place, rank in ranks(plane).items()}
+    a, b, c = where["0"], where["1"], where["2"]
+    plane.stop_server()
+    try:
+        job.drain("n1")
+        view = job.view()
+        assert view is not None
+        job.until_step(view.committed_step + 3)
+        job.until(lambda: "does not answer" in job.words(), "a note")
+        assert job.resolved() == []
+    finally:
+        plane.start_server()
+    ((move,),) = job.moves(1)  # to a node that was asked for again
+    assert move.startswith("rank 1: n1/0 -> n") and job.resolved()[0].trigger == "planned"
+    job.until(lambda: b not in ranks(plane), "the swap")
+    job.until(lambda: sorted(ranks(plane).values()) == ["0", "1", "2"], "the swap in the labels")
+    assert set(ranks(plane)) > {a, c}
+    assert "keepstep.dev/degraded" in taints(plane, b)
+    job.finish()
+    until(lambda: ranks(plane) == {}, "the end of all pods")
     same_bits(job, tmp_path)

@@ -10,6 +10,7 @@ import importlib
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ Object = dict[str, Any]
 CALL_S = 15.0
 WATCH_S = 240  # the server ends a watch after this time, and it is begun again
 AGAIN_S = 1.0
+SURE_S = (0.5, 1.5)  # a server that has just started refuses what it will allow in a moment
 GROUP, VERSION = "keepstep.dev", "v1alpha1"
 
 
@@ -73,7 +75,14 @@ class Api:
         self.custom = client.CustomObjectsApi(self._http)
 
     def call(self, function: Callable[..., Any], *given: Any, **named: Any) -> Object:
-        response = self._ask(function, *given, _request_timeout=CALL_S, **named)
+        for wait_s in (*SURE_S, None):
+            try:
+                response = self._ask(function, *given, _request_timeout=CALL_S, **named)
+                break
+            except NoRight:
+                if wait_s is None:
+                    raise
+                time.sleep(wait_s)
         said: Object = json.loads(response.data or b"{}")
         return said
 

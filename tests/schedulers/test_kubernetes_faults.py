@@ -1,0 +1,165 @@
+"""What a real API server refuses, forgets or does not answer is retried or reported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from cluster import until
+from control_plane import NAMESPACE, ControlPlane
+from labs import TEMPLATE, KubernetesLab
+from test_conformance import ask, start
+
+from keepstep.adapters.schedule.kubernetes import KubernetesScheduler, Settings
+from keepstep.adapters.schedule.kubernetes_api import Mirror
+from keepstep.errors import NoRight, NoSpare, TransientError, UsageError
+
+ROLE = "/apis/rbac.authorization.k8s.io/v1/clusterroles/keepstep"
+
+
+@pytest.fixture
+def lab(plane: ControlPlane) -> KubernetesLab:
+    return KubernetesLab(plane)
+
+
+def test_a_taint_is_written_again_if_somebody_was_faster(
+    lab: KubernetesLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, reads = lab.places[0], []
+    core: Any = lab.scheduler._api.core  # type: ignore[attr-defined]
+    read = core.read_node
+
+    def slow(name: str, **named: Any) -> Any:
+        found = read(name, **named)
+        if not reads:
+            lab.taint(place)  # between the look and the change
+        reads.append(name)
+        return found
+
+    monkeypatch.setattr(core, "read_node", slow)
+    lab.scheduler.taint(place, "degraded", "ECC errors")
+    keys = {one["key"] for one in lab.plane.node(place)["spec"]["taints"]}
+    assert len(reads) == 2 and keys == {"gpu.health/xid", "keepstep.dev/degraded"}
+    assert not lab.scheduler.untaint(place)  # theirs is why nobody may use it
+
+
+def test_a_quota_that_is_used_up_is_reported(lab: KubernetesLab) -> None:
+    meta = {"name": "none", "namespace": NAMESPACE}
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": meta}
+    lab.plane.apply({**quota, "spec": {"hard": {"pods": "1"}}})
+    path = f"/api/v1/namespaces/{NAMESPACE}/resourcequotas/none"
+    until(lambda: "hard" in lab.plane.ask("GET", path).get("status", {}), "the quota")
+    with pytest.raises(NoSpare, match="exceeded quota"):
+        lab.scheduler.acquire(ask("start", "idle", count=3), 20)
+    assert lab.plane.pods() == []
+    assert lab.scheduler.acquire(ask("spare-1"), 20).places
+
+
+def test_without_the_right_to_taint_everything_else_works(lab: KubernetesLab) -> None:
+    rules = lab.plane.ask("GET", ROLE)["rules"]
+    less = [
+        {**rule, "verbs": [verb for verb in rule["verbs"] if verb != "patch"]}
+        if "nodes" in rule["resources"]
+        else rule
+        for rule in rules
+    ]
+    lab.plane.ask("PATCH", ROLE, {"rules": less})
+    try:
+        until(lambda: not lab.scheduler.capabilities().taint, "fewer rights")
+        assert "without the right to patch nodes" in lab.scheduler.capabilities().lacks[0]
+        with pytest.raises(NoRight, match="forbidden") as refused:
+            lab.scheduler.taint(lab.places[0], "fenced", "x")
+        assert "rbac.yaml" in refused.value.hint
+        start(lab)
+    finally:
+        lab.plane.ask("PATCH", ROLE, {"rules": rules})
+    until(lambda: lab.scheduler.capabilities().taint, "the right")
+
+
+def test_whoever_may_nothing_is_told_so(plane: ControlPlane) -> None:
+    file = str(plane.kubeconfig("nobody"))
+    scheduler = KubernetesScheduler(Settings(kubeconfig=file, template=TEMPLATE))
+    for tried in (scheduler.places, lambda: scheduler.check(ask("x").constraints, ["idle"])):
+        with pytest.raises(NoRight, match="forbidden") as refused:
+            tried()
+        assert refused.value.hint
+
+
+def test_a_template_that_the_server_refuses_is_an_error_at_once(plane: ControlPlane) -> None:
+    template = {"spec": {"containers": [{"name": "Not A Name", "image": "i"}]}}
+    file = str(plane.kubeconfig())
+    scheduler = KubernetesScheduler(Settings(kubeconfig=file, template=template))
+    with pytest.raises(UsageError, match="Not A Name"):
+        scheduler.acquire(ask("start", "queue"), 20)
+    assert plane.pods() == []
+
+
+def test_a_pool_says_how_much_of_it_is_free(lab: KubernetesLab) -> None:
+    pool = lab.reserve(lab.places[0])
+    meta = {"name": pool}
+    lab.plane.apply(
+        {"apiVersion": "keepstep.dev/v1alpha1", "kind": "SparePool", "metadata": meta, "spec": {}}
+    )
+    path = f"/apis/keepstep.dev/v1alpha1/sparepools/{pool}"
+
+    def says(free: int) -> bool:
+        lab.scheduler.watch()
+        return lab.plane.ask("GET", path).get("status") == {"nodes": 1, "free": free}
+
+    until(lambda: says(1), "a free node of the pool")
+    limits = ask("x").constraints
+    taken = ask("spare-1", "reserved")
+    taken = type(taken)(
+        job=taken.job,
+        op=taken.op,
+        kinds=["reserved"],
+        constraints=type(limits)(gpus=4, gpu_type="h200", reservation=pool),
+    )
+    assert lab.scheduler.acquire(taken, 20).kind == "reserved"
+    until(lambda: says(0), "a pool that is used up")
+
+
+def test_a_server_that_is_away_is_waited_for(
+    lab: KubernetesLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = start(lab)
+    lab.scheduler.watch()
+    lab.plane.stop_server()
+    try:
+        for tried in (lab.scheduler.places, lambda: lab.scheduler.acquire(ask("spare-1"), 1)):
+            with pytest.raises(TransientError, match="does not answer"):
+                tried()
+        until(lambda: _is_lost(lab), "a watch that has noticed")
+    finally:
+        lab.plane.start_server()
+    until(lambda: not _is_lost(lab), "the watch")
+    assert lab.scheduler.leases("job-1") == [first]
+    until(lambda: lab.plane.ready() == set(lab.places), "ready nodes")
+    until(lambda: all(one.state != "down" for one in lab.scheduler.places()), "well nodes")
+    assert lab.scheduler.acquire(ask("spare-1"), 20).kind == "idle"
+    _expire_a_watch(lab, monkeypatch)
+
+
+def _expire_a_watch(lab: KubernetesLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that has just started remembers nothing: a watch since the beginning is refused."""
+    list_now, lists = Mirror._list, []
+
+    def long_ago(mirror: Mirror) -> str:
+        version = list_now(mirror)
+        lists.append(version)
+        return "1" if len(lists) <= 2 else version  # of both mirrors
+
+    monkeypatch.setattr(Mirror, "_list", long_ago)
+    scheduler: Any = lab.again()
+    scheduler.watch()
+    until(lambda: all(one.restarts == 1 for one in scheduler._mirrors), "a watch that expires")
+    lab.scheduler.taint(lab.places[5], "degraded", "x")
+    until(lambda: [one.name for one in scheduler.watch()] == [lab.places[5]], "the change")
+
+
+def _is_lost(lab: KubernetesLab) -> bool:
+    try:
+        lab.scheduler.watch()
+    except (TransientError, NoRight):  # its rights are not loaded yet
+        return True
+    return False
