@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from benchmarks import (
     gpu,
+    kubernetes,
     memory,
     network,
     overhead,
@@ -30,6 +31,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "transfer": transfer.run,
     "gpu": gpu.run,
     "network": network.run,
+    "kubernetes": kubernetes.run,
     "redundancy": redundancy.run,
 }
 

@@ -119,6 +119,41 @@ def test_a_pool_says_how_much_of_it_is_free(lab: KubernetesLab) -> None:
     until(lambda: says(0), "a pool that is used up")
 
 
+def test_pods_of_a_job_controller_are_adopted_and_evicted(lab: KubernetesLab) -> None:
+    limits = {"nvidia.com/gpu": "4"}
+    container = {"name": "c", "image": "none", "resources": {"limits": limits}}
+    spec = {"containers": [container], "restartPolicy": "Never"}
+    template = {"metadata": {"labels": {"keepstep.dev/job": "job-1"}}, "spec": spec}
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": "train", "namespace": NAMESPACE},
+        "spec": {"parallelism": 2, "completions": 2, "template": template},
+    }
+    path = f"/apis/batch/v1/namespaces/{NAMESPACE}/jobs/train"
+    lab.plane.apply(job)
+    try:
+        first = start(lab, 2)
+        assert len(set(first.places)) == 2 and lab.again().leases("job-1") == [first]
+        before = lab.plane.ask("GET", path)["spec"]["template"]
+        lab.scheduler.show("job-1", {first.places[0]: [0], first.places[1]: [1]})
+        labels = [one["metadata"]["labels"] for one in lab.plane.pods("job-name=train")]
+        assert sorted(one["keepstep.dev/rank"] for one in labels) == ["0", "1"]
+        lab.scheduler.release(first)  # they are not ours to end
+        assert lab.scheduler.leases("job-1") == [first]
+        old = {one["metadata"]["uid"] for one in lab.plane.pods("job-name=train")}
+        lab.scheduler.commit_swap("job-1", first.places[0])
+        until(lambda: len(_live(lab, old)) == 1, "another pod of theirs")
+        assert lab.plane.ask("GET", path)["spec"]["template"] == before
+    finally:
+        lab.plane.ask("DELETE", path, propagationPolicy="Background")
+
+
+def _live(lab: KubernetesLab, but: set[str]) -> list[str]:
+    uids = {one["metadata"]["uid"] for one in lab.plane.pods("job-name=train")}
+    return sorted(uids - but)
+
+
 def test_a_server_that_is_away_is_waited_for(
     lab: KubernetesLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -217,6 +217,8 @@ class KubernetesScheduler:
         end = time.monotonic() + timeout_s
         before = self._pods.find(ask.job, ask.op)
         if before:
+            if any(map(objects.is_foreign, before)):
+                return self._adopt(ask, timeout_s)
             if any(objects.HELD in pod["metadata"].get("annotations", {}) for pod in before):
                 return objects.leases(before)[0]
             self._pods.delete(before)  # it waits for somebody who was killed
@@ -230,6 +232,17 @@ class KubernetesScheduler:
                 return lease
             tried.append(f"{kind}: {why}")
         raise NoSpare(f"Kubernetes has no place for job {ask.job} ({'; '.join(tried)})")
+
+    def _adopt(self, ask: Ask, timeout_s: float) -> Lease:
+        """Pods of somebody else's controller are the places."""
+        end = time.monotonic() + timeout_s
+        while True:
+            for lease in self.leases(ask.job):
+                if lease.op == ask.op and len(lease.places) >= ask.count:
+                    return msgspec.structs.replace(lease, places=lease.places[: ask.count])
+            if time.monotonic() > end:
+                raise NoSpare(f"there are not {ask.count} pods with the label of job {ask.job}")
+            time.sleep(LOOK_S)
 
     def _try(self, ask: Ask, kind: Kind, limit_s: float) -> str:
         """Why it came to nothing; empty if it is held now."""
@@ -307,7 +320,8 @@ class KubernetesScheduler:
         return ""
 
     def release(self, lease: Lease) -> None:
-        self._pods.delete(self._pods.find(lease.job, lease.op))
+        pods = self._pods.find(lease.job, lease.op)
+        self._pods.delete([pod for pod in pods if not objects.is_foreign(pod)])
 
     def abort_swap(self, job: str, op: str) -> None:
         if pods := self._pods.find(job, op):
@@ -318,7 +332,7 @@ class KubernetesScheduler:
         gone = [pod for pod in self._pods.find(job) if pod["spec"].get("nodeName") == place]
         self._pods.delete(gone)
         for pod in self._pods.find(job, op) if op else []:
-            if pod["metadata"]["annotations"].get(objects.INSTEAD) != place:
+            if pod["metadata"].get("annotations", {}).get(objects.INSTEAD) != place:
                 self._pods.note(pod, {objects.INSTEAD: place})
                 to = pod["spec"]["nodeName"]
                 self._records.migration(job, op, "Done", to=to, **{"from": place})
@@ -333,6 +347,8 @@ class KubernetesScheduler:
         if not pods:
             raise TransientError(f"job {agent.job} has no pod on {place}")
         pod = pods[0]
+        if objects.is_foreign(pod):
+            return
         phase = pod.get("status", {}).get("phase")
         told = pod["metadata"].get("annotations", {}).get(objects.NODE)
         if told == agent.node and phase == "Running":

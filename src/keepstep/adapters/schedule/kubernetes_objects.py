@@ -257,6 +257,11 @@ def owner(pod: Object) -> Owner | None:
     return None
 
 
+def is_foreign(pod: Object) -> bool:
+    """Somebody else made it, for a job that its label names: it starts its agent itself."""
+    return OP not in (pod["metadata"].get("annotations") or {})
+
+
 def leases(pods: list[Object], job: str = "") -> list[Lease]:
     found: dict[tuple[str, str], list[Object]] = defaultdict(list)
     for pod in pods:
