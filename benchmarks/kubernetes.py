@@ -1,7 +1,8 @@
 """From the decision to take a spare to its agent's process, on a real Kubernetes control plane.
 
     dedicated   a free node of a pool
-    floating    a node that a pod of lower priority has, with a grace period of one second
+    floating    a node that a pod of lower priority has, which ends at once when it is told to: what
+                is left is the scheduler's own time, which waits a second or two before it looks again
 
 Measured is what the adapter does: look, make the pod, wait until it is bound, make the Secret; and
 what the cluster does until the agent's first instruction. The kubelet is simulated (no image, no
@@ -22,7 +23,7 @@ sys.path.insert(0, str(report.ROOT / "tests" / "schedulers"))
 from cluster import until
 from control_plane import ControlPlane
 from control_plane_build import missing
-from labs import KubernetesLab
+from kubernetes_lab import KubernetesLab
 
 from keepstep.model.schedule import AgentStart, Ask, Constraints, Kind
 

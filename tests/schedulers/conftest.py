@@ -10,7 +10,8 @@ import pytest
 from cluster import Cluster, missing
 from control_plane import ControlPlane
 from control_plane_build import missing as no_plane
-from labs import KubernetesLab, Lab, LocalLab, SlurmLab
+from kubernetes_lab import KubernetesLab
+from labs import Lab, LocalLab, SlurmLab
 
 
 @pytest.fixture(scope="session")

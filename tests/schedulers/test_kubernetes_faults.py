@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from cluster import until
 from control_plane import NAMESPACE, ControlPlane
-from labs import TEMPLATE, KubernetesLab
+from kubernetes_lab import TEMPLATE, KubernetesLab
 from test_conformance import ask, start
 
 from keepstep.adapters.schedule.kubernetes import KubernetesScheduler, Settings

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from cluster import until
 from control_plane import NAMESPACE, ControlPlane
-from labs import TEMPLATE, KubernetesLab
+from kubernetes_lab import TEMPLATE, KubernetesLab
 from test_slurm_jobs import SCRIPT, STEPS, WORLD, SlurmJob, address, end, run, same_bits
 
 from keepstep.cli.client import Client

@@ -10,7 +10,6 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ from keepstep.model.schedule import START, Ask, Constraints, Kind, Lease, Provis
 from keepstep.orchestrator.main import Orchestrator
 from keepstep.orchestrator.registry import check_id, prepare_home
 from keepstep.orchestrator.requests import Info
-from keepstep.ports.schedule import Scheduler
 
 FOR_EVER_S = 1e6
 
@@ -68,7 +66,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     quiet: bool
     module: bool
 
-    def provision(self, scheduler: str) -> Provision:
+    def provision(self) -> Provision:
         """Which nodes will do, and where spares may come from; it has none yet."""
         count, gpu_type = _gpus(self.gpus)
         allowed: dict[Kind, object] = {
@@ -77,7 +75,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             "preempt": self.preempt,
         }
         return Provision(
-            scheduler=scheduler,
+            scheduler=SlurmScheduler.name,
             places={},
             kinds=[kind for kind, wanted in allowed.items() if wanted],
             patience_ns=int(self.spare_s * 1e9),
@@ -156,25 +154,16 @@ def slurm() -> None:
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def launch(script: str, args: tuple[str, ...], **given: Any) -> None:
     """Start SCRIPT with ARGS on nodes of Slurm; when some are lost, take others."""
-    launch_on(SlurmScheduler(), script, args, Options(**given), _own_address)
-
-
-def launch_on(
-    scheduler: Scheduler,
-    script: str,
-    args: tuple[str, ...],
-    options: Options,
-    own_address: Callable[[], str],
-) -> None:
-    """On nodes of any scheduler. `own_address`: where its nodes reach this machine."""
+    options = Options(**given)
     check_script(script, options.module)
     for name, value in (("stall", options.stall_s), ("spare", options.spare_s)):
         if not 0 < value < 1e9:
             raise UsageError(f"--{name}-timeout is {value:g}: it must be above 0")
     if not 0 <= options.back_s < 1e9:
         raise UsageError(f"--back-after is {options.back_s:g}: it cannot be negative")
+    scheduler = SlurmScheduler()
     layout = _lay_out(options)
-    provision = options.provision(scheduler.name)
+    provision = options.provision()
     _check(scheduler, provision, len(layout.nodes))
     where = home()
     prepare_home(where)
@@ -184,7 +173,7 @@ def launch_on(
     periodic = check_periodic(options.checkpoint_dir, options.interval, None, job, resume)
     native.store_host_path()
     named = options.orchestrator
-    there = _named(where, named, scheduler.name) if named is not None else None
+    there = _named(where, named) if named is not None else None
     lease = _allocate(scheduler, provision.constraints, job, len(layout.nodes), options.queue_s)
     places = dict(zip((node.name for node in layout.nodes), lease.places, strict=True))
     log_dir = Path(options.log_dir).absolute() if options.log_dir else where / "jobs" / job
@@ -204,8 +193,7 @@ def launch_on(
     )
     try:
         output = Output(quiet=options.quiet)
-        host = options.host or (own_address() if there is None else "")
-        sys.exit(asyncio.run(_run(spec, where, there, host, output, scheduler)))
+        sys.exit(asyncio.run(_run(spec, where, there, options.host, output, scheduler)))
     finally:
         with contextlib.suppress(KeepstepError):
             for left in scheduler.leases(job):
@@ -233,33 +221,32 @@ def _gpus(words: str) -> tuple[int, str]:
     return (int(match[2]), match[1] or "") if match else (0, "")
 
 
-def _check(scheduler: Scheduler, provision: Provision, count: int) -> None:
+def _check(scheduler: SlurmScheduler, provision: Provision, count: int) -> None:
     """Everything that can be known to be wrong, before anything is asked for."""
     scheduler.check(provision.constraints, provision.kinds, count)
     can = scheduler.capabilities()
     if "preempt" in provision.kinds and not can.preempt:
         raise UsageError(
-            "--preempt: this cluster does not preempt",
-            hint="Slurm: PreemptType in slurm.conf; Kubernetes: the priority class",
+            "--preempt: this cluster does not preempt", hint="PreemptType in slurm.conf"
         )
     for sentence in can.lacks:
         show.words(f"note: {sentence}")
 
 
-def _named(where: Path, orchestrator: str, scheduler: str) -> Reached:
+def _named(where: Path, orchestrator: str) -> Reached:
     there = external(where, orchestrator, os.environ.pop("KEEPSTEP_TOKEN", ""))
-    if there.client().get("/v1/orchestrator", Info).scheduler != scheduler:
+    if there.client().get("/v1/orchestrator", Info).scheduler != "slurm":
         raise UsageError(
-            f"orchestrator {orchestrator} takes no nodes from {scheduler}",
-            hint=f"start it with keepstep orchestrator --scheduler {scheduler}",
+            f"orchestrator {orchestrator} knows no Slurm",
+            hint="start it with keepstep orchestrator --scheduler slurm",
         )
     return there
 
 
 def _allocate(
-    scheduler: Scheduler, limits: Constraints, job: str, count: int, queue_s: float | None
+    scheduler: SlurmScheduler, limits: Constraints, job: str, count: int, queue_s: float | None
 ) -> Lease:
-    show.words(f"waiting for {count} nodes of {scheduler.name.capitalize()}")
+    show.words(f"waiting for {count} nodes of Slurm")
     began = time.monotonic()
     ask = Ask(job=job, op=START, constraints=limits, kinds=["queue"], count=count)
     lease = scheduler.acquire(ask, queue_s or FOR_EVER_S)
@@ -289,13 +276,13 @@ async def _run(
     there: Reached | None,
     host: str,
     output: Output,
-    scheduler: Scheduler,
+    scheduler: SlurmScheduler,
 ) -> int:
     embedded: Orchestrator | None = None
     if there is None:
         log_to(where / "jobs" / spec.job / "orchestrator.log")
         embedded = await Orchestrator.start(
-            where, id=spec.job, embedded=True, host=host, scheduler=scheduler
+            where, id=spec.job, embedded=True, host=host or _own_address(), scheduler=scheduler
         )
         there = await asyncio.to_thread(external, where, spec.job, "")
     client = AsyncClient(there.urls, there.token, there.ca)
