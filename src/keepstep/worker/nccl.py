@@ -6,7 +6,8 @@ a thread of its own. What does not come back in time ends the process (cuda.dead
 
 Detection never relies on torch's watchdog: whoever waits for a dead peer waits until the agents'
 Abort. A communicator that has failed by itself (its network gave up) is asked for that while its
-kernels are waited for: they would wait for ever. The environment set in __main__.py keeps the watchdog from ending the process meanwhile.
+kernels are waited for: they would wait for ever. The environment set in __main__.py keeps the
+watchdog from ending the process meanwhile.
 
 ncclCommInitRank cannot be interrupted. So a backend first waits in the store, where it can, until
 all members are there; if one of them dies in the fraction of a second that connecting then takes,
@@ -120,7 +121,8 @@ def failed() -> str:
                 if library.ncclCommGetAsyncError(pointer(), ctypes.byref(error)) != 0:
                     continue
             if error.value not in (NCCL_SUCCESS, NCCL_IN_PROGRESS):
-                return str(library.ncclGetErrorString(error.value).decode(errors="replace"))
+                words = library.ncclGetErrorString(error.value).decode(errors="replace")
+                return f"NCCL: {words}"
     return ""
 
 
