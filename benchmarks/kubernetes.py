@@ -2,7 +2,7 @@
 
     dedicated   a free node of a pool
     floating    a node that a pod of lower priority has, which ends at once when it is told to: what
-                is left is the scheduler's own time, which waits a second or two before it looks again
+                is left is the scheduler's own time, which looks again after a second or two
 
 Measured is what the adapter does: look, make the pod, wait until it is bound, make the Secret; and
 what the cluster does until the agent's first instruction. The kubelet is simulated (no image, no

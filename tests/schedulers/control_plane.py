@@ -164,12 +164,12 @@ class ControlPlane:
     def _is_there(self, path: str) -> bool:
         return self._http.get(path).is_success
 
-    def apply(self, *objects: Any) -> None:
+    def apply(self, *objects: Any, **query: str) -> None:
         """Made, or left alone where they are."""
         for one in objects:
             path = path_of(one)
             until(lambda path=path: self._is_there(path), f"{path} to be served")
-            said = self._http.post(path, json=one)
+            said = self._http.post(path, json=one, params=query)
             assert said.is_success or said.status_code == 409, f"{path}: {said.text}"
 
     def ready(self) -> set[str]:
@@ -249,14 +249,14 @@ class ControlPlane:
         subprocess.run(key, check=True, capture_output=True)
 
 
-def deployed() -> list[Any]:
+def deployed(everything: bool = False) -> list[Any]:
     """The objects of deploy/kubernetes, in its order; the orchestrator itself is a process here."""
     listed = yaml.safe_load((DEPLOY / "kustomization.yaml").read_text())["resources"]
     return [
         one
         for name in listed
         for one in yaml.safe_load_all((DEPLOY / name).read_text())
-        if one["kind"] != "StatefulSet"
+        if everything or one["kind"] != "StatefulSet"
     ]
 
 

@@ -122,7 +122,8 @@ def test_taints_of_others_are_left_alone(lab: Lab) -> None:
     lab.taint(theirs)
     lab.scheduler.watch()
     lab.scheduler.taint(ours, "degraded", "ECC errors")
-    assert [(place.name, place.state) for place in lab.scheduler.watch()] == [(ours, "degraded")]
+    news = until(lab.scheduler.watch, "news")
+    assert [(place.name, place.state) for place in news] == [(ours, "degraded")]
     assert lab.scheduler.watch() == []
     lab.scheduler.taint(theirs, "degraded", "ours now?")
     assert lab.state(theirs).reason.endswith("theirs")

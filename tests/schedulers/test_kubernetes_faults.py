@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
 from cluster import until
-from control_plane import NAMESPACE, ControlPlane
+from control_plane import NAMESPACE, ControlPlane, deployed
 from kubernetes_lab import TEMPLATE, KubernetesLab
 from test_conformance import ask, start
 
 from keepstep.adapters.schedule.kubernetes import KubernetesScheduler, Settings
 from keepstep.adapters.schedule.kubernetes_api import Mirror
+from keepstep.cli.serve import orchestrator
 from keepstep.errors import NoRight, NoSpare, TransientError, UsageError
 
 ROLE = "/apis/rbac.authorization.k8s.io/v1/clusterroles/keepstep"
@@ -154,6 +156,28 @@ def _live(lab: KubernetesLab, but: set[str]) -> list[str]:
     return sorted(uids - but)
 
 
+def test_the_server_takes_the_manifests_and_we_take_their_options(plane: ControlPlane) -> None:
+    for one in deployed(everything=True):
+        plane.apply(one, dryRun="All")
+        if one["kind"] == "StatefulSet":
+            (container,) = one["spec"]["template"]["spec"]["containers"]
+            words = [*container["command"], *container["args"]]
+            assert words[:2] == ["keepstep", "orchestrator"]
+            given = orchestrator.make_context("orchestrator", words[2:]).params
+            assert (given["scheduler"], given["namespace"]) == ("kubernetes", NAMESPACE)
+        if one["kind"] == "ConfigMap":
+            assert yaml.safe_load(one["data"]["pod.yaml"])["spec"]["containers"][0]["image"]
+
+
+def test_our_rights_are_few(lab: KubernetesLab) -> None:
+    api = lab.scheduler._api  # type: ignore[attr-defined]
+    allowed = [("create", "pods"), ("create", "secrets"), ("patch", "nodes"), ("list", "pods")]
+    denied = [("get", "secrets"), ("list", "secrets"), ("delete", "nodes"), ("create", "pods/exec")]
+    assert [api.may(verb, what, NAMESPACE) for verb, what in allowed] == [True] * 4
+    assert [api.may(verb, what, NAMESPACE) for verb, what in denied] == [False] * 4
+    assert not api.may("create", "pods", "default")
+
+
 def test_a_server_that_is_away_is_waited_for(
     lab: KubernetesLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,17 +201,16 @@ def test_a_server_that_is_away_is_waited_for(
 
 def _expire_a_watch(lab: KubernetesLab, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that has just started remembers nothing: a watch since the beginning is refused."""
-    list_now, lists = Mirror._list, []
+    list_now = Mirror._list
 
     def long_ago(mirror: Mirror) -> str:
         version = list_now(mirror)
-        lists.append(version)
-        return "1" if len(lists) <= 2 else version  # of both mirrors
+        return version if mirror.restarts else "1"
 
     monkeypatch.setattr(Mirror, "_list", long_ago)
     scheduler: Any = lab.again()
     scheduler.watch()
-    until(lambda: all(one.restarts == 1 for one in scheduler._mirrors), "a watch that expires")
+    until(lambda: all(one.restarts for one in scheduler._mirrors), "a watch that expires")
     lab.scheduler.taint(lab.places[5], "degraded", "x")
     until(lambda: [one.name for one in scheduler.watch()] == [lab.places[5]], "the change")
 
