@@ -45,6 +45,16 @@ def test_a_taint_is_written_again_if_somebody_was_faster(
     assert not lab.scheduler.untaint(place)  # theirs is why nobody may use it
 
 
+def test_a_node_is_not_blamed_for_a_pod_that_somebody_took(lab: KubernetesLab) -> None:
+    place = start(lab, 1).places[0]
+    (pod,) = lab.plane.pods("keepstep.dev/job")
+    path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod['metadata']['name']}"
+    lab.plane.ask("DELETE", path)
+    until(lambda: not lab.plane.pods("keepstep.dev/job"), "the end of the pod")
+    lab.scheduler.taint(place, "fenced", "its agent is lost")
+    assert lab.state(place).state == "free"
+
+
 def test_a_quota_that_is_used_up_is_reported(lab: KubernetesLab) -> None:
     meta = {"name": "none", "namespace": NAMESPACE}
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": meta}

@@ -401,9 +401,11 @@ class KubernetesScheduler:
             if now.place.state not in ("degraded", "down"):
                 self._change(place, lambda node: objects.with_taint(node, objects.DEGRADED, words))
             return
-        if not (now.place.state == "down" and now.place.ours):
-            self._change(place, lambda node: objects.with_taint(node, objects.FENCED, words))
         there = [pod for pod in self._pods.find() if pod["spec"].get("nodeName") == place]
+        if not now.silent and not any(map(objects.may_run, there)):
+            return  # its kubelet has ended them: the agent has failed, or somebody took its pod
+        if not now.place.ours or now.place.state != "down":
+            self._change(place, lambda node: objects.with_taint(node, objects.FENCED, words))
         with contextlib.suppress(TransientError):
             self._pods.delete(there, grace_s=1, limit_s=FENCE_S)
         self._pods.delete(there, grace_s=0)

@@ -96,7 +96,7 @@ class Occupant(msgspec.Struct, frozen=True, kw_only=True):
 
 def occupant(pod: Object) -> Occupant | None:
     meta, spec = pod["metadata"], pod["spec"]
-    if not spec.get("nodeName") or pod.get("status", {}).get("phase") in ("Succeeded", "Failed"):
+    if not spec.get("nodeName") or not may_run(pod):
         return None
     owners = [owner.get("kind") for owner in meta.get("ownerReferences") or []]
     mirror = "kubernetes.io/config.mirror" in (meta.get("annotations") or {})
@@ -255,6 +255,10 @@ def owner(pod: Object) -> Owner | None:
             number = within if "batch.kubernetes.io/job-completion-index" in said else number
         return Owner(kind=kind, name=said[name], index=number)
     return None
+
+
+def may_run(pod: Object) -> bool:
+    return pod.get("status", {}).get("phase") not in ("Succeeded", "Failed")
 
 
 def is_foreign(pod: Object) -> bool:
