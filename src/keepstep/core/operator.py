@@ -152,7 +152,7 @@ def _moving(job: Job) -> set[int]:
     return ranks | set(job.dead())
 
 
-def migrate(job: Job, out: Out, request: Migrate) -> None:
+def check_migrate(job: Job, request: Migrate) -> None:
     _check_running(job)
     if not request.ranks or len(set(request.ranks)) != len(request.ranks):
         raise UsageError("name each rank to migrate once", hint="--rank 2 --rank 3")
@@ -161,6 +161,10 @@ def migrate(job: Job, out: Out, request: Migrate) -> None:
             raise UsageError(f"rank {rank} has finished", hint="nothing is left to migrate")
         if rank in _moving(job):
             raise UsageError(f"rank {rank} is already being moved", hint="see `keepstep incidents`")
+
+
+def migrate(job: Job, out: Out, request: Migrate) -> None:
+    check_migrate(job, request)
     open_incident(
         job,
         out,
@@ -171,7 +175,8 @@ def migrate(job: Job, out: Out, request: Migrate) -> None:
     )
 
 
-def drain(job: Job, out: Out, request: Drain) -> None:
+def check_drain(job: Job, request: Drain) -> list[int]:
+    """The ranks that would move."""
     _check_running(job)
     node = _node(job, request.node)
     if node.state == "dead":
@@ -181,8 +186,12 @@ def drain(job: Job, out: Out, request: Drain) -> None:
         raise UsageError(
             f"all ranks of {node.name} are already being moved", hint="see `keepstep incidents`"
         )
-    ranks = sorted(set(ranks) - _moving(job))
-    reason = request.reason
+    return sorted(set(ranks) - _moving(job))
+
+
+def drain(job: Job, out: Out, request: Drain) -> None:
+    ranks = check_drain(job, request)
+    node, reason = job.nodes[request.node], request.reason
     _taint(job, out, node.name, f"drain: {reason}" if reason != "drain" else reason)
     if not ranks:
         reason = f"{reason}; no rank runs on {node.name}"

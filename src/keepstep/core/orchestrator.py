@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from keepstep.core import faults, operator, provision, quiet, recovery
 from keepstep.core import job as jobs_
 from keepstep.core.capacity import CapacityView
+from keepstep.core.plan import plan
 from keepstep.core.project import incident_view, job_view
 from keepstep.core.state import EVERY_NODE, Job, Out, Outcome, Send
 from keepstep.core.timers import fire, timers
@@ -45,7 +46,8 @@ from keepstep.model.job import (
 )
 from keepstep.model.messages import Stop
 from keepstep.model.records import JobSubmitted, Record
-from keepstep.model.views import IncidentView, JobView
+from keepstep.model.schedule import Ask
+from keepstep.model.views import IncidentView, JobView, PlanView
 
 BACK = "the place it stood in for is well again"
 
@@ -124,6 +126,10 @@ class Core:
     def capacity(self, job_id: str) -> CapacityView | None:
         """What a scheduler is to do for the job; None: nothing (any more)."""
         return provision.look(self._job(job_id))
+
+    def plan(self, given: Migrate | Drain) -> tuple[PlanView, Ask | None]:
+        """What the request would lead to, and what the scheduler would be asked for."""
+        return plan(self._job(given.job), given)
 
     def state(self, job_id: str) -> Job:
         """The facts themselves, for those who check and never change them."""

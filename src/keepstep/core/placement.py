@@ -38,13 +38,9 @@ def choose_spare(
     parked: list[Worker] = []
     refused: list[str] = []
     for worker in standbys:
-        node = nodes[worker.node]
-        if node.state != "connected":
-            refused.append(f"{worker.id}: node {node.name} is {node.state}")
-        elif not node.healthy(worker.slot):
-            refused.append(f"{worker.id}: {worker.place} is tainted")
-        elif not worker.parked:
-            refused.append(f"{worker.id}: still starting")
+        why = unfit(worker, nodes[worker.node])
+        if why:
+            refused.append(f"{worker.id}: {why}")
         else:
             parked.append(worker)
     if not parked:
@@ -62,6 +58,15 @@ def choose_spare(
     )
     where = "another node" if best.node != away_from else "the same node, no other has one"
     return best, f"{best.id} is parked in {best.place} ({where})"
+
+
+def unfit(worker: Worker, node: Node) -> str:
+    """Why nobody can take this standby now; empty if it will do."""
+    if node.state != "connected":
+        return f"node {node.name} is {node.state}"
+    if not node.healthy(worker.slot):
+        return f"{worker.place} is tainted"
+    return "" if worker.parked else "still starting"
 
 
 def free_slots(nodes: Mapping[str, Node], workers: Iterable[Worker]) -> list[tuple[str, int]]:

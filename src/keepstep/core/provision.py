@@ -90,20 +90,30 @@ def advance(job: Job, out: Out) -> None:
         return
     if out.now < facts.again_at:
         return
-    owner = job.owner(needy[0])
-    old = facts.places.get(owner.node, "") if owner is not None else ""
-    avoid = {facts.places[n.name] for n in job.order if n.name in facts.places and _bad(n)}
+    old = place_of(job, needy[0])
     record = SpareWanted(
         job=job.id,
         at_ns=out.now,
         op=f"spare-{facts.asked + 1}",
         node=_free_name(job),
         instead_of=old,
-        avoid=sorted(avoid | ({old} - {""})),
+        avoid=avoided(job, old),
         reason=f"no spare for {len(needy)} of the ranks, the first of them is {needy[0]}",
     )
     out.record(record)
     apply(job, record)
+
+
+def place_of(job: Job, rank: int) -> str:
+    owner = job.owner(rank)
+    return job.capacity.places.get(owner.node, "") if owner is not None else ""
+
+
+def avoided(job: Job, old: str) -> list[str]:
+    """Places that are of no use in the stead of `old`."""
+    places = job.capacity.places
+    bad = {places[n.name] for n in job.order if n.name in places and _bad(n)}
+    return sorted(bad | ({old} - {""}))
 
 
 def go_back(job: Job, out: Out, place: str) -> None:

@@ -90,6 +90,42 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     attempts: int = 1
 
 
+class MoveView(msgspec.Struct, frozen=True, kw_only=True):
+    """One move of a plan."""
+
+    rank: int
+    origin: str  # slot
+    to: str  # slot; "": none of the job's own nodes
+    # understudy, standby, process (one is started in a free slot), scheduler (it is asked for a
+    # node), wait (until something changes)
+    cost: str
+    reason: str
+
+
+class RejectedView(msgspec.Struct, frozen=True, kw_only=True):
+    what: str
+    why: str
+
+
+class OfferView(msgspec.Struct, frozen=True, kw_only=True):
+    """A place that the scheduler could give at the moment, cheapest first."""
+
+    place: str
+    kind: str  # reserved, idle, preempt
+    reason: str
+
+
+class PlanView(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request would lead to now; nothing was changed. Word for word `--plan-only --json`."""
+
+    job: str
+    asked: str  # "migrate rank 2", "drain n1"
+    moves: list[MoveView]
+    rejected: list[RejectedView]  # alternatives, and why they are not used
+    offers: list[OfferView] = []  # for moves that need the scheduler
+    then: list[str] = []  # what else follows, in order
+
+
 class CheckpointsView(msgspec.Struct, frozen=True, kw_only=True):
     """Periodic checkpoints."""
 

@@ -34,7 +34,8 @@ from keepstep.model.job import (
     SpareRefused,
     Untaint,
 )
-from keepstep.model.schedule import AgentStart, Ask, Lease, Place
+from keepstep.model.schedule import AgentStart, Ask, Kind, Lease, Place
+from keepstep.model.views import OfferView
 from keepstep.ports.schedule import Scheduler
 from keepstep.runtime.driver import Driver
 
@@ -44,6 +45,12 @@ TOUR_S = 1.0
 CLEAN_S = 10.0
 START_AGAIN_S = 30.0  # an agent that has not joined by then may never have run
 AGENTS_END_S = 10.0
+COSTS: dict[Kind, str] = {
+    "reserved": "kept for spares: costs nobody anything",
+    "idle": "nobody uses it",
+    "preempt": "a job of lower priority loses it",
+    "queue": "it is waited for",
+}
 
 
 class Broker:
@@ -96,6 +103,11 @@ class Broker:
         with contextlib.suppress(KeepstepError):  # it does not answer, and nobody waits for it
             for lease in await asyncio.to_thread(self.scheduler.leases, job):
                 await asyncio.to_thread(self.scheduler.release, lease)
+
+    async def offers(self, ask: Ask) -> list[OfferView]:
+        """For people who want to see a plan; nothing is acquired."""
+        found = await asyncio.to_thread(self.scheduler.spares, ask)
+        return [OfferView(place=one.place, kind=one.kind, reason=COSTS[one.kind]) for one in found]
 
     # ----------------------------------------------------------------------- tours
 

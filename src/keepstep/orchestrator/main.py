@@ -242,7 +242,14 @@ class Orchestrator:
     async def _serve(self, rest: socket.socket, stream: socket.socket) -> None:
         await self._agents.start(stream, self.driver)
         config = uvicorn.Config(
-            api.build(self.driver, self.token, self._info, self._desk(), self._agents.examine),
+            api.build(
+                self.driver,
+                self.token,
+                self._info,
+                self._desk(),
+                self._agents.examine,
+                self.broker.offers if self.broker is not None else None,
+            ),
             log_config=None,
             access_log=False,
             lifespan="off",
