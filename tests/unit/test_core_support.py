@@ -63,6 +63,7 @@ class FakeNode:
     joined: bool = False
     stores: set[int] = field(default_factory=set)
     agents: int = 0  # started before this one
+    labels: dict[str, str] = field(default_factory=dict)
 
     @property
     def blobs(self) -> m.Address:
@@ -247,9 +248,10 @@ class World:
             self.queue = deque(event for event in self.queue if event.node != name)
         self.handle(AgentGone(job="j", node=name))
 
-    def join(self, name: str, slots: int = 2) -> None:
+    def join(self, name: str, slots: int = 2, labels: dict[str, str] | None = None) -> None:
         node = self.nodes.setdefault(name, FakeNode(name, len(self.nodes), slots))
         node.alive = node.joined = True
+        node.labels = labels or node.labels
         states = {"starting": "starting", "parked": "parked", "done": "done", "held": "held"}
         hello = m.Hello(
             protocol=m.PROTOCOL,
@@ -260,6 +262,7 @@ class World:
             session=100 + node.index,
             blobs=node.blobs,
             slots=node.slots,
+            labels=node.labels,
             workers=[
                 m.WorkerState(
                     worker=w.id,

@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 import msgspec
@@ -21,21 +21,22 @@ from keepstep.adapters.schedule import slurm_cli
 from keepstep.adapters.schedule.slurm import SlurmScheduler
 from keepstep.cli import show
 from keepstep.cli.checkpoints import AUTO, check_periodic, check_resume
-from keepstep.cli.client import AsyncClient
 from keepstep.cli.find import Reached, external
 from keepstep.cli.home import home
-from keepstep.cli.launcher import Launcher
 from keepstep.cli.layout import Layout, check_counts, lay_out
 from keepstep.cli.output import Output
-from keepstep.cli.run import STALL_S_DEFAULT, check_script, log_to, new_job_id
+from keepstep.cli.run import STALL_S_DEFAULT, attend, check_script, embed, new_job_id
+from keepstep.core.operator import check_spec
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.model.job import JobSpec
-from keepstep.model.schedule import START, Ask, Constraints, Kind, Lease, Provision
-from keepstep.orchestrator.main import Orchestrator
+from keepstep.model.schedule import START, Ask, Constraints, Kind, Lease, Policy, Provision
 from keepstep.orchestrator.registry import check_id, prepare_home
 from keepstep.orchestrator.requests import Info
 
 FOR_EVER_S = 1e6
+BACK_S = 60.0  # what is well again for so long may stay so
+QUIET_S = 600.0
+GRACE_S = 30.0
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +54,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     idle: bool
     preempt: bool
     spare_s: float
+    back: Literal["immediately", "quiet", "never"] | None
     back_s: float
+    quiet_s: float
+    replenish: bool
+    within: tuple[str, ...]
+    priority: int
+    yields: bool
+    grace_s: float
     queue_s: float | None
     stall_s: float
     orchestrator: str | None
@@ -79,7 +87,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             places={},
             kinds=[kind for kind, wanted in allowed.items() if wanted],
             patience_ns=int(self.spare_s * 1e9),
-            back_after_ns=int(self.back_s * 1e9),
+            back_after_ns=int((self.back_s or (BACK_S if self.back else 0)) * 1e9),
             constraints=Constraints(
                 partition=self.partition,
                 reservation=self.reservation,
@@ -89,6 +97,17 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
                 gpus=count,
                 gpu_type=gpu_type,
             ),
+        )
+
+    def policy(self) -> Policy:
+        return Policy(
+            priority=self.priority,
+            dedicated=self.spare_nodes if self.replenish else 0,
+            within=list(self.within),
+            yields=self.yields,
+            grace_ns=int(self.grace_s * 1e9),
+            back=self.back or "immediately",
+            quiet_ns=int(self.quiet_s * 1e9),
         )
 
 
@@ -120,6 +139,31 @@ def slurm() -> None:
 @click.option(
     "--spare-timeout", "spare_s", type=float, default=120.0, show_default=True, metavar="S",
     help="How long one request for a spare may take.",
+)  # fmt: skip
+@click.option("--replenish", is_flag=True, help="Replace spare nodes that were used.")
+@click.option(
+    "--within", multiple=True, metavar="LABEL",
+    help="Take spares in the same rack, switch or nvlink domain only (repeatable).",
+)  # fmt: skip
+@click.option(
+    "--priority", type=int, default=0, show_default=True,
+    help="Among the jobs of one orchestrator: who gets spares first.",
+)  # fmt: skip
+@click.option(
+    "--yield/--no-yield", "yields", default=True,
+    help="Give nodes up to jobs of higher priority that may --preempt [default: yield].",
+)  # fmt: skip
+@click.option(
+    "--grace", "grace_s", type=float, default=GRACE_S, show_default=True, metavar="S",
+    help="Before that, look for another node for so long.",
+)  # fmt: skip
+@click.option(
+    "--back", type=click.Choice(("immediately", "quiet", "never")), default=None,
+    help="Whether and when to move back to a node that was lost [default: see --back-after].",
+)  # fmt: skip
+@click.option(
+    "--quiet-after", "quiet_s", type=float, default=QUIET_S, show_default=True, metavar="S",
+    help="It is quiet when nothing has happened for so long.",
 )  # fmt: skip
 @click.option(
     "--back-after", "back_s", type=float, default=0.0, metavar="S",
@@ -159,8 +203,15 @@ def launch(script: str, args: tuple[str, ...], **given: Any) -> None:
     for name, value in (("stall", options.stall_s), ("spare", options.spare_s)):
         if not 0 < value < 1e9:
             raise UsageError(f"--{name}-timeout is {value:g}: it must be above 0")
-    if not 0 <= options.back_s < 1e9:
-        raise UsageError(f"--back-after is {options.back_s:g}: it cannot be negative")
+    for name, value in (
+        ("back-after", options.back_s),
+        ("quiet-after", options.quiet_s),
+        ("grace", options.grace_s),
+    ):
+        if not 0 <= value < 1e9:
+            raise UsageError(f"--{name} is {value:g}: it cannot be negative")
+    if options.replenish and not options.spare_nodes:
+        raise UsageError("--replenish: there are no spare nodes", hint="--spare-nodes 1")
     scheduler = SlurmScheduler()
     layout = _lay_out(options)
     provision = options.provision()
@@ -174,8 +225,6 @@ def launch(script: str, args: tuple[str, ...], **given: Any) -> None:
     native.store_host_path()
     named = options.orchestrator
     there = _named(where, named) if named is not None else None
-    lease = _allocate(scheduler, provision.constraints, job, len(layout.nodes), options.queue_s)
-    places = dict(zip((node.name for node in layout.nodes), lease.places, strict=True))
     log_dir = Path(options.log_dir).absolute() if options.log_dir else where / "jobs" / job
     spec = JobSpec(
         job=job,
@@ -189,8 +238,14 @@ def launch(script: str, args: tuple[str, ...], **given: Any) -> None:
         resume=resume,
         checkpoints=periodic.directory,
         checkpoint_interval_ns=periodic.interval_ns,
-        provision=msgspec.structs.replace(provision, places=places),
+        provision=provision,
+        policy=options.policy(),
     )
+    check_spec(spec)
+    lease = _allocate(scheduler, provision.constraints, job, len(layout.nodes), options.queue_s)
+    places = dict(zip((node.name for node in layout.nodes), lease.places, strict=True))
+    provision = msgspec.structs.replace(provision, places=places)
+    spec = msgspec.structs.replace(spec, provision=provision)
     try:
         output = Output(quiet=options.quiet)
         sys.exit(asyncio.run(_run(spec, where, there, options.host, output, scheduler)))
@@ -278,29 +333,11 @@ async def _run(
     output: Output,
     scheduler: SlurmScheduler,
 ) -> int:
-    embedded: Orchestrator | None = None
-    if there is None:
-        log_to(where / "jobs" / spec.job / "orchestrator.log")
-        embedded = await Orchestrator.start(
-            where, id=spec.job, embedded=True, host=host or _own_address(), scheduler=scheduler
-        )
-        there = await asyncio.to_thread(external, where, spec.job, "")
-    client = AsyncClient(there.urls, there.token, there.ca)
+    if there is not None:
+        return await attend(spec, where, there, output, agents=False)
+    embedded = await embed(spec.job, where, host=host or _own_address(), scheduler=scheduler)
     try:
-        launcher = Launcher(
-            spec,
-            client=client,
-            there=there,
-            home=where,
-            output=output,
-            embedded=embedded,
-            agents=False,
-        )
-        return await launcher.run()
+        there = await asyncio.to_thread(external, where, spec.job, "")
+        return await attend(spec, where, there, output, embedded=embedded, agents=False)
     finally:
-        await client.close()
-        if embedded is not None:
-            if embedded.broker is not None:
-                await embedded.broker.finish(spec.job)
-            await embedded.stop()
-            shutil.rmtree(where / "authorities" / spec.job, ignore_errors=True)
+        shutil.rmtree(where / "authorities" / spec.job, ignore_errors=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from keepstep.model.job import JobSpec
-from keepstep.model.schedule import START
+from keepstep.model.schedule import START, Kind
 
 
 @dataclass(slots=True)
@@ -20,6 +20,9 @@ class Want:
     avoid: list[str]
     at: int
     only: str = ""  # nothing is lacking: the place to move back to
+    kinds: list[Kind] = field(default_factory=list)  # none: all that the job allows
+    near: dict[str, str] = field(default_factory=dict)
+    apart: dict[str, str] = field(default_factory=dict)
     place: str = ""  # given; the agent is awaited
 
 
@@ -35,6 +38,7 @@ class Capacity:
     asked: int = 0  # how often
     again_at: int = 0  # not before
     denied: str = ""  # why, the last time
+    cheap: bool = False  # that was for the pool: whoever is in need asks again at once
 
     @classmethod
     def of(cls, spec: JobSpec) -> Capacity:

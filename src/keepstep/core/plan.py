@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from keepstep.core import operator, placement, processes, provision
-from keepstep.core.state import Job, Worker
+from keepstep.core.demand import domains, mismatch, shared
+from keepstep.core.state import Job, Node, Worker
 from keepstep.core.triage import name_ranks
 from keepstep.model.job import Drain, Migrate
 from keepstep.model.schedule import Ask
@@ -64,7 +65,10 @@ def _move(
         if one.ready is not None and one.presumed == owner.rank
     }
     usable = [worker for worker in standbys if worker.node != target]
-    best, why = placement.choose_spare(usable, job.nodes, away_from=owner.node, prepared=prepared)
+    within, home = job.spec.policy.within, job.nodes[owner.node]
+    best, why = placement.choose_spare(
+        usable, job.nodes, away_from=owner.node, prepared=prepared, within=within
+    )
     refused = [
         (_named(w), "its node is the one to be drained") for w in standbys if w not in usable
     ]
@@ -79,13 +83,20 @@ def _move(
         if cost == "understudy":
             why = f"a process built as rank {owner.rank} is ready in {best.place}"
         return _to(owner, best.place, cost, why), refused
-    starting = [w for w in usable if job.nodes[w.node].healthy(w.slot) and not w.parked]
+    starting = [w for w in usable if _may_park(job, w) and not mismatch(within, home, _at(job, w))]
     if starting:
         standbys.remove(starting[0])
         why = f"{starting[0].id} is still starting there: the move waits until it is parked"
         return _to(owner, starting[0].place, "standby", why), refused
-    if free:
-        node, slot = free.pop(0)
+    fit = [place for place in free if not mismatch(within, home, job.nodes[place[0]])]
+    refused += [
+        (f"{node}/{slot} (free)", why)
+        for node, slot in free
+        if (why := mismatch(within, home, job.nodes[node]))
+    ]
+    if fit:
+        node, slot = fit[0]
+        free.remove(fit[0])
         why = "no standby is left; a process is started in this free slot, then the rank moves"
         return _to(owner, f"{node}/{slot}", "process", why), refused
     spec = job.spec.provision
@@ -94,6 +105,14 @@ def _move(
         return _to(owner, "", "scheduler", f"{why} ({', then '.join(spec.kinds)})"), refused
     why = "the job's nodes have no room, and no scheduler may be asked: training goes on, and the"
     return _to(owner, "", "wait", f"{why} move waits for a spare"), refused
+
+
+def _at(job: Job, worker: Worker) -> Node:
+    return job.nodes[worker.node]
+
+
+def _may_park(job: Job, worker: Worker) -> bool:
+    return _at(job, worker).healthy(worker.slot) and not worker.parked
 
 
 def _to(owner: Worker, place: str, cost: str, why: str) -> MoveView:
@@ -107,14 +126,17 @@ def _named(worker: Worker) -> str:
 def _rejection(
     job: Job, worker: Worker, best: Worker | None, owner: Worker, prepared: set[str]
 ) -> str:
-    node = job.nodes[worker.node]
-    if why := placement.unfit(worker, node):
+    home, within = job.nodes[owner.node], job.spec.policy.within
+    if why := placement.unfit(worker, _at(job, worker), home, within):
         return why
     assert best is not None, "whoever is fit and not the best is behind it"
     if best.place in prepared and worker.place not in prepared:
         return f"what is built as rank {owner.rank} is ready elsewhere"
     if worker.node == owner.node != best.node:
         return f"on the node of rank {owner.rank}: what hits one may hit the other"
+    both = shared(within, home, _at(job, worker))
+    if len(both) > len(shared(within, home, _at(job, best))):
+        return f"in the same {', '.join(both)} as rank {owner.rank}: what hits one may hit both"
     return f"as good as {best.place}, and behind it in the order of nodes"
 
 
@@ -137,10 +159,13 @@ def _ask(job: Job, rank: int) -> Ask:
     spec = job.spec.provision
     assert spec is not None, "nobody else has a scheduler"
     old = provision.place_of(job, rank)
+    near, apart = domains(job, rank)
     return Ask(
         job=job.id,
         op="plan",
         constraints=spec.constraints,
         kinds=spec.kinds,
         avoid=provision.avoided(job, old),
+        near=near,
+        apart=apart,
     )

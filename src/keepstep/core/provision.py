@@ -6,6 +6,10 @@ that the scheduler is asked for one place, under the want's op. The answer is an
 under the name that the want gave, which is one more node as any other: its slots are free, so
 spares are started there. One place is asked for at a time; if it is not enough, the next one is.
 
+Two more reasons to ask: a job that goes back to a checkpoint and has no room for all ranks, and a
+pool of nodes without ranks (`Policy.dedicated`) of which one was used. A pool is filled when
+nothing else is going on, and only with what costs nobody else anything.
+
 No answer changes anything but this: a refusal, an agent that does not come within the patience
 of the job, or victims who need nothing any more close the want (SpareDenied), and what is still
 lacking is asked for again after a while, under another op. What comes after that is late: the shell
@@ -23,13 +27,16 @@ restart, too, for everything here is on record.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from keepstep.core.capacity import CapacityView, Want
+from keepstep.core.demand import domains, unmet, victims
 from keepstep.core.incidents import warn
-from keepstep.core.planned import pending_ranks
+from keepstep.core.placement import start_slots
 from keepstep.core.processes import free_slots
 from keepstep.core.state import SECOND, Job, Node, Out
 from keepstep.errors import UsageError
-from keepstep.model.job import PlaceReturned, SpareGranted, SpareRefused
+from keepstep.model.job import JobSpec, PlaceReturned, SpareGranted, SpareRefused
 from keepstep.model.records import (
     NodeJoined,
     NodeReturned,
@@ -37,7 +44,7 @@ from keepstep.model.records import (
     SpareGiven,
     SpareWanted,
 )
-from keepstep.model.schedule import START
+from keepstep.model.schedule import START, Kind
 
 AGAIN_NS = 15 * SECOND
 JOIN_NS = 60 * SECOND  # from a place to its agent
@@ -45,22 +52,8 @@ JOIN_NS = 60 * SECOND  # from a place to its agent
 Happened = SpareWanted | SpareGiven | SpareDenied | NodeReturned | NodeJoined
 
 
-def victims(job: Job) -> list[int]:
-    """Ranks that need a spare and have none yet."""
-    attempt = job.attempt
-    if attempt is None or attempt.kind == "planned":
-        taken = set(attempt.newcomers) if attempt is not None and not attempt.committed else set()
-        if not pending_ranks(job):
-            return []
-        waiting = (i.pending for i in job.incidents if i.cause != "resume")
-        return [rank for pending in waiting for rank in pending if rank not in taken]
-    if attempt.committed or attempt.incident.give_up:
-        return []
-    return [rank for rank in attempt.moving if rank not in attempt.newcomers]
-
-
 def lacking(job: Job) -> list[int]:
-    """Those of them for whom the job's own nodes have no room."""
+    """Ranks that need a spare and for whom the job's own nodes have no room."""
     needy = victims(job)
     if not needy:
         return []
@@ -70,35 +63,94 @@ def lacking(job: Job) -> list[int]:
         if job.nodes[worker.node].state in ("connected", "disconnected")
         and job.nodes[worker.node].healthy(worker.slot)
     ]
-    own = sum(worker.role == "standby" and worker.usable for worker in healthy)
-    own += sum(worker.alive and worker.killed_at is not None for worker in healthy)
-    return needy[own + len(free_slots(job)) :]
+    room = [w.node for w in healthy if w.role == "standby" and w.usable]
+    room += [w.node for w in healthy if w.alive and w.killed_at is not None]
+    return unmet(job, needy, room + [node for node, _ in free_slots(job)])
+
+
+def _fallen_short(job: Job) -> str:
+    """Why a job that goes back to a checkpoint cannot start; empty if it can, or does not."""
+    if not job.fallen or any(w.alive and w.role != "standby" for w in job.workers.values()):
+        return ""
+    if any(node.state in ("disconnected", "unreachable") for node in job.order):
+        return ""  # it may come back
+    placed, why = start_slots(job.spec, job.nodes, job.workers.values())
+    return why if placed is None else ""
+
+
+def unused(job: Job) -> list[Node]:
+    """Nodes without ranks that a victim could move to, or that are about to be: its own pool."""
+    return [
+        node
+        for node in job.order
+        if node.state in ("absent", "connected", "disconnected")
+        and not node.taints
+        and node.name not in job.capacity.retiring
+        and not job.owners_on(node.name)
+    ]
+
+
+def _pool_short(job: Job) -> bool:
+    """A spare of its own was used, and nothing else is going on."""
+    wanted = job.spec.policy.dedicated
+    if not wanted or job.mode != "running" or job.attempt is not None or job.incidents:
+        return False
+    return len(unused(job)) < wanted
+
+
+def _cheap(job: Job) -> list[Kind]:
+    """What costs nobody else anything: a pool is filled with no more than that."""
+    spec = job.spec.provision
+    return [kind for kind in spec.kinds if kind != "preempt"] if spec is not None else []
 
 
 def advance(job: Job, out: Out) -> None:
     """Asked at the end of every look at all facts."""
-    if job.spec.provision is None or not job.spec.provision.kinds:
+    if not job.asks:
         return
     facts = job.capacity
-    needy = lacking(job) if job.mode == "running" else []
+    resuming = job.attempt is not None and job.attempt.kind == "resume" and job.saves.fallen_before
+    needy = lacking(job) if job.mode == "running" or resuming else []
+    short = _fallen_short(job)
+    refill = not needy and not short and _pool_short(job) and bool(_cheap(job))
     if facts.want is not None:
-        if not needy and not facts.want.only:
+        if not needy and not short and not refill and not facts.want.only:
             deny(job, out, "it is not needed any more", again_ns=0)
         return
-    if not needy:
+    if not needy and not short and not refill:
         facts.denied, facts.again_at = "", 0
         return
-    if out.now < facts.again_at:
+    if out.now < facts.again_at and not (facts.cheap and (needy or short)):
         return
-    old = place_of(job, needy[0])
+    if needy:
+        want(
+            job,
+            out,
+            f"no spare for {len(needy)} of the ranks, the first of them is {needy[0]}",
+            rank=needy[0],
+        )
+    elif short:
+        want(job, out, f"the job goes back to a checkpoint: {short}")
+    else:
+        have, wanted = len(unused(job)), job.spec.policy.dedicated
+        want(job, out, f"{have} of {wanted} spare nodes are left", kinds=_cheap(job))
+
+
+def want(job: Job, out: Out, reason: str, *, rank: int = -1, kinds: Sequence[Kind] = ()) -> None:
+    """`rank`: the first of those that it is for."""
+    old = place_of(job, rank)
+    near, apart = domains(job, rank)
     record = SpareWanted(
         job=job.id,
         at_ns=out.now,
-        op=f"spare-{facts.asked + 1}",
+        op=f"spare-{job.capacity.asked + 1}",
         node=_free_name(job),
         instead_of=old,
         avoid=avoided(job, old),
-        reason=f"no spare for {len(needy)} of the ranks, the first of them is {needy[0]}",
+        reason=reason,
+        kinds=list(kinds),
+        near=near,
+        apart=apart,
     )
     out.record(record)
     apply(job, record)
@@ -116,11 +168,19 @@ def avoided(job: Job, old: str) -> list[str]:
     return sorted(bad | ({old} - {""}))
 
 
+def _is_quiet(job: Job, now: int) -> bool:
+    """No incident has begun for a while."""
+    policy = job.spec.policy
+    last = max((view.opened_at_ns for view in job.closed), default=0)
+    return policy.back != "quiet" or now >= last + policy.quiet_ns
+
+
 def go_back(job: Job, out: Out, place: str) -> None:
     """Only if nothing else is going on: it is nobody's emergency."""
     facts = job.capacity
     spare = _stand_in(job, place)
     busy = facts.want is not None or job.attempt is not None or bool(job.incidents)
+    busy = busy or not _is_quiet(job, out.now)
     if spare is None or busy or job.mode != "running" or place in facts.places.values():
         return
     record = SpareWanted(
@@ -230,14 +290,22 @@ def apply(job: Job, record: Happened) -> None:
         facts.asked += 1
         facts.again_at = 0
         facts.want = Want(
-            record.op, record.node, record.instead_of, record.avoid, record.at_ns, record.only
+            op=record.op,
+            node=record.node,
+            instead_of=record.instead_of,
+            avoid=record.avoid,
+            at=record.at_ns,
+            only=record.only,
+            kinds=record.kinds,
+            near=record.near,
+            apart=record.apart,
         )
     elif isinstance(record, SpareGiven):
         facts.places[record.node], facts.ops[record.node] = record.place, record.op
         if want is not None:
             want.place = record.place
     elif isinstance(record, SpareDenied):
-        facts.denied = record.why
+        facts.denied, facts.cheap = record.why, want is not None and bool(want.kinds)
         if want is not None and want.place:
             facts.late[want.node] = (facts.places.pop(want.node), facts.ops.pop(want.node))
         facts.want = None
@@ -291,9 +359,14 @@ def look(job: Job) -> CapacityView | None:
             if _is_left(job, node)
         },
         places=dict(facts.places),
-        origins=set(facts.origins.values()) if job.spec.provision.back_after_ns else set(),
+        origins=set(facts.origins.values()) if _goes_back(job.spec) else set(),
         ops={START, *facts.ops.values(), *([want.op] if want is not None else [])},
     )
+
+
+def _goes_back(spec: JobSpec) -> bool:
+    after_ns = spec.provision.back_after_ns if spec.provision is not None else 0
+    return bool(after_ns) and spec.policy.back != "never"
 
 
 def _is_left(job: Job, node: Node) -> bool:

@@ -150,7 +150,8 @@ def _apply_processes(
         for worker in job.there.get(record.node, ()):
             worker.alive = False
     elif isinstance(record, NodeJoined):
-        add_node(job, record.node, record.slots).state = "disconnected"
+        node = add_node(job, record.node, record.slots)
+        node.state, node.labels = "disconnected", record.labels
     elif isinstance(record, StartBegun):
         job.generation = job.generation_max = max(job.generation_max, record.generation)
         job.owners.clear()

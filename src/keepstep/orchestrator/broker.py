@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from keepstep.core.capacity import CapacityView, Want
 from keepstep.errors import KeepstepError, NoRight, UsageError
 from keepstep.model.job import (
@@ -34,6 +36,7 @@ from keepstep.model.job import (
     SpareRefused,
     Untaint,
 )
+from keepstep.model.labels import LABELS, joined
 from keepstep.model.schedule import AgentStart, Ask, Kind, Lease, Place
 from keepstep.model.views import OfferView
 from keepstep.ports.schedule import Scheduler
@@ -177,9 +180,11 @@ class Broker:
             job=job,
             op=want.op,
             constraints=spec.constraints,
-            kinds=["idle"] if want.only else spec.kinds,
+            kinds=["idle"] if want.only else want.kinds or spec.kinds,
             avoid=want.avoid,
             only=want.only,
+            near=want.near,
+            apart=want.apart,
         )
         try:
             lease = await asyncio.to_thread(self.scheduler.acquire, ask, spec.patience_ns / 1e9)
@@ -199,7 +204,10 @@ class Broker:
         if time.monotonic() < self._started.get(key, -START_AGAIN_S) + START_AGAIN_S:
             return
         self._started[key] = time.monotonic()
-        await self._do(job, node, self.scheduler.start_agent, place, self._agent(job, node))
+        agent = self._agent(job, node)
+        if (seen := self._places.get(place)) is not None and seen.labels:
+            agent = msgspec.structs.replace(agent, env={**agent.env, LABELS: joined(seen.labels)})
+        await self._do(job, node, self.scheduler.start_agent, place, agent)
 
     async def _fence(self, job: str, node: str, place: str) -> None:
         if place in self._no_right:

@@ -20,6 +20,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import msgspec
+
 from keepstep.adapters.schedule import slurm_cli as cli
 from keepstep.errors import NoRight, NoSpare, TransientError, UsageError
 from keepstep.model.schedule import (
@@ -108,6 +110,7 @@ class SlurmScheduler:
 
     def spares(self, ask: Ask) -> list[Spare]:
         found: list[Spare] = []
+        ask = self._inside(ask)
         for kind in ask.kinds:
             if kind == "reserved" and ask.constraints.reservation:
                 free = {place.name for place in self.places() if place.state == "free"}
@@ -118,12 +121,13 @@ class SlurmScheduler:
         return [spare for spare in found if spare.place not in ask.avoid]
 
     def _idle(self, ask: Ask) -> list[str]:
+        """Those first that share no failure domain with what they replace."""
         words = ["sinfo", "-h", "-N", "-t", "IDLE", "-o", "%N|%T|%G|%f"]
         if ask.constraints.partition:
             words += ["-p", ask.constraints.partition]
         # A node of a reservation that has just begun still says that it is idle.
         kept = {name for names in cli.reserved().values() for name in names}
-        found: list[str] = []
+        found: dict[str, int] = {}
         for line in cli.run(*words).splitlines():
             name, state, gres, features = line.split("|", 3)
             if state != "idle" or name in kept or name in found or ask.only not in ("", name):
@@ -132,8 +136,8 @@ class SlurmScheduler:
                 continue
             if ask.constraints.features and ask.constraints.features not in features.split(","):
                 continue
-            found.append(name)
-        return found
+            found[name] = len(ask.apart.items() & cli.labels(features).items())
+        return sorted(found, key=lambda name: found[name])
 
     # ----------------------------------------------------------------------- leases
 
@@ -144,6 +148,7 @@ class SlurmScheduler:
                 return before
             self.release(before)  # it waits for somebody who was killed
         tried: list[str] = []
+        ask = self._inside(ask)
         for kind in ask.kinds:
             flags, why = self._flags(kind, ask)
             if not why:
@@ -155,6 +160,14 @@ class SlurmScheduler:
                     return lease
             tried.append(f"{kind}: {why or 'it was cancelled'}")
         raise NoSpare(f"Slurm has no place for job {ask.job} ({'; '.join(tried)})")
+
+    def _inside(self, ask: Ask) -> Ask:
+        """What is outside of the domain that is asked for is avoided."""
+        if not ask.near:
+            return ask
+        places = self.places()
+        outside = {one.name for one in places if not ask.near.items() <= one.labels.items()}
+        return msgspec.structs.replace(ask, avoid=sorted(outside | set(ask.avoid)))
 
     def _of(self, job: str, op: str) -> Lease | None:
         return next((lease for lease in self.leases(job) if lease.op == op), None)

@@ -23,6 +23,7 @@ COMMAND_S = 30.0
 TAG = "keepstep"
 MARK = "keepstep: "  # how our reasons begin
 FLAGS = "*~#!%$@^-+"  # behind a node's state: not responding, powering down and so on
+LABEL = re.compile(r"(rack|switch|nvlink)[:=]([A-Za-z0-9][A-Za-z0-9._/-]*)")
 DENIED = re.compile(r"invalid user id|permission|access.*denied|not authorized", re.IGNORECASE)
 WRONG = re.compile(
     r"invalid (partition|account|qos|feature|reservation|gres|generic)|not available\b|not found",
@@ -86,8 +87,8 @@ def refusal(command: Sequence[str], said: str) -> NoRight | UsageError | Transie
 
 def read_places() -> dict[str, Place]:
     found: dict[str, Place] = {}
-    for line in run("sinfo", "-h", "-N", "-a", "-o", "%N|%T|%G|%E").splitlines():
-        name, state, gres, reason = line.split("|", 3)
+    for line in run("sinfo", "-h", "-N", "-a", "-o", "%N|%T|%G|%f|%E").splitlines():
+        name, state, gres, features, reason = line.split("|", 4)
         ours = reason.startswith(MARK)
         found[name] = Place(
             name=name,
@@ -95,8 +96,14 @@ def read_places() -> dict[str, Place]:
             reason="" if reason == "none" else reason,
             ours=ours,
             gpu_type=gpu_type(gres),
+            labels=labels(features),
         )
     return found
+
+
+def labels(features: str) -> dict[str, str]:
+    """Of "h200,rack:r1,nvlink:d3": features that say where a node stands."""
+    return {found[1]: found[2] for one in features.split(",") if (found := LABEL.fullmatch(one))}
 
 
 def _state(word: str) -> Literal["free", "used", "degraded", "down"]:
