@@ -229,7 +229,6 @@ def test_an_orchestrator_killed_with_a_spare_in_hand_leaks_nothing(
         (["--replenish"], "there are no spare nodes"),
         (["--replenish", "--spare-nodes", "1", "--no-idle"], "by a scheduler only"),
         (["--within", "a b"], "label 'a b'"),
-        (["--grace", "-1"], "--grace is -1"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_allocated(

@@ -100,12 +100,19 @@ def print_incidents(incidents: Sequence[IncidentView]) -> None:
 def print_job_lines(jobs: Sequence[JobLine]) -> None:
     rows = [
         [
-            *(one.job, one.state, one.step, f"{one.steps_per_s:.1f}", one.ranks, one.spares),
-            *(one.nodes, "yes" if one.protected else "no", one.last_incident, one.reason),
+            *(one.job, one.state, one.priority, one.step, f"{one.steps_per_s:.1f}"),
+            *(
+                one.ranks,
+                one.spares,
+                one.nodes,
+                "yes" if one.protected else "no",
+                one.last_incident,
+                one.reason,
+            ),
         ]
         for one in jobs
     ]
-    names = ("job", "state", "step", "steps/s", "ranks", "spares", "nodes", "protected")
+    names = ("job", "state", "priority", "step", "steps/s", "ranks", "spares", "nodes", "protected")
     _table(_console(), (*names, "last incident", "reason"), rows)
 
 

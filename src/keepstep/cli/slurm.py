@@ -209,7 +209,7 @@ def launch(script: str, args: tuple[str, ...], **given: Any) -> None:
         ("grace", options.grace_s),
     ):
         if not 0 <= value < 1e9:
-            raise UsageError(f"--{name} is {value:g}: it cannot be negative")
+            raise UsageError(f"--{name} is {value:g}: seconds, and not below 0")
     if options.replenish and not options.spare_nodes:
         raise UsageError("--replenish: there are no spare nodes", hint="--spare-nodes 1")
     scheduler = SlurmScheduler()

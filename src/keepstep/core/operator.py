@@ -300,6 +300,7 @@ def untaint(job: Job, out: Out, request: Untaint) -> None:
         )
     apply_taint(job, request.target, None)
     job.deferred.pop(request.target, None)
+    job.capacity.yields.pop(request.target, None)
     out.record(Untainted(job=job.id, at_ns=out.now, target=request.target))
     for incident in list(job.incidents):
         running = job.attempt is not None and job.attempt.incident is incident

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from keepstep.core import operator, placement, processes, provision
 from keepstep.core.demand import domains, mismatch, shared
 from keepstep.core.state import Job, Node, Worker
 from keepstep.core.triage import name_ranks
+from keepstep.core.turns import Offer
 from keepstep.model.job import Drain, Migrate
 from keepstep.model.schedule import Ask
-from keepstep.model.views import MoveView, PlanView, RejectedView
+from keepstep.model.views import MoveView, OfferView, PlanView, RejectedView
 
 
 def plan(job: Job, given: Migrate | Drain) -> tuple[PlanView, Ask | None]:
@@ -49,6 +52,23 @@ def plan(job: Job, given: Migrate | Drain) -> tuple[PlanView, Ask | None]:
         then=_then(job, target, lacking),
     )
     return view, _ask(job, lacking[0]) if lacking else None
+
+
+def with_offers(view: PlanView, found: Sequence[Offer]) -> PlanView:
+    """What jobs of lower priority could yield is dearer than what nobody uses."""
+    given = [one for one in found if not one.why_not]
+    kept = [one for one in found if one.why_not]
+    return msgspec.structs.replace(
+        view,
+        offers=[
+            OfferView(place=one.job.capacity.places[one.node.name], kind="yield", reason=one.why)
+            for one in given
+        ],
+        rejected=[
+            *view.rejected,
+            *(RejectedView(what=f"{o.node.name} of {o.job.id}", why=o.why_not) for o in kept),
+        ],
+    )
 
 
 def _move(

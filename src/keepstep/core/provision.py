@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from keepstep.core.capacity import CapacityView, Want
+from keepstep.core.capacity import CapacityView, Want, Yielded
 from keepstep.core.demand import domains, unmet, victims
 from keepstep.core.incidents import warn
 from keepstep.core.placement import start_slots
@@ -40,6 +40,7 @@ from keepstep.model.job import JobSpec, PlaceReturned, SpareGranted, SpareRefuse
 from keepstep.model.records import (
     NodeJoined,
     NodeReturned,
+    NodeYielded,
     SpareDenied,
     SpareGiven,
     SpareWanted,
@@ -49,7 +50,7 @@ from keepstep.model.schedule import START, Kind
 AGAIN_NS = 15 * SECOND
 JOIN_NS = 60 * SECOND  # from a place to its agent
 
-Happened = SpareWanted | SpareGiven | SpareDenied | NodeReturned | NodeJoined
+Happened = SpareWanted | SpareGiven | SpareDenied | NodeReturned | NodeYielded | NodeJoined
 
 
 def lacking(job: Job) -> list[int]:
@@ -117,6 +118,8 @@ def advance(job: Job, out: Out) -> None:
         if not needy and not short and not refill and not facts.want.only:
             deny(job, out, "it is not needed any more", again_ns=0)
         return
+    if not needy and not short:
+        facts.given, facts.forced = 0, False
     if not needy and not short and not refill:
         facts.denied, facts.again_at = "", 0
         return
@@ -128,15 +131,36 @@ def advance(job: Job, out: Out) -> None:
             out,
             f"no spare for {len(needy)} of the ranks, the first of them is {needy[0]}",
             rank=needy[0],
+            kinds=_modest(job),
         )
     elif short:
         want(job, out, f"the job goes back to a checkpoint: {short}")
     else:
         have, wanted = len(unused(job)), job.spec.policy.dedicated
-        want(job, out, f"{have} of {wanted} spare nodes are left", kinds=_cheap(job))
+        why = f"{have} of {wanted} spare nodes are left"
+        want(job, out, why, kinds=_cheap(job), pool=True)
 
 
-def want(job: Job, out: Out, reason: str, *, rank: int = -1, kinds: Sequence[Kind] = ()) -> None:
+def may_preempt(job: Job) -> bool:
+    return job.spec.provision is not None and "preempt" in job.spec.provision.kinds
+
+
+def _modest(job: Job) -> list[Kind]:
+    """As long as another job here may yield a node, nobody else is preempted for it. Whatever is
+    yielded is idle then."""
+    facts = job.capacity
+    return (_cheap(job) or ["idle"]) if facts.sharing and not facts.forced else []
+
+
+def want(
+    job: Job,
+    out: Out,
+    reason: str,
+    *,
+    rank: int = -1,
+    kinds: Sequence[Kind] = (),
+    pool: bool = False,
+) -> None:
     """`rank`: the first of those that it is for."""
     old = place_of(job, rank)
     near, apart = domains(job, rank)
@@ -151,6 +175,7 @@ def want(job: Job, out: Out, reason: str, *, rank: int = -1, kinds: Sequence[Kin
         kinds=list(kinds),
         near=near,
         apart=apart,
+        pool=pool,
     )
     out.record(record)
     apply(job, record)
@@ -277,9 +302,10 @@ def timers(job: Job) -> list[tuple[int, str, str]]:
     spec, facts = job.spec.provision, job.capacity
     if spec is None:
         return []
+    rows = [(one.until, "yield", node) for node, one in facts.yields.items() if not one.over]
     if facts.want is not None:
-        return [(facts.want.at + spec.patience_ns + JOIN_NS, "spare", "")]
-    return [(facts.again_at, "ask-again", "")] if facts.again_at else []
+        return [*rows, (facts.want.at + spec.patience_ns + JOIN_NS, "spare", "")]
+    return [*rows, (facts.again_at, "ask-again", "")] if facts.again_at else rows
 
 
 def apply(job: Job, record: Happened) -> None:
@@ -299,13 +325,18 @@ def apply(job: Job, record: Happened) -> None:
             kinds=record.kinds,
             near=record.near,
             apart=record.apart,
+            pool=record.pool,
         )
     elif isinstance(record, SpareGiven):
         facts.places[record.node], facts.ops[record.node] = record.place, record.op
+        facts.given += 1
         if want is not None:
             want.place = record.place
+    elif isinstance(record, NodeYielded):
+        until = record.at_ns + job.spec.policy.grace_ns
+        facts.yields[record.node] = Yielded(to=record.to, until=until)
     elif isinstance(record, SpareDenied):
-        facts.denied, facts.cheap = record.why, want is not None and bool(want.kinds)
+        facts.denied, facts.cheap = record.why, want is not None and want.pool
         if want is not None and want.place:
             facts.late[want.node] = (facts.places.pop(want.node), facts.ops.pop(want.node))
         facts.want = None
@@ -316,6 +347,7 @@ def apply(job: Job, record: Happened) -> None:
         facts.swaps.pop(record.place, None)
         facts.origins.pop(record.node, None)
         facts.retiring.discard(record.node)
+        facts.yields.pop(record.node, None)
     elif record.node in facts.late:
         facts.places[record.node], facts.ops[record.node] = facts.late.pop(record.node)
     elif want is not None and record.node == want.node:
@@ -369,8 +401,20 @@ def _goes_back(spec: JobSpec) -> bool:
     return bool(after_ns) and spec.policy.back != "never"
 
 
+def _is_on_disk(job: Job) -> bool:
+    """What the ranks hold without a spare."""
+    attempt = job.attempt
+    if attempt is None or attempt.committed or attempt.kind != "unplanned":
+        return False
+    return attempt.tick is not None and job.checkpoint_tick == attempt.tick
+
+
 def _is_left(job: Job, node: Node) -> bool:
-    if job.mode != "running" or job.replayed or job.attempt is not None:
+    if job.mode != "running" or job.replayed:
+        return False
+    # A yielded node is no source of state any more once that is on disk.
+    yielded = node.name in job.capacity.yields and _is_on_disk(job)
+    if job.attempt is not None and not yielded:
         return False
     if node.state == "dead":
         return True

@@ -93,6 +93,7 @@ class SpareWanted(BaseRecord, frozen=True, kw_only=True):
     kinds: list[Kind] = []  # empty: all that the job allows
     near: dict[str, str] = {}  # labels that the place must have
     apart: dict[str, str] = {}  # and those that it had better not have
+    pool: bool = False  # nobody needs it now
 
 
 class SpareGiven(BaseRecord, frozen=True, kw_only=True):
@@ -116,6 +117,14 @@ class NodeReturned(BaseRecord, frozen=True, kw_only=True):
 
     node: str
     place: str
+
+
+class NodeYielded(BaseRecord, frozen=True, kw_only=True):
+    """A node is drained because a job of higher priority needs one."""
+
+    node: str
+    to: str  # that job
+    reason: str
 
 
 class IncidentOpened(BaseRecord, frozen=True, kw_only=True):
@@ -265,6 +274,7 @@ Record = (
     | SpareGiven
     | SpareDenied
     | NodeReturned
+    | NodeYielded
     | IncidentOpened
     | IncidentWidened
     | AttemptStarted

@@ -69,7 +69,8 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     job: str
     trigger: Literal["planned", "pre-emptive", "unplanned"]
-    # process-exit, node-lost, hang, device-error, connection, user; drain, migrate, taint, resume;
+    # process-exit, node-lost, hang, device-error, connection, user, preempted; drain, migrate,
+    # taint, resume;
     # start
     cause: str
     victims: list[int]
@@ -111,7 +112,7 @@ class OfferView(msgspec.Struct, frozen=True, kw_only=True):
     """A place that the scheduler could give at the moment, cheapest first."""
 
     place: str
-    kind: str  # reserved, idle, preempt
+    kind: str  # reserved, idle, yield, preempt
     reason: str
 
 
@@ -165,3 +166,4 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     control: str = ""  # why nothing is decided at the moment; this is the last state known
     stall_timeout_ns: int = 0
     checkpoints: CheckpointsView | None = None
+    priority: int = 0  # among the jobs of one orchestrator

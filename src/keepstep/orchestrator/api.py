@@ -181,7 +181,7 @@ def _add_planning(add: Routes, driver: Driver, offers: Offers | None) -> None:
     async def answer(given: inputs.Migrate | inputs.Drain) -> Response:
         plan, ask = driver.core.plan(given)
         if ask is not None and offers is not None:
-            plan = msgspec.structs.replace(plan, offers=await offers(ask))
+            plan = merged(plan, await offers(ask))
         return encoded(plan)
 
     @add("POST", "/v1/jobs/{job}/migrate/plan", body=bodies.MigrateRequest, answer=PlanView)
@@ -312,6 +312,13 @@ def signal_target(view: JobView, asked: bodies.SignalRequest) -> str:
             )
         return slots[0]
     return asked.node or asked.slot
+
+
+def merged(plan: PlanView, found: list[OfferView]) -> PlanView:
+    """What costs nobody anything, then what other jobs here would yield, then the rest."""
+    dear = [one for one in found if one.kind == "preempt"]
+    cheap = [one for one in found if one.kind != "preempt"]
+    return msgspec.structs.replace(plan, offers=[*cheap, *plan.offers, *dear])
 
 
 # --------------------------------------------------------------------------- plumbing

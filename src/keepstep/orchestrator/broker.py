@@ -135,7 +135,7 @@ class Broker:
         self._places.update({place.name: place for place in self.scheduler.watch()})
 
     async def _see_to(self, job: str, view: CapacityView) -> None:
-        if view.want is not None and not view.want.place:
+        if view.want is not None and not view.want.place and view.turn:
             self._acquire(job, view.want)
         for node, place in view.fence.items():
             await self._fence(job, node, place)

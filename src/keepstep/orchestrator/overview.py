@@ -21,6 +21,7 @@ def job_lines(jobs: list[JobView]) -> list[JobLine]:
         JobLine(
             job=view.job,
             state=view.state,
+            priority=view.priority,
             step=view.committed_step,
             steps_per_s=view.steps_per_s,
             generation=view.generation,

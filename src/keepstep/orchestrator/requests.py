@@ -123,6 +123,7 @@ class JobLine(msgspec.Struct, frozen=True, kw_only=True):
 
     job: str
     state: str
+    priority: int
     step: int
     steps_per_s: float
     generation: int
