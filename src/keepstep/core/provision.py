@@ -383,7 +383,7 @@ def look(job: Job) -> CapacityView | None:
         taint={
             n: (facts.places[n], "; ".join(node.taints))
             for n, node in known.items()
-            if node.taints and n not in facts.retiring
+            if node.taints and n not in facts.retiring and n not in facts.yields
         },
         leave={
             n: (facts.places[n], facts.swaps.get(facts.places[n], ""))
