@@ -19,7 +19,7 @@ import msgspec
 from keepstep import native
 from keepstep.adapters.schedule import slurm_cli
 from keepstep.adapters.schedule.slurm import SlurmScheduler
-from keepstep.cli import show
+from keepstep.cli import show, slurm_guard
 from keepstep.cli.checkpoints import AUTO, check_periodic, check_resume
 from keepstep.cli.find import Reached, external
 from keepstep.cli.home import home
@@ -30,6 +30,7 @@ from keepstep.core.operator import check_spec
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.model.job import JobSpec
 from keepstep.model.schedule import START, Ask, Constraints, Kind, Lease, Policy, Provision
+from keepstep.orchestrator import registry
 from keepstep.orchestrator.registry import check_id, prepare_home
 from keepstep.orchestrator.requests import Info
 
@@ -42,7 +43,8 @@ GRACE_S = 30.0
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """The command line."""
 
-    nodes: int
+    nodes: int | None
+    adopt: str
     nproc: int
     spare_nodes: int
     partition: str
@@ -117,7 +119,14 @@ def slurm() -> None:
 
 
 @slurm.command(context_settings={"allow_interspersed_args": False})
-@click.option("--nodes", "-N", type=int, default=1, show_default=True, help="Nodes with ranks.")
+@click.option(
+    "--nodes", "-N", type=int, default=None,
+    help="Nodes with ranks [default: 1, or all that --adopt has].",
+)  # fmt: skip
+@click.option(
+    "--adopt", default="", metavar="JOBID",
+    help="Use this allocation of yours instead of a new one, and leave it when the job ends.",
+)  # fmt: skip
 @click.option(
     "--nproc-per-node", "nproc", type=int, default=1, show_default=True, help="Ranks on each node."
 )
@@ -213,6 +222,8 @@ def launch(script: str, args: tuple[str, ...], **given: Any) -> None:
     if options.replenish and not options.spare_nodes:
         raise UsageError("--replenish: there are no spare nodes", hint="--spare-nodes 1")
     scheduler = SlurmScheduler()
+    if options.adopt:
+        options = _adopting(options)
     layout = _lay_out(options)
     provision = options.provision()
     _check(scheduler, provision, len(layout.nodes))
@@ -242,8 +253,11 @@ def launch(script: str, args: tuple[str, ...], **given: Any) -> None:
         policy=options.policy(),
     )
     check_spec(spec)
-    lease = _allocate(scheduler, provision.constraints, job, len(layout.nodes), options.queue_s)
-    places = dict(zip((node.name for node in layout.nodes), lease.places, strict=True))
+    release_orphans(scheduler, where)
+    guard = slurm_guard.begin(job) if there is None else None
+    lease = _allocate(scheduler, provision.constraints, job, len(layout.nodes), options)
+    names = [node.name for node in layout.nodes]
+    places = dict(zip(names, lease.places[: len(names)], strict=True))
     provision = msgspec.structs.replace(provision, places=places)
     spec = msgspec.structs.replace(spec, provision=provision)
     try:
@@ -253,11 +267,32 @@ def launch(script: str, args: tuple[str, ...], **given: Any) -> None:
         with contextlib.suppress(KeepstepError):
             for left in scheduler.leases(job):
                 scheduler.release(left)
+            if guard is not None and guard.stdin is not None:
+                guard.stdin.close()
+                guard.wait()
+
+
+def _adopting(options: Options) -> Options:
+    """Unless it is said, all nodes that are there and are no spares get ranks."""
+    found = slurm_cli.read_job(options.adopt)
+    count = len(slurm_cli.expand(found.get("NodeList", "")))
+    nodes = options.nodes or max(1, count - options.spare_nodes)
+    return msgspec.structs.replace(options, nodes=nodes)
+
+
+def release_orphans(scheduler: SlurmScheduler, where: Path) -> None:
+    """Allocations of launchers that have ended on this machine, guard and all (it was rebooted)."""
+    for entry in registry.dead_embedded(where):
+        with contextlib.suppress(KeepstepError):
+            for lease in scheduler.leases(entry.id):
+                show.words(f"allocation {lease.id} of job {entry.id}, which is no more, goes back")
+                scheduler.release(lease)
 
 
 def _lay_out(options: Options) -> Layout:
+    nodes = options.nodes or 1
     check_counts(
-        nnodes=options.nodes,
+        nnodes=nodes,
         nproc=options.nproc,
         spares=0,
         local_nodes=None,
@@ -265,7 +300,7 @@ def _lay_out(options: Options) -> Layout:
         external=True,
     )
     return lay_out(
-        local_nodes=options.nodes, nproc=options.nproc, spares=0, spare_nodes=options.spare_nodes
+        local_nodes=nodes, nproc=options.nproc, spares=0, spare_nodes=options.spare_nodes
     )
 
 
@@ -299,12 +334,18 @@ def _named(where: Path, orchestrator: str) -> Reached:
 
 
 def _allocate(
-    scheduler: SlurmScheduler, limits: Constraints, job: str, count: int, queue_s: float | None
+    scheduler: SlurmScheduler, limits: Constraints, job: str, count: int, options: Options
 ) -> Lease:
+    if options.adopt:
+        lease, note = scheduler.adopt(job, options.adopt, count)
+        show.words(f"allocation {lease.id} on {', '.join(lease.places)} is adopted")
+        if note:
+            show.words(f"note: {note}")
+        return lease
     show.words(f"waiting for {count} nodes of Slurm")
     began = time.monotonic()
     ask = Ask(job=job, op=START, constraints=limits, kinds=["queue"], count=count)
-    lease = scheduler.acquire(ask, queue_s or FOR_EVER_S)
+    lease = scheduler.acquire(ask, options.queue_s or FOR_EVER_S)
     waited = time.monotonic() - began
     show.words(f"allocation {lease.id} on {', '.join(lease.places)} after {waited:.1f} s")
     return lease

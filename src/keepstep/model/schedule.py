@@ -73,6 +73,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind
     places: list[str]
     instead_of: str = ""  # the place that it has replaced, once that is committed
+    adopted: bool = False  # somebody else has made it, and will end it
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):

@@ -334,6 +334,7 @@ class Orchestrator:
             token=self.token,
             pid=pid,
             pid_started=registry.process_started(pid) or 0,
+            host=socket.gethostname(),
             jobs=self.driver.core.live(),
             embedded=self.embedded,
             ca=self._identity.authority.certificate if self._identity is not None else "",

@@ -21,6 +21,7 @@ from keepstep.model.schedule import Kind, Lease, Place
 
 COMMAND_S = 30.0
 TAG = "keepstep"
+ADOPTED = "adopted"  # in the place of a kind
 MARK = "keepstep: "  # how our reasons begin
 FLAGS = "*~#!%$@^-+"  # behind a node's state: not responding, powering down and so on
 LABEL = re.compile(r"(rack|switch|nvlink)[:=]([A-Za-z0-9][A-Za-z0-9._/-]*)")
@@ -138,6 +139,7 @@ def read_leases(states: str) -> list[Lease]:
                 kind=_kind(tag[3]),
                 places=expand(places),
                 instead_of=tag[4] if len(tag) > 4 else "",
+                adopted=tag[3] == ADOPTED,
             )
         )
     return found
@@ -164,6 +166,19 @@ def reserved() -> dict[str, list[str]]:
         if "ReservationName" in fields:
             found[fields["ReservationName"]] = expand(fields.get("Nodes", ""))
     return found
+
+
+def read_job(allocation: str) -> dict[str, str]:
+    """What `scontrol` says about it, by the names it uses; only values without spaces."""
+    if not allocation.isascii() or not allocation.isdigit():
+        raise UsageError(f"{allocation!r} is no job id of Slurm", hint="a number, as of squeue")
+    done = attempt("scontrol", "-o", "show", "job", allocation)
+    said = done.stdout
+    if "invalid job id" in done.stderr.lower():
+        raise UsageError(f"Slurm has no job {allocation}", hint="see squeue --me")
+    if done.returncode != 0:
+        raise refusal(("scontrol",), done.stderr)
+    return dict(word.split("=", 1) for word in said.split() if "=" in word)
 
 
 def read_steps(allocation: str) -> list[tuple[str, str]]:
