@@ -178,7 +178,7 @@ def test_a_node_that_comes_back_while_it_is_fenced_stays_away(cluster: Cluster) 
 
 def test_a_guard_gives_back_what_its_launcher_cannot(cluster: Cluster) -> None:
     SlurmScheduler().acquire(ask(START, "queue", count=2), 20)
-    code = "from keepstep.cli import slurm_guard as g; print(g.begin('job').pid, flush=True)\n"
+    code = "from keepstep.cli import slurm_guard as g; print(g.begin('job'), flush=True)\n"
     code += "import time; time.sleep(600)"
     launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None

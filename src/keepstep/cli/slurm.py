@@ -254,7 +254,8 @@ def launch(script: str, args: tuple[str, ...], **given: Any) -> None:
     )
     check_spec(spec)
     release_orphans(scheduler, where)
-    guard = slurm_guard.begin(job) if there is None else None
+    if there is None:
+        slurm_guard.begin(job)
     lease = _allocate(scheduler, provision.constraints, job, len(layout.nodes), options)
     names = [node.name for node in layout.nodes]
     places = dict(zip(names, lease.places[: len(names)], strict=True))
@@ -266,10 +267,7 @@ def launch(script: str, args: tuple[str, ...], **given: Any) -> None:
     finally:
         with contextlib.suppress(KeepstepError):
             for left in scheduler.leases(job):
-                scheduler.release(left)
-            if guard is not None and guard.stdin is not None:
-                guard.stdin.close()
-                guard.wait()
+                _release(scheduler, left)
 
 
 def _adopting(options: Options) -> Options:
@@ -283,10 +281,16 @@ def _adopting(options: Options) -> Options:
 def release_orphans(scheduler: SlurmScheduler, where: Path) -> None:
     """Allocations of launchers that have ended on this machine, guard and all (it was rebooted)."""
     for entry in registry.dead_embedded(where):
-        with contextlib.suppress(KeepstepError):
-            for lease in scheduler.leases(entry.id):
-                show.words(f"allocation {lease.id} of job {entry.id}, which is no more, goes back")
-                scheduler.release(lease)
+        for lease in scheduler.leases(entry.id):
+            show.words(f"allocation {lease.id} of job {entry.id}, which is no more, goes back")
+            _release(scheduler, lease)
+
+
+def _release(scheduler: SlurmScheduler, lease: Lease) -> None:
+    try:
+        scheduler.release(lease)
+    except KeepstepError as error:
+        show.words(f"allocation {lease.id} is not given back: {error.message}")
 
 
 def _lay_out(options: Options) -> Layout:

@@ -8,6 +8,8 @@ nothing left to do.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -21,15 +23,18 @@ LOOKS = 2  # without anything: a request may have been under way
 PATIENCE_S = 3600.0  # with a Slurm that does not answer
 
 
-def begin(job: str) -> subprocess.Popen[bytes]:
-    """Whoever holds the process's stdin is who is watched."""
-    return subprocess.Popen(
+def begin(job: str) -> int:
+    """Whoever calls it is who is watched: its end of the pipe is closed by nothing but its end."""
+    read, _ = os.pipe()
+    process = subprocess.Popen(
         [sys.executable, "-P", "-m", "keepstep.cli.slurm_guard", job],
-        stdin=subprocess.PIPE,
+        stdin=read,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+    os.close(read)
+    return process.pid
 
 
 def main(job: str) -> None:
@@ -42,14 +47,12 @@ def main(job: str) -> None:
 def give_back(scheduler: SlurmScheduler, job: str) -> None:
     end, empty = time.monotonic() + PATIENCE_S, 0
     while empty < LOOKS and time.monotonic() < end:
-        try:
+        with contextlib.suppress(KeepstepError):  # it is asked again
             left = scheduler.leases(job)
-            for lease in left:
-                scheduler.release(lease)
-        except KeepstepError:
-            pass  # it is asked again
-        else:
             empty = 0 if left else empty + 1
+            for lease in left:
+                with contextlib.suppress(KeepstepError):
+                    scheduler.release(lease)
         time.sleep(LOOK_S)
 
 

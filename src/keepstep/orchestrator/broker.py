@@ -105,7 +105,7 @@ class Broker:
             await asyncio.sleep(0.05)
         with contextlib.suppress(KeepstepError):  # it does not answer, and nobody waits for it
             for lease in await asyncio.to_thread(self.scheduler.leases, job):
-                await asyncio.to_thread(self.scheduler.release, lease)
+                await self._do("", "release", self.scheduler.release, lease)
 
     async def offers(self, ask: Ask) -> list[OfferView]:
         """For people who want to see a plan; nothing is acquired."""

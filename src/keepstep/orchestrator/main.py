@@ -129,7 +129,7 @@ class Orchestrator:
         self.terms = Terms(store, self.driver, self._agents, me)
         self.broker: Broker | None = None
         if scheduler is not None:
-            self.broker = Broker(self.driver, scheduler, self._agent_start)
+            self.broker = Broker(self.driver, scheduler, self.agent_start)
         self._brokering: asyncio.Task[None] | None = None
         self._office: asyncio.Task[None] | None = None
         self._web: _Web | None = None
@@ -273,7 +273,7 @@ class Orchestrator:
         if self.broker is not None:
             self._brokering = asyncio.create_task(self.broker.run())
 
-    def _agent_start(self, job: str, node: str) -> AgentStart:
+    def agent_start(self, job: str, node: str) -> AgentStart:
         """On whatever machine: beyond loopback with a token for this one node."""
         spec = self.driver.core.state(job).spec
         slots = next((one.slots for one in spec.nodes if one.name == node), spec.local_world)

@@ -260,11 +260,11 @@ class SlurmScheduler:
 
     def _let_go(self, lease: Lease) -> None:
         """It is as it was found, but for the places that were given back."""
-        for step, name in cli.read_steps(lease.id):
+        end = time.monotonic() + STEP_S
+        for step, name in cli.read_steps(lease.id, lease.places):
             if name.startswith(STEP):
                 cli.run("scancel", step)
-        end = time.monotonic() + STEP_S
-        while any(name.startswith(STEP) for _, name in cli.read_steps(lease.id)):
+        while any(name.startswith(STEP) for _, name in cli.read_steps(lease.id, lease.places)):
             if time.monotonic() > end:
                 raise TransientError(f"steps of allocation {lease.id} do not end")
             time.sleep(LOOK_S)

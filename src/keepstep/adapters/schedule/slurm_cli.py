@@ -181,10 +181,12 @@ def read_job(allocation: str) -> dict[str, str]:
     return dict(word.split("=", 1) for word in said.split() if "=" in word)
 
 
-def read_steps(allocation: str) -> list[tuple[str, str]]:
-    """Ids and names of those that run."""
-    said = run("squeue", "-h", "-s", "-j", allocation, "-o", "%i|%j")
-    return [(line.split("|")[0], line.split("|", 1)[1]) for line in said.splitlines()]
+def read_steps(allocation: str, places: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """Ids and names of those that run; with `places` in one of those only. That of a node which
+    was lost stays listed for as long as its allocation."""
+    said = run("squeue", "-h", "-s", "-j", allocation, "-o", "%i|%N|%j")
+    rows = [line.split("|", 2) for line in said.splitlines()]
+    return [(id, name) for id, place, name in rows if not places or place in places]
 
 
 def is_operator() -> bool:
