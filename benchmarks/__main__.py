@@ -20,6 +20,7 @@ from benchmarks import (
     report,
     restart,
     scale,
+    schedulers,
     transfer,
 )
 
@@ -35,6 +36,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "network": network.run,
     "kubernetes": kubernetes.run,
     "redundancy": redundancy.run,
+    "schedulers": schedulers.run,
 }
 
 
@@ -50,6 +52,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="the other parts: rounds of measurement")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu",
                         help="redundancy: cuda puts all ranks on one GPU")  # fmt: skip
+    parser.add_argument("--adapter", choices=["local", "slurm"], default="local",
+                        help="schedulers: which one")  # fmt: skip
     args = parser.parse_args()
     # As an exception, so that jobs under way are ended with us.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -66,6 +70,8 @@ def main() -> None:
         )
         if part == "redundancy":
             options["device"] = args.device
+        if part == "schedulers":
+            options["adapter"] = args.adapter
         for text in PARTS[part](args.quick, **options):
             print(text + "\n", flush=True)
 

@@ -149,6 +149,10 @@ def test_views_watch_and_signals(tmp_path: Path) -> None:
         assert (await client.get("/v1/jobs/job-1")).json()["world"] == 2
         assert (await client.get("/v1/incidents")).json() == []
         assert (await client.get("/v1/spares")).json() == []
+        (node,) = (await client.get("/v1/nodes")).json()
+        assert (node["job"], node["node"], node["slots"]) == ("job-1", "n0", 3)
+        starting = await client.post("/v1/jobs/job-1/drain/plan", json={"node": "n0"})
+        check_error(starting, 400, "still starting")
         info = (await client.get("/v1/orchestrator")).json()
         assert info["stream"]["port"] == orchestrator.stream.port
         note = {"job": "job-1", "node": "n0", "kind": "fan", "reason": "slow", "severity": "info"}

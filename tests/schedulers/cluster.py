@@ -28,6 +28,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "slurmdbd", "mariadbd", "mariadb-in
 START_S = 60.0
 NODES = 6
 RESERVED = "keepstep-spares"
+RACKS = {"c1": "r1", "c2": "r1", "c3": "r2", "c4": "r2", "c5": "r1", "c6": "r2"}
 
 
 def missing() -> str:
@@ -220,7 +221,7 @@ class Cluster:
         nodes = "\n".join(
             f"NodeName={node} NodeHostName={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 "
             f"RealMemory=1000 Gres=gpu:{'a100' if node == self.nodes[-1] else 'h200'}:4 "
-            f"Feature={'old' if node == self.nodes[-1] else 'new'} State=UNKNOWN"
+            f"Feature={'old' if node == self.nodes[-1] else 'new'},rack:{RACKS[node]} State=UNKNOWN"
             for node, port in zip(self.nodes, self._ports, strict=True)
         )
         h200, a100 = f"{self.nodes[0]},{','.join(self.nodes[1:-1])}", self.nodes[-1]

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import psutil
 import yaml
-from cluster import GUARD, free_ports, until
+from cluster import GUARD, RACKS, free_ports, until
 from control_plane_build import folder as programs
 
 NODES = 6
@@ -129,7 +129,7 @@ class ControlPlane:
     def start_node(self, node: str) -> None:
         gpu = "NVIDIA-A100" if node == self.nodes[-1] else "NVIDIA-H200"
         command = [node, self.url, self._tokens["admin"], str(self._ca)]
-        command += [str(self.folder / "pods"), gpu]
+        command += [str(self.folder / "pods"), gpu, list(RACKS.values())[self.nodes.index(node)]]
         self._start(f"kubelet-{node}", sys.executable, str(KUBELET), *command)
 
     def crash_node(self, node: str) -> None:

@@ -1,4 +1,4 @@
-"""A kubelet for tests: `kubelet.py NODE SERVER TOKEN CA FOLDER GPU_TYPE`. It runs no containers.
+"""A kubelet for tests: `kubelet.py NODE SERVER TOKEN CA FOLDER GPU RACK`. It runs no containers.
 
 A pod that is bound to its node becomes a process here, in no namespace and without an image: the
 command of its first container, once the Secret that it mounts exists, with a folder of its files in
@@ -35,8 +35,12 @@ def now() -> str:
 
 
 class Kubelet:
-    def __init__(self, node: str, server: str, token: str, ca: str, folder: str, gpu: str) -> None:
-        self.node, self.gpu, self.folder = node, gpu, Path(folder)
+    def __init__(
+        self, node: str, server: str, token: str, ca: str, folder: str, gpu: str, rack: str
+    ) -> None:
+        self.node, self.folder = node, Path(folder)
+        self._labels = {"kubernetes.io/hostname": node, "nvidia.com/gpu.product": gpu}
+        self._labels["topology.kubernetes.io/rack"] = rack
         self._http = httpx.Client(
             base_url=server,
             verify=ca,
@@ -61,9 +65,10 @@ class Kubelet:
     # ----------------------------------------------------------------------- the node
 
     def register(self) -> None:
-        labels = {"kubernetes.io/hostname": self.node, "nvidia.com/gpu.product": self.gpu}
         with contextlib.suppress(httpx.HTTPStatusError):  # it was there before
-            self.ask("POST", "/api/v1/nodes", {"metadata": {"name": self.node, "labels": labels}})
+            self.ask(
+                "POST", "/api/v1/nodes", {"metadata": {"name": self.node, "labels": self._labels}}
+            )
         self.beat()
 
     def beat(self) -> None:
@@ -227,7 +232,7 @@ class Pod:
 
 
 if __name__ == "__main__":
-    kubelet = Kubelet(*sys.argv[1:7])
+    kubelet = Kubelet(*sys.argv[1:8])
     kubelet.register()
     threading.Thread(target=kubelet.keep_beating, daemon=True).start()
     kubelet.run()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster import RESERVED, Cluster, until
+from cluster import RACKS, RESERVED, Cluster, until
 
 from keepstep.adapters.schedule.local import LocalScheduler
 from keepstep.adapters.schedule.slurm import SlurmScheduler
@@ -44,7 +44,15 @@ class LocalLab(Lab):
         self._folder = folder
         made = LocalScheduler.create(folder, names, gpu_type="h200")
         with made.pool() as pool:
-            pool.places["c6"] = Place(name="c6", state="free", gpu_type="a100")
+            pool.places = {
+                name: Place(
+                    name=name,
+                    state="free",
+                    gpu_type="a100" if name == "c6" else "h200",
+                    labels={"rack": RACKS[name]},
+                )
+                for name in names
+            }
         super().__init__(made, names)
         self._made = made
 

@@ -18,7 +18,7 @@ from test_core_support import World, job_spec
 
 from keepstep.errors import NoRight, TransientError
 from keepstep.model.job import AgentGone, Cancel, Drain, Untaint
-from keepstep.model.schedule import START, AgentStart, Ask, Constraints, Place, Provision
+from keepstep.model.schedule import START, AgentStart, Ask, Constraints, Place, Policy, Provision
 from keepstep.orchestrator.broker import Broker
 
 WAIT_S = 20.0
@@ -232,3 +232,53 @@ def test_ranks_move_back_when_their_place_is_well_again(
     world.assert_training()
     life.until(lambda: returned(world, "n2"), "the spare's place")
     assert ops(lab) == {START: ["c1"], "spare-2": ["c2"]} and lab.state("c3").state == "free"
+
+
+def test_of_two_jobs_the_one_of_higher_priority_is_served_and_the_other_one_yields(
+    lab: LocalLab, tmp_path: Path
+) -> None:
+    """And goes on by itself when there is a place again."""
+    lab.occupy(["c5"], low=True)  # somebody else's: it would be the last resort
+    worlds: list[World] = []
+    for job, priority in (("low", 0), ("high", 5)):
+        ask = Ask(job=job, op=START, constraints=Constraints(), kinds=["queue"], count=2)
+        places = lab.scheduler.acquire(ask, 5).places
+        spec = msgspec.structs.replace(
+            job_spec(nodes="n0:2 n1:2", spares=0),
+            job=job,
+            provision=Provision(
+                scheduler="local",
+                places=dict(zip(("n0", "n1"), places, strict=True)),
+                kinds=["idle", "preempt"] if priority else ["idle"],
+                constraints=Constraints(gpu_type="h200"),
+            ),
+            policy=Policy(priority=priority, grace_ns=0),
+        )
+        worlds.append(World(spec, beside=worlds[0] if worlds else None).start())
+        worlds[-1].step(5)
+    low, high = worlds
+    high.kill_node("n1")
+    life = Life(high, lab, tmp_path)
+
+    def new(world: World) -> str:
+        """The node that it was given."""
+        for one in worlds:
+            one.run(1)
+        view = world.core.capacity(world.spec.job)
+        assert view is not None
+        return next((node for node in view.places if node not in ("n0", "n1")), "")
+
+    life.until(lambda: new(high), "the place that the other one gave up")
+    high.join(new(high))
+    high.run(60)
+    high.assert_training()
+    low.pump()
+    assert low.view.state == "held" and low.view.checkpoint and "c5" not in str(ops(lab))
+    with lab.scheduler.pool() as pool:  # type: ignore[attr-defined]
+        pool.others.clear()
+
+    low.now += 20 * 10**9  # until it asks again
+    life.until(lambda: new(low), "a place for the other one")
+    low.join(new(low))
+    low.run(60)
+    low.assert_training()

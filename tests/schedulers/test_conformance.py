@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
-from cluster import until
+from cluster import RACKS, until
 from labs import Lab
 
 from keepstep.errors import NoSpare, TransientError, UsageError
@@ -155,6 +156,31 @@ def test_spares_come_from_the_cheapest_kind(lab: Lab) -> None:
     with pytest.raises(NoSpare, match="job-1"):
         lab.scheduler.acquire(wanted[2], 1.0)
     assert sorted(lease.op for lease in lab.scheduler.leases()) == ["s0", "s1", "start"]
+
+
+def test_a_place_is_within_the_domain_that_is_asked_for(lab: Lab) -> None:
+    (first,) = start(lab, count=1).places
+    racks = dict(zip(lab.places, RACKS.values(), strict=True))
+    assert {place.name: place.labels["rack"] for place in lab.scheduler.places()} == racks
+    left = [name for name in lab.places[:5] if name != first]
+    free = {rack: [name for name in left if racks[name] == rack] for rack in ("r1", "r2")}
+    near = {"near": {"rack": "r2"}}
+    inside = msgspec.structs.replace(ask("s0"), **near)
+    assert [one.place for one in lab.scheduler.spares(inside)] == free["r2"]
+    apart = msgspec.structs.replace(ask("s0"), apart={"rack": "r1"})
+    assert [one.place for one in lab.scheduler.spares(apart)] == free["r2"] + free["r1"]
+    got = lab.scheduler.acquire(inside, 20)
+    assert got.places == free["r2"][:1]
+    rest = free["r2"][1:]
+    second = msgspec.structs.replace(ask("s1"), avoid=rest, **near)
+    with pytest.raises(NoSpare):
+        lab.scheduler.acquire(second, 1.0)
+    if not rest:
+        return
+    lab.occupy([free["r1"][0], *rest], low=True)
+    preempt = msgspec.structs.replace(ask("s1", "idle", "preempt"), **near)
+    got = lab.scheduler.acquire(preempt, 60)
+    assert (got.kind, got.places) == ("preempt", rest)
 
 
 def test_somebody_of_higher_priority_is_not_preempted(lab: Lab) -> None:

@@ -80,7 +80,7 @@ def test_without_the_right_to_taint_everything_else_works(lab: KubernetesLab) ->
         until(lambda: not lab.scheduler.capabilities().taint, "fewer rights")
         assert "without the right to patch nodes" in lab.scheduler.capabilities().lacks[0]
         with pytest.raises(NoRight, match="forbidden") as refused:
-            lab.scheduler.taint(lab.places[0], "fenced", "x")
+            lab.scheduler.taint(lab.places[0], "degraded", "x")
         assert "rbac.yaml" in refused.value.hint
         start(lab)
     finally:

@@ -39,7 +39,8 @@ class KubernetesJob(SlurmJob):
         self, folder: Path, plane: ControlPlane, *options: str, orchestrator: str = "job"
     ) -> None:
         self.out, self.slow, self._log = folder / "out", folder / "slow", folder / "launch.log"
-        self._home, self._id = folder / "home", orchestrator
+        self._home, self._id, self.id = folder / "home", orchestrator, "job"
+        self.world = WORLD
         self.out.mkdir()
         self.slow.touch()
         command = ["-m", "keepstep", "kubernetes", "launch", "-N", str(WORLD)]
@@ -166,6 +167,8 @@ def test_a_node_is_lost_and_another_one_cordoned(
         (["-N", "7"], "7 nodes are wanted, and there are 6"),
         (["--orchestrator", "nobody"], "no live orchestrator nobody"),
         (["--pod-template", "/nowhere"], "cannot read the pod template /nowhere"),
+        (["--gpus-per-node", "many"], "--gpus-per-node is many"),
+        (["--replenish"], "there are no spare nodes"),
         (["--kubeconfig", "/nowhere"], "no cluster of Kubernetes can be found"),
     ],
 )

@@ -51,16 +51,25 @@ def run(log: Path, home: Path, *words: str) -> subprocess.Popen[bytes]:
 
 
 class SlurmJob:
-    """One `keepstep slurm launch` with three nodes."""
+    """One `keepstep slurm launch`, with three nodes unless it is said."""
 
-    def __init__(self, folder: Path, *options: str, orchestrator: str = "job") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        orchestrator: str = "",
+        job: str = "job",
+        world: int = WORLD,
+        home: Path | None = None,
+    ) -> None:
         """`orchestrator`: the id of the one that is asked; by default it is embedded."""
         self.out, self.slow, self._log = folder / "out", folder / "slow", folder / "launch.log"
-        self._home, self._id = folder / "home", orchestrator
-        self.out.mkdir()
+        self._home, self._id, self.id = home or folder / "home", orchestrator or job, job
+        self.world = world
+        self.out.mkdir(parents=True)
         self.slow.touch()  # until `finish` it takes its time: what is done to it happens meanwhile
-        command = [sys.executable, "-m", "keepstep", "slurm", "launch", "-N", str(WORLD)]
-        command += ["-p", "train", "--gpus-per-node", "h200:4", "--job-id", "job"]
+        command = [sys.executable, "-m", "keepstep", "slurm", "launch", "-N", str(world)]
+        command += ["-p", "train", "--gpus-per-node", "h200:4", "--job-id", job]
         command += ["--stall-timeout", "6", "--host", address(), *options]
         command += [str(SCRIPT), "--out", str(self.out), *STEPS]
         command += ["--slow", str(self.slow), "--slow-s", "1"]
@@ -77,11 +86,11 @@ class SlurmJob:
             return None
 
     def view(self) -> JobView | None:
-        seen: JobView | None = self._ask("/v1/jobs/job", JobView)
+        seen: JobView | None = self._ask(f"/v1/jobs/{self.id}", JobView)
         return seen
 
     def resolved(self) -> list[IncidentView]:
-        seen = self._ask("/v1/incidents", list[IncidentView]) or []
+        seen = self._ask(f"/v1/jobs/{self.id}/incidents", list[IncidentView]) or []
         return [one for one in seen if one.outcome == "RESOLVED"]
 
     def until(self, condition: Callable[[], Any], what: str) -> Any:
@@ -122,16 +131,16 @@ def same_bits(job: SlurmJob, folder: Path) -> None:
     sys.path.insert(0, str(CHAOS))
     from harness import differences, results, run_plain
 
-    plain = run_plain(folder / "plain", WORLD, STEPS)
-    assert differences(results(job.out, WORLD), plain) == []
+    plain = run_plain(folder / f"plain-{job.id}", job.world, STEPS)
+    assert differences(results(job.out, job.world), plain) == []
 
 
-def allocations(cluster: Cluster) -> dict[str, list[str]]:
+def allocations(cluster: Cluster, job: str = "job") -> dict[str, list[str]]:
     """Ours: what their comments say, and their nodes."""
     lines = cluster.ask("squeue", "-h", "-t", "RUNNING", "-o", "%k|%N").splitlines()
-    rows = [line.split("|") for line in lines if line.startswith("keepstep:job:")]
+    rows = [line.split("|") for line in lines if line.startswith(f"keepstep:{job}:")]
     return {
-        comment.removeprefix("keepstep:job:"): cluster.ask(
+        comment.removeprefix(f"keepstep:{job}:"): cluster.ask(
             "scontrol", "show", "hostnames", nodes
         ).split()
         for comment, nodes in rows
@@ -226,6 +235,9 @@ def test_an_orchestrator_killed_with_a_spare_in_hand_leaks_nothing(
         (["--gpus-per-node", "many"], "--gpus-per-node is many"),
         (["-N", "7"], "7 nodes are wanted, and there are 6"),
         (["--orchestrator", "nobody"], "no live orchestrator nobody"),
+        (["--replenish"], "there are no spare nodes"),
+        (["--replenish", "--spare-nodes", "1", "--no-idle"], "by a scheduler only"),
+        (["--within", "a b"], "label 'a b'"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_allocated(

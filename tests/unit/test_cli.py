@@ -251,6 +251,10 @@ def test_status_and_incidents_work_after_the_end(state: Path, capsys: Captured) 
     assert "rank 2: n0/2 -> n0/4" in capsys.readouterr().out
     assert invoke(["status"]) == 0
     assert "step 7" in capsys.readouterr().out
+    assert invoke(["jobs", "--all", "--json"]) == 0
+    assert [one["job"] for one in json.loads(capsys.readouterr().out)] == ["new", "old"]
+    assert invoke(["jobs"]) == 0
+    assert "old  done   0         7" in capsys.readouterr().out
 
 
 def test_without_any_job_there_is_no_data_and_no_error(capsys: Captured) -> None:
@@ -259,6 +263,12 @@ def test_without_any_job_there_is_no_data_and_no_error(capsys: Captured) -> None
     assert invoke(["status"]) == 0
     out, err = capsys.readouterr()
     assert out == "" and "no jobs" in err
+    for command, word in (("jobs", "no jobs"), ("nodes", "no nodes"), ("spares", "no spares")):
+        assert invoke([command, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == []
+        assert invoke([command]) == 0
+        out, err = capsys.readouterr()
+        assert out == "" and word in err
 
 
 def test_ledger_verify_says_what_is_broken(state: Path, capsys: Captured) -> None:

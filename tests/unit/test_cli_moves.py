@@ -16,7 +16,7 @@ from keepstep.cli.main import invoke
 from keepstep.errors import TransientError
 from keepstep.model.messages import Address
 from keepstep.model.records import IncidentClosed, JobEnded
-from keepstep.model.views import IncidentView
+from keepstep.model.views import IncidentView, MoveView, OfferView, PlanView, RejectedView
 from keepstep.orchestrator import registry
 from keepstep.orchestrator.requests import Asked, Watch
 
@@ -116,3 +116,26 @@ def test_an_orchestrator_that_ended_with_its_job_left_a_ledger(
     there = Orchestrator(TransientError("gone"))
     assert run(monkeypatch, there, "migrate", "--rank", "2", embedded=True) == 1
     assert "all ranks finished" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["migrate", "--rank", "2"], ["drain", "n1"]])
+def test_a_plan_is_printed_and_nothing_is_asked_for(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    plan = PlanView(
+        job="job",
+        asked="drain n1",
+        moves=[MoveView(rank=2, origin="n1/0", to="n2/0", cost="standby", reason="[parked]")],
+        rejected=[RejectedView(what="n1/1 (n1.w7)", why="its node is the one to be drained")],
+        offers=[OfferView(place="c9", kind="idle", reason="nobody uses it")],
+        then=["n1 is tainted"],
+    )
+    there = Orchestrator()
+    monkeypatch.setattr(there, "post", lambda path, body, kind: there.asked.append(path) or plan)
+    assert run(monkeypatch, there, *words, "--plan-only", "--json") == 0
+    assert msgspec.json.decode(capsys.readouterr().out, type=PlanView) == plan
+    assert run(monkeypatch, there, *words, "--plan-only") == 0
+    said = capsys.readouterr().out
+    for part in ("nothing is changed", "[parked]", "n1/1 (n1.w7)", "c9", "then n1 is tainted"):
+        assert part in said
+    assert there.asked == [f"/v1/jobs/job/{words[0]}/plan"] * 2

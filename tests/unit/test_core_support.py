@@ -63,6 +63,7 @@ class FakeNode:
     joined: bool = False
     stores: set[int] = field(default_factory=set)
     agents: int = 0  # started before this one
+    labels: dict[str, str] = field(default_factory=dict)
 
     @property
     def blobs(self) -> m.Address:
@@ -101,9 +102,14 @@ def job_spec(
 
 
 class World:
-    def __init__(self, spec: JobSpec | None = None, join: bool = True) -> None:
+    def __init__(
+        self, spec: JobSpec | None = None, join: bool = True, beside: World | None = None
+    ) -> None:
+        """`beside`: the world of another job of the same orchestrator."""
         self.spec = spec or job_spec()
-        self.core = Core()
+        self.core = beside.core if beside is not None else Core()
+        self.worlds = beside.worlds if beside is not None else {}
+        self.worlds[self.spec.job] = self
         self.now = 1_000 * SECOND
         self.nodes = {
             node.name: FakeNode(node.name, index, node.slots)
@@ -127,18 +133,22 @@ class World:
     # -------------------------------------------------------------- what tests do
 
     def handle(self, event: CoreInput) -> Outcome:
-        self.now += 1_000_000
+        self.now = max(world.now for world in self.worlds.values()) + 1_000_000
         outcome = self.core.handle(self.now, event)
-        self.records += outcome.records
-        self._check_records(outcome.records)
+        for world in self.worlds.values():
+            world.records += (mine := [one for one in outcome.records if one.job == world.spec.job])
+            world._check_records(mine)
         for send in outcome.sends:
-            if isinstance(send.command, m.TellRanks):
-                self._tell_ranks(send.command)
-                continue
-            assert self.nodes[send.node].joined, f"{send.command} to {send.node}, which is away"
-            self.sent.append((send.node, send.command))
-            self._carry_out(self.nodes[send.node], send.command)
+            self.worlds[send.job]._deliver(send.node, send.command)
         return outcome
+
+    def _deliver(self, node: str, command: m.AgentCommand) -> None:
+        if isinstance(command, m.TellRanks):
+            self._tell_ranks(command)
+            return
+        assert self.nodes[node].joined, f"{command} to {node}, which is away"
+        self.sent.append((node, command))
+        self._carry_out(self.nodes[node], command)
 
     def _tell_ranks(self, command: m.TellRanks) -> None:
         """As agents do, and noted as if each rank had been told alone."""
@@ -208,10 +218,10 @@ class World:
 
     def say(self, worker: FakeWorker, message: m.WorkerMessage) -> None:
         said = m.WorkerSaid(worker=worker.id, rank=worker.rank, said=message)
-        self.queue.append(AgentSaid(job="j", node=worker.node, message=said))
+        self.queue.append(AgentSaid(job=self.spec.job, node=worker.node, message=said))
 
     def agent_says(self, node: str, message: m.AgentMessage) -> None:
-        self.queue.append(AgentSaid(job="j", node=node, message=message))
+        self.queue.append(AgentSaid(job=self.spec.job, node=node, message=message))
 
     def kill(self, rank: int) -> FakeWorker:
         worker = self.rank(rank)
@@ -239,27 +249,29 @@ class World:
         for worker in self.workers.values():
             worker.alive = worker.alive and worker.node != name
         self.queue = deque(event for event in self.queue if event.node != name)
-        self.handle(NodeDead(job="j", node=name))
+        self.handle(NodeDead(job=self.spec.job, node=name))
 
     def lose_agent(self, name: str, lose_answers: bool = False) -> None:
         self.nodes[name].joined = False
         if lose_answers:
             self.queue = deque(event for event in self.queue if event.node != name)
-        self.handle(AgentGone(job="j", node=name))
+        self.handle(AgentGone(job=self.spec.job, node=name))
 
-    def join(self, name: str, slots: int = 2) -> None:
+    def join(self, name: str, slots: int = 2, labels: dict[str, str] | None = None) -> None:
         node = self.nodes.setdefault(name, FakeNode(name, len(self.nodes), slots))
         node.alive = node.joined = True
+        node.labels = labels or node.labels
         states = {"starting": "starting", "parked": "parked", "done": "done", "held": "held"}
         hello = m.Hello(
             protocol=m.PROTOCOL,
             token="t",
-            job="j",
+            job=self.spec.job,
             node=name,
             pid=100 + node.index,
             session=100 + node.index,
             blobs=node.blobs,
             slots=node.slots,
+            labels=node.labels,
             workers=[
                 m.WorkerState(
                     worker=w.id,
@@ -280,7 +292,7 @@ class World:
                 if not w.alive and w.node == name and w.rank >= 0
             ],
         )
-        self.handle(AgentJoined(job="j", node=name, hello=hello))
+        self.handle(AgentJoined(job=self.spec.job, node=name, hello=hello))
 
     def restart_core(self) -> None:
         """Everything in memory and in flight is lost; the ledger is not."""
@@ -300,11 +312,11 @@ class World:
 
     @property
     def view(self) -> JobView:
-        return self.core.job("j")
+        return self.core.job(self.spec.job)
 
     @property
     def incidents(self) -> list[IncidentView]:
-        return self.core.incidents("j")
+        return self.core.incidents(self.spec.job)
 
     @property
     def last(self) -> IncidentView:
@@ -411,7 +423,7 @@ class World:
         )
         taken = [w.id for w in self.workers.values() if w.alive and w.node == node.name]
         there = [w for w in taken if self.workers[w].slot == command.slot]
-        known = self.core.state("j").workers
+        known = self.core.state(self.spec.job).workers
         shared = [w for w in (*there, command.worker) if known[w].presumed >= 0]
         assert not there or shared, "slot is taken"
         self.workers[worker.id] = worker

@@ -81,6 +81,12 @@ def test_what_others_say_of_a_node_is_understood(given: Any, state: str, reason:
     assert place.reason.startswith(reason) and bool(place.reason) == bool(reason)
 
 
+def test_where_a_node_stands_is_said_by_several_labels() -> None:
+    said = {"topology.kubernetes.io/zone": "z", "nvidia.com/gpu.clique": "c.1"}
+    place = objects.machines([node(labels={**said, "keepstep.dev/rack": "r7"})], [])["k1"].place
+    assert place.labels == {"zone": "z", "nvlink": "c.1", "rack": "r7"}
+
+
 def test_a_node_that_is_not_ready_is_degraded_and_silent() -> None:
     gone = node()
     gone["status"]["conditions"] = [{"type": "Ready", "status": "Unknown", "reason": "Lost"}]

@@ -77,6 +77,7 @@ class AgentConfig:
     tls: TlsFiles | None = None  # None: everything is on loopback
     keeper: Path | None = None  # folder of the keeper whose children the workers are
     network: Limits = field(default_factory=Limits)  # when a flapping path is a reason to leave
+    labels: dict[str, str] = field(default_factory=dict)  # where this node stands
     worker_command: Sequence[str] = (sys.executable, "-m", "keepstep.worker")
     store_command: Callable[[], Sequence[str]] = native_store_command
 
@@ -101,6 +102,7 @@ class Agent:
                 slots=config.slots,
                 stall_timeout_ns=config.stall_timeout_ns,
                 network=config.network,
+                labels=config.labels,
             ),
             time.monotonic_ns(),
         )

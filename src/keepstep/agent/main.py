@@ -21,6 +21,7 @@ from keepstep.agent.stores import native_store_command
 from keepstep.agent.workers import check_name
 from keepstep.core.agent.network import SECOND, Limits
 from keepstep.errors import KeepstepError, UsageError
+from keepstep.model import labels
 from keepstep.model.messages import Address
 
 LIMIT_MAX = 1_000_000
@@ -101,6 +102,7 @@ def _configure(
         bind=bind,
         keeper=given.keeper,
         network=_network_limits(environment),
+        labels=labels.parse(filter(None, environment.get(labels.LABELS, "").split(","))),
         worker_command=worker_command,
         store_command=store_command,
     )

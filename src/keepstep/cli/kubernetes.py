@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import shutil
 import socket
 import sys
@@ -21,22 +20,26 @@ import msgspec
 from keepstep import native
 from keepstep.adapters.schedule.kubernetes import KubernetesScheduler, Settings
 from keepstep.cli import show
-from keepstep.cli.checkpoints import AUTO, check_periodic, check_resume
-from keepstep.cli.client import AsyncClient
+from keepstep.cli.checkpoints import check_periodic, check_resume
 from keepstep.cli.find import Reached, external
 from keepstep.cli.home import home
-from keepstep.cli.launcher import Launcher
 from keepstep.cli.layout import Layout, check_counts, lay_out
 from keepstep.cli.output import Output
-from keepstep.cli.run import STALL_S_DEFAULT, check_script, log_to, new_job_id
+from keepstep.cli.run import attend, check_script, embed, new_job_id
+from keepstep.cli.slurm import FOR_EVER_S, Options
+from keepstep.cli.slurm import launch as slurm
+from keepstep.core.operator import check_spec
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.model.job import JobSpec
-from keepstep.model.schedule import START, Ask, Constraints, Kind, Provision
-from keepstep.orchestrator.main import Orchestrator
+from keepstep.model.schedule import START, Ask, Provision
 from keepstep.orchestrator.registry import check_id, prepare_home
 from keepstep.orchestrator.requests import Info
 
-FOR_EVER_S = 1e6
+AS_SLURM = {
+    *("nproc", "spare_nodes", "idle", "preempt", "spare_s", "replenish", "within", "priority"),
+    *("yields", "grace_s", "back", "quiet_s", "back_s", "stall_s", "resume", "checkpoint_dir"),
+    *("interval", "job_id", "quiet", "module"),
+}
 F = TypeVar("F", bound=Callable[..., Any])
 OPTIONS = (
     click.option("--kubeconfig", default="", metavar="FILE", help="As of kubectl."),
@@ -49,70 +52,6 @@ OPTIONS = (
         help="What agents' pods are made of: image, volumes and so on. The command is Keepstep's.",
     ),
 )  # fmt: skip
-
-
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """The command line, without what finds the cluster."""
-
-    nodes: int
-    nproc: int
-    spare_nodes: int
-    features: str
-    gpus: str
-    reservation: str
-    idle: bool
-    preempt: bool
-    spare_s: float
-    back_s: float
-    queue_s: float | None
-    stall_s: float
-    orchestrator: str | None
-    host: str
-    resume: str | None
-    checkpoint_dir: str | None
-    interval: str
-    log_dir: str | None
-    job_id: str | None
-    quiet: bool
-    module: bool
-
-    def provision(self, namespace: str) -> Provision:
-        """Which nodes will do, and where spares may come from; it has none yet."""
-        match = re.fullmatch(r"(?:([A-Za-z_][\w.-]*):)?(\d{1,4})", self.gpus)
-        if self.gpus and match is None:
-            raise UsageError(f"--gpus-per-node is {self.gpus}", hint="for example 8, or h200:8")
-        allowed: dict[Kind, object] = {
-            "reserved": self.reservation,
-            "idle": self.idle,
-            "preempt": self.preempt,
-        }
-        return Provision(
-            scheduler=KubernetesScheduler.name,
-            places={},
-            kinds=[kind for kind, wanted in allowed.items() if wanted],
-            patience_ns=int(self.spare_s * 1e9),
-            back_after_ns=int(self.back_s * 1e9),
-            constraints=Constraints(
-                partition=namespace,
-                reservation=self.reservation,
-                features=self.features,
-                gpus=int(match[2]) if match else 0,
-                gpu_type=(match[1] or "").lower() if match else "",
-            ),
-        )
-
-    def layout(self) -> Layout:
-        check_counts(
-            nnodes=self.nodes,
-            nproc=self.nproc,
-            spares=0,
-            local_nodes=None,
-            spare_nodes=self.spare_nodes,
-            external=True,
-        )
-        return lay_out(
-            local_nodes=self.nodes, nproc=self.nproc, spares=0, spare_nodes=self.spare_nodes
-        )
 
 
 def cluster_options(command: F) -> F:
@@ -165,12 +104,6 @@ def kubernetes() -> None:
 
 @kubernetes.command(context_settings={"allow_interspersed_args": False})
 @click.option("--nodes", "-N", type=int, default=1, show_default=True, help="Nodes with ranks.")
-@click.option(
-    "--nproc-per-node", "nproc", type=int, default=1, show_default=True, help="Ranks on each node."
-)
-@click.option(
-    "--spare-nodes", type=int, default=0, show_default=True, help="More nodes, as warm spares."
-)
 @cluster_options
 @click.option(
     "--selector", "-l", "features", default="", metavar="KEY=VALUE,...", help="Labels of all nodes."
@@ -180,23 +113,9 @@ def kubernetes() -> None:
     "--spare-pool", "reservation", default="", metavar="NAME",
     help="Take further spares first from nodes with the taint keepstep.dev/spare=NAME.",
 )  # fmt: skip
-@click.option("--idle/--no-idle", default=True, help="Then take idle nodes [default: idle].")
-@click.option("--preempt", is_flag=True, help="Then take nodes from pods of lower priority.")
-@click.option(
-    "--spare-timeout", "spare_s", type=float, default=120.0, show_default=True, metavar="S",
-    help="How long one request for a spare may take.",
-)  # fmt: skip
-@click.option(
-    "--back-after", "back_s", type=float, default=0.0, metavar="S",
-    help="Move back to a node that was lost when it has been idle for so long [default: never].",
-)  # fmt: skip
 @click.option(
     "--queue-timeout", "queue_s", type=float, default=None, metavar="S",
     help="Give up if there are no nodes within this time [default: wait].",
-)  # fmt: skip
-@click.option(
-    "--stall-timeout", "stall_s", type=float, default=STALL_S_DEFAULT, show_default=True,
-    metavar="S", help="A step that stands still that long is a hang.",
 )  # fmt: skip
 @click.option(
     "--orchestrator", metavar="URL|ID",
@@ -206,15 +125,7 @@ def kubernetes() -> None:
     "--host", default="", metavar="ADDRESS",
     help="Where pods reach the embedded one [default: as the API server does].",
 )  # fmt: skip
-@click.option("--resume", metavar="DIR", help="As of run.")
-@click.option("--checkpoint-dir", metavar="DIR", help="As of run.")
-@click.option(
-    "--checkpoint-interval", "interval", default=AUTO, metavar="S|auto", help="As of run."
-)
 @click.option("--log-dir", metavar="DIR", help="As of run; all pods must see it.")
-@click.option("--job-id", metavar="ID", help="Name the job instead of inventing an id.")
-@click.option("--quiet", "-q", is_flag=True, help="Only ranks' output and errors.")
-@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module name, as in python -m.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def launch(
@@ -234,21 +145,34 @@ def launch(
     scheduler = connect(
         kubeconfig=kubeconfig, context=context, namespace=namespace, pod_template=pod_template
     )
-    options = Options(**given)
-    for name, value in (("stall", options.stall_s), ("spare", options.spare_s)):
-        if not 0 < value < 1e9:
-            raise UsageError(f"--{name}-timeout is {value:g}: it must be above 0")
-    if not 0 <= options.back_s < 1e9:
-        raise UsageError(f"--back-after is {options.back_s:g}: it cannot be negative")
-    check_script(script, options.module)
+    check_script(script, given["module"])
+    options = Options(adopt="", partition=namespace, account="", qos="", **given)
+    _check_times(options)
     words = (["-m", script] if options.module else [script]) + list(args)
-    _launch(scheduler, options.provision(namespace), words, options)
+    _launch(scheduler, words, options)
 
 
-def _launch(
-    scheduler: KubernetesScheduler, provision: Provision, script: list[str], options: Options
-) -> None:
-    layout = options.layout()
+# What means the same on every scheduler, before SCRIPT and ARGS.
+launch.params[-2:-2] = [one for one in slurm.params if one.name in AS_SLURM]
+
+
+def _check_times(options: Options) -> None:
+    for name, value, least in (
+        ("stall-timeout", options.stall_s, 1e-9),
+        ("spare-timeout", options.spare_s, 1e-9),
+        ("back-after", options.back_s, 0.0),
+        ("quiet-after", options.quiet_s, 0.0),
+        ("grace", options.grace_s, 0.0),
+    ):
+        if not least <= value < 1e9:
+            raise UsageError(f"--{name} is {value:g}: seconds, and not below {least:g}")
+    if options.replenish and not options.spare_nodes:
+        raise UsageError("--replenish: there are no spare nodes", hint="--spare-nodes 1")
+
+
+def _launch(scheduler: KubernetesScheduler, script: list[str], options: Options) -> None:
+    layout = _lay_out(options)
+    provision = msgspec.structs.replace(options.provision(), scheduler=scheduler.name)
     _check(scheduler, provision, len(layout.nodes))
     where = home()
     prepare_home(where)
@@ -259,23 +183,27 @@ def _launch(
     native.store_host_path()
     named = options.orchestrator
     there = _named(where, named) if named is not None else None
+    log_dir = Path(options.log_dir).absolute() if options.log_dir else where / "jobs" / job
+    spec = JobSpec(
+        job=job,
+        world=layout.world,
+        local_world=layout.local_world,
+        nodes=layout.nodes,
+        spares=layout.spares,
+        stall_timeout_ns=int(options.stall_s * 1e9),
+        script=script,
+        directory=str(log_dir),
+        resume=resume,
+        checkpoints=periodic.directory,
+        checkpoint_interval_ns=periodic.interval_ns,
+        provision=provision,
+        policy=options.policy(),
+    )
+    check_spec(spec)
     try:
-        held = _hold(scheduler, provision, job, [n.name for n in layout.nodes], options.queue_s)
-        log_dir = Path(options.log_dir).absolute() if options.log_dir else where / "jobs" / job
-        spec = JobSpec(
-            job=job,
-            world=layout.world,
-            local_world=layout.local_world,
-            nodes=layout.nodes,
-            spares=layout.spares,
-            stall_timeout_ns=int(options.stall_s * 1e9),
-            script=script,
-            directory=str(log_dir),
-            resume=resume,
-            checkpoints=periodic.directory,
-            checkpoint_interval_ns=periodic.interval_ns,
-            provision=held,
-        )
+        names = [node.name for node in layout.nodes]
+        provision = _hold(scheduler, provision, job, names, options.queue_s)
+        spec = msgspec.structs.replace(spec, provision=provision)
         host = options.host or (_own_address(scheduler.server) if there is None else "")
         output = Output(quiet=options.quiet)
         sys.exit(asyncio.run(_run(spec, where, there, host, output, scheduler)))
@@ -283,6 +211,21 @@ def _launch(
         with contextlib.suppress(KeepstepError):
             for left in scheduler.leases(job):
                 scheduler.release(left)
+
+
+def _lay_out(options: Options) -> Layout:
+    nodes = options.nodes or 1
+    check_counts(
+        nnodes=nodes,
+        nproc=options.nproc,
+        spares=0,
+        local_nodes=None,
+        spare_nodes=options.spare_nodes,
+        external=True,
+    )
+    return lay_out(
+        local_nodes=nodes, nproc=options.nproc, spares=0, spare_nodes=options.spare_nodes
+    )
 
 
 def _check(scheduler: KubernetesScheduler, provision: Provision, count: int) -> None:
@@ -328,32 +271,14 @@ async def _run(
     output: Output,
     scheduler: KubernetesScheduler,
 ) -> int:
-    embedded: Orchestrator | None = None
-    if there is None:
-        log_to(where / "jobs" / spec.job / "orchestrator.log")
-        embedded = await Orchestrator.start(
-            where, id=spec.job, embedded=True, host=host, scheduler=scheduler
-        )
-        there = await asyncio.to_thread(external, where, spec.job, "")
-    client = AsyncClient(there.urls, there.token, there.ca)
+    if there is not None:
+        return await attend(spec, where, there, output, agents=False)
+    embedded = await embed(spec.job, where, host=host, scheduler=scheduler)
     try:
-        launcher = Launcher(
-            spec,
-            client=client,
-            there=there,
-            home=where,
-            output=output,
-            embedded=embedded,
-            agents=False,
-        )
-        return await launcher.run()
+        there = await asyncio.to_thread(external, where, spec.job, "")
+        return await attend(spec, where, there, output, embedded=embedded, agents=False)
     finally:
-        await client.close()
-        if embedded is not None:
-            if embedded.broker is not None:
-                await embedded.broker.finish(spec.job)
-            await embedded.stop()
-            shutil.rmtree(where / "authorities" / spec.job, ignore_errors=True)
+        shutil.rmtree(where / "authorities" / spec.job, ignore_errors=True)
 
 
 def _own_address(server: str) -> str:

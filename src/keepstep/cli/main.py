@@ -21,6 +21,8 @@ from keepstep.errors import KeepstepError, UsageError
 COMMANDS = {
     "run": "keepstep.cli.run:run",
     "status": "keepstep.cli.operate:status",
+    "jobs": "keepstep.cli.operate:jobs",
+    "nodes": "keepstep.cli.operate:nodes",
     "incidents": "keepstep.cli.operate:incidents",
     "migrate": "keepstep.cli.operate:migrate",
     "drain": "keepstep.cli.operate:drain",

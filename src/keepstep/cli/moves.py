@@ -1,4 +1,4 @@
-"""`migrate` and `drain`: ask for a move, then wait for its outcome.
+"""`migrate` and `drain`: ask for a move, then wait for its outcome; or only for its plan.
 
 The wait is only a look: ended by Ctrl-C, or by --no-wait not even begun, the move goes on. An
 orchestrator that is being restarted is waited for, because it takes its open incidents up again.
@@ -16,7 +16,7 @@ from keepstep.cli.find import Found
 from keepstep.cli.home import home
 from keepstep.cli.output import closed_text
 from keepstep.errors import PermanentError, TransientError
-from keepstep.model.views import IncidentView
+from keepstep.model.views import IncidentView, PlanView
 from keepstep.orchestrator import registry
 from keepstep.orchestrator.requests import Asked, Watch
 
@@ -43,6 +43,15 @@ def ask(found: Found, verb: str, body: Any, said: str, *, wait: bool, as_json: b
         show.words(closed_text(outcome))
     if code := EXIT_CODES[outcome.outcome]:
         sys.exit(code)
+
+
+def plan(found: Found, verb: str, body: Any, *, as_json: bool) -> None:
+    """Nothing is changed."""
+    seen = found.client().post(f"/v1/jobs/{found.view.job}/{verb}/plan", body, PlanView)
+    if as_json:
+        show.print_json(seen)
+    else:
+        show.print_plan(seen)
 
 
 def wait_for(found: Found, incident: str) -> IncidentView:

@@ -30,6 +30,7 @@ from keepstep.cli.processes import (
     sweep,
 )
 from keepstep.errors import KeepstepError, PermanentError, TransientError, UsageError
+from keepstep.model import labels
 from keepstep.orchestrator import registry
 from keepstep.orchestrator.requests import Ok
 
@@ -66,6 +67,10 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     "--bind", metavar="ADDRESS", default="",
     help="Where other nodes reach this one [default: as the orchestrator does].",
 )  # fmt: skip
+@click.option(
+    "--label", "named", multiple=True, metavar="NAME=VALUE",
+    help="Where this node stands, e.g. rack=r1 (repeatable) [default: KEEPSTEP_LABELS].",
+)  # fmt: skip
 @click.option("--wait", is_flag=True, help="Wait for a job instead of failing without one.")
 @click.option(
     "--adopt", is_flag=True,
@@ -78,12 +83,15 @@ def agent(
     node: str | None,
     slots: int | None,
     bind: str,
+    named: tuple[str, ...],
     wait: bool,
     adopt: bool,
 ) -> None:
     """Join this machine to a live job as one of its nodes, or as one more with spares."""
     if slots is not None and slots < 1:
         raise UsageError(f"--slots is {slots}: it must be at least 1")
+    if named:
+        os.environ[labels.LABELS] = labels.joined(labels.parse(named))
     token = find.token_in(token_file)
     wanted = Wanted(orchestrator=orchestrator, token=token, job=job, node=node, bind=bind)
     member = _returning(wanted) if adopt else None

@@ -23,9 +23,9 @@ from keepstep.cli.home import home
 from keepstep.cli.layout import check_inject
 from keepstep.errors import PermanentError, TransientError, UsageError
 from keepstep.model.job import POINTS, InjectSpec
-from keepstep.model.views import IncidentView
-from keepstep.orchestrator.api import spare_lines
+from keepstep.model.views import IncidentView, JobView
 from keepstep.orchestrator.main import ENDED
+from keepstep.orchestrator.overview import job_lines, node_lines, spare_lines
 from keepstep.orchestrator.requests import (
     DrainRequest,
     MigrateRequest,
@@ -98,6 +98,42 @@ def status(which: find.Which, store: str, everything: bool, as_json: bool) -> No
 @click.command()
 @which_options
 @store_option
+@click.option("--all", "everything", is_flag=True, help="Ended jobs too.")
+@json_option
+def jobs(which: find.Which, store: str, everything: bool, as_json: bool) -> None:
+    """List jobs, one line each. Live ones, else the latest that ended."""
+    lines = job_lines([one.view for one in chosen(which, everything, store)])
+    if as_json:
+        show.print_json(lines)
+    elif lines:
+        show.print_job_lines(lines)
+    else:
+        show.words(f"no jobs in {home()}")
+
+
+@click.command()
+@which_options
+@json_option
+def nodes(which: find.Which, as_json: bool) -> None:
+    """List nodes of live jobs: where they are, what runs there, why they are tainted."""
+    lines = node_lines(_live(which))
+    if as_json:
+        show.print_json(lines)
+    elif lines:
+        show.print_nodes(lines)
+    else:
+        show.words("no nodes")
+
+
+def _live(which: find.Which) -> list[JobView]:
+    if which.job is None:
+        return [one.view for one in find.live_jobs(home(), which)]
+    return [find.one_job(home(), which).view]
+
+
+@click.command()
+@which_options
+@store_option
 @click.option("--all", "everything", is_flag=True, help="Those of ended jobs too.")
 @json_option
 def incidents(which: find.Which, store: str, everything: bool, as_json: bool) -> None:
@@ -152,31 +188,52 @@ def wait_option(command: F) -> F:
     return click.option("--no-wait", is_flag=True, help=text)(command)
 
 
+def plan_option(command: F) -> F:
+    text = "Print what would be done, and why; change nothing."
+    return click.option("--plan-only", is_flag=True, help=text)(command)
+
+
 @click.command()
 @click.option("--rank", "ranks", type=int, multiple=True, required=True, help="Repeatable.")
 @click.option("--reason", default="requested", show_default=True)
 @wait_option
+@plan_option
 @which_options
 @json_option
 def migrate(
-    ranks: tuple[int, ...], reason: str, no_wait: bool, which: find.Which, as_json: bool
+    ranks: tuple[int, ...],
+    reason: str,
+    no_wait: bool,
+    plan_only: bool,
+    which: find.Which,
+    as_json: bool,
 ) -> None:
     """Move a rank to a spare while training goes on, and wait for the outcome."""
     body = MigrateRequest(ranks=list(ranks), reason=reason)
+    found = find.one_job(home(), which)
+    if plan_only:
+        moves.plan(found, "migrate", body, as_json=as_json)
+        return
     said = f"moving rank {', '.join(map(str, ranks))}"
-    moves.ask(find.one_job(home(), which), "migrate", body, said, wait=not no_wait, as_json=as_json)
+    moves.ask(found, "migrate", body, said, wait=not no_wait, as_json=as_json)
 
 
 @click.command()
 @click.argument("node")
 @click.option("--reason", default="drain", show_default=True)
 @wait_option
+@plan_option
 @which_options
 @json_option
-def drain(node: str, reason: str, no_wait: bool, which: find.Which, as_json: bool) -> None:
+def drain(
+    node: str, reason: str, no_wait: bool, plan_only: bool, which: find.Which, as_json: bool
+) -> None:
     """Move every rank off NODE, start nothing there any more, and wait for the outcome."""
     body = DrainRequest(node=node, reason=reason)
     found = find.one_job(home(), which)
+    if plan_only:
+        moves.plan(found, "drain", body, as_json=as_json)
+        return
     moves.ask(found, "drain", body, f"draining {node}", wait=not no_wait, as_json=as_json)
 
 
@@ -204,11 +261,7 @@ def untaint(target: str, which: find.Which, as_json: bool) -> None:
 @json_option
 def spares(which: find.Which, as_json: bool) -> None:
     """List standby processes of live jobs."""
-    if which.job is None:
-        views = [one.view for one in find.live_jobs(home(), which)]
-    else:
-        views = [find.one_job(home(), which).view]
-    lines = spare_lines(views)
+    lines = spare_lines(_live(which))
     if as_json:
         show.print_json(lines)
     elif lines:

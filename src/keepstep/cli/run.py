@@ -10,7 +10,7 @@ import secrets
 import sys
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import click
 
@@ -26,6 +26,7 @@ from keepstep.cli.output import Output
 from keepstep.core.placement import parity_trouble
 from keepstep.errors import UsageError
 from keepstep.model.job import InjectSpec, JobSpec
+from keepstep.model.schedule import Policy
 from keepstep.native import plugin
 from keepstep.net.environment import MODE, check_mode
 from keepstep.orchestrator.main import Orchestrator
@@ -94,6 +95,10 @@ class _Run(click.Command):
     "--orchestrator", metavar="URL|ID[,...]",
     help="Use this orchestrator (one of these), do not embed one.",
 )  # fmt: skip
+@click.option(
+    "--within", multiple=True, metavar="LABEL",
+    help="Ranks stay in the domain of this label of `keepstep agent --label` (repeatable).",
+)  # fmt: skip
 @click.option("--resume", metavar="DIR", help="Start from a checkpoint, or the newest one in DIR.")
 @click.option(
     "--checkpoint-dir", "--checkpoint_dir", metavar="DIR",
@@ -137,6 +142,7 @@ def run(
     spare_nodes: int,
     stall_s: float,
     orchestrator: str | None,
+    within: tuple[str, ...],
     resume: str | None,
     checkpoint_dir: str | None,
     interval: str,
@@ -194,6 +200,7 @@ def run(
         checkpoint_interval_ns=periodic.interval_ns,
         mttf_ns=periodic.mttf_ns,
         inject=injects,
+        policy=Policy(within=list(within)),
     )
     trouble = parity_trouble(spec) if redundancy == "parity" else ""
     if trouble:
@@ -218,13 +225,29 @@ async def launch(
 ) -> int:
     """Run `spec` under an external orchestrator, or under one of our own; returns the exit code.
     `remote`: its nodes are other machines, whose agents are started there."""
-    embedded: Orchestrator | None = None
     if orchestrator is None:
-        log_to(where / "jobs" / spec.job / "orchestrator.log")
-        embedded = await Orchestrator.start(where, id=spec.job, embedded=True)
+        embedded = await embed(spec.job, where)
         there = Reached(urls=[embedded.url], streams=[embedded.stream], token=embedded.token)
-    else:
-        there = external(where, orchestrator, os.environ.pop("KEEPSTEP_TOKEN", ""))
+        return await attend(spec, where, there, output, embedded=embedded, agents=not remote)
+    there = external(where, orchestrator, os.environ.pop("KEEPSTEP_TOKEN", ""))
+    return await attend(spec, where, there, output, agents=not remote)
+
+
+async def embed(job: str, where: Path, **more: Any) -> Orchestrator:
+    log_to(where / "jobs" / job / "orchestrator.log")
+    return await Orchestrator.start(where, id=job, embedded=True, **more)
+
+
+async def attend(
+    spec: JobSpec,
+    where: Path,
+    there: Reached,
+    output: Output,
+    *,
+    embedded: Orchestrator | None = None,
+    agents: bool,
+) -> int:
+    """Submit it and stay until it has ended. `agents`: they are started here."""
     client = AsyncClient(there.urls, there.token, there.ca)
     try:
         launcher = Launcher(
@@ -234,12 +257,14 @@ async def launch(
             home=where,
             output=output,
             embedded=embedded,
-            agents=not remote,
+            agents=agents,
         )
         return await launcher.run()
     finally:
         await client.close()
         if embedded is not None:
+            if embedded.broker is not None:
+                await embedded.broker.finish(spec.job)
             await embedded.stop()
 
 

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from keepstep.model.network import PathView
-from keepstep.model.views import CheckpointsView, IncidentView, JobView
-from keepstep.orchestrator.requests import SpareLine
+from keepstep.model.views import CheckpointsView, IncidentView, JobView, PlanView
+from keepstep.orchestrator.requests import JobLine, NodeLine, SpareLine
 
 PIPE_COLUMNS = 400
 
@@ -95,6 +95,54 @@ def print_incidents(incidents: Sequence[IncidentView]) -> None:
     ]
     names = ("incident", "at", "cause", "ranks", "moves", "pause", "lost", "recomputed")
     _table(console, (*names, "outcome", "reason"), rows)
+
+
+def print_job_lines(jobs: Sequence[JobLine]) -> None:
+    rows = [
+        [
+            *(one.job, one.state, one.priority, one.step, f"{one.steps_per_s:.1f}"),
+            *(
+                one.ranks,
+                one.spares,
+                one.nodes,
+                "yes" if one.protected else "no",
+                one.last_incident,
+                one.reason,
+            ),
+        ]
+        for one in jobs
+    ]
+    names = ("job", "state", "priority", "step", "steps/s", "ranks", "spares", "nodes", "protected")
+    _table(_console(), (*names, "last incident", "reason"), rows)
+
+
+def print_nodes(nodes: Sequence[NodeLine]) -> None:
+    rows = [
+        [
+            *(one.job, one.node, one.place, one.state, one.slots),
+            *(", ".join(map(str, one.ranks)), one.spares or "", "; ".join(one.taints)),
+        ]
+        for one in nodes
+    ]
+    names = ("job", "node", "place", "state", "slots", "ranks", "spares", "tainted")
+    _table(_console(), names, rows)
+
+
+def print_plan(plan: PlanView) -> None:
+    console = _console()
+    console.print(Text(f"{plan.job}: {plan.asked} (nothing is changed)", style="bold"))
+    rows = [[f"rank {m.rank}", m.origin, m.to or "?", m.cost, m.reason] for m in plan.moves]
+    if rows:
+        _table(console, ("move", "from", "to", "by", "why"), rows)
+    else:
+        console.print("  no rank moves")
+    if plan.offers:
+        offers = [[one.place, one.kind, one.reason] for one in plan.offers]
+        _table(console, ("could be had", "kind", "why in this order"), offers)
+    if plan.rejected:
+        _table(console, ("not used", "why"), [[one.what, one.why] for one in plan.rejected])
+    for line in plan.then:
+        console.print(Text(f"then {line}"), soft_wrap=True)
 
 
 def print_spares(spares: Sequence[SpareLine]) -> None:

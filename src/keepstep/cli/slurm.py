@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 import msgspec
@@ -19,29 +19,32 @@ import msgspec
 from keepstep import native
 from keepstep.adapters.schedule import slurm_cli
 from keepstep.adapters.schedule.slurm import SlurmScheduler
-from keepstep.cli import show
+from keepstep.cli import show, slurm_guard
 from keepstep.cli.checkpoints import AUTO, check_periodic, check_resume
-from keepstep.cli.client import AsyncClient
 from keepstep.cli.find import Reached, external
 from keepstep.cli.home import home
-from keepstep.cli.launcher import Launcher
 from keepstep.cli.layout import Layout, check_counts, lay_out
 from keepstep.cli.output import Output
-from keepstep.cli.run import STALL_S_DEFAULT, check_script, log_to, new_job_id
+from keepstep.cli.run import STALL_S_DEFAULT, attend, check_script, embed, new_job_id
+from keepstep.core.operator import check_spec
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.model.job import JobSpec
-from keepstep.model.schedule import START, Ask, Constraints, Kind, Lease, Provision
-from keepstep.orchestrator.main import Orchestrator
+from keepstep.model.schedule import START, Ask, Constraints, Kind, Lease, Policy, Provision
+from keepstep.orchestrator import registry
 from keepstep.orchestrator.registry import check_id, prepare_home
 from keepstep.orchestrator.requests import Info
 
 FOR_EVER_S = 1e6
+BACK_S = 60.0  # what is well again for so long may stay so
+QUIET_S = 600.0
+GRACE_S = 30.0
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """The command line."""
 
-    nodes: int
+    nodes: int | None
+    adopt: str
     nproc: int
     spare_nodes: int
     partition: str
@@ -53,7 +56,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     idle: bool
     preempt: bool
     spare_s: float
+    back: Literal["immediately", "quiet", "never"] | None
     back_s: float
+    quiet_s: float
+    replenish: bool
+    within: tuple[str, ...]
+    priority: int
+    yields: bool
+    grace_s: float
     queue_s: float | None
     stall_s: float
     orchestrator: str | None
@@ -79,7 +89,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             places={},
             kinds=[kind for kind, wanted in allowed.items() if wanted],
             patience_ns=int(self.spare_s * 1e9),
-            back_after_ns=int(self.back_s * 1e9),
+            back_after_ns=int((self.back_s or (BACK_S if self.back else 0)) * 1e9),
             constraints=Constraints(
                 partition=self.partition,
                 reservation=self.reservation,
@@ -91,6 +101,17 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             ),
         )
 
+    def policy(self) -> Policy:
+        return Policy(
+            priority=self.priority,
+            dedicated=self.spare_nodes if self.replenish else 0,
+            within=list(self.within),
+            yields=self.yields,
+            grace_ns=int(self.grace_s * 1e9),
+            back=self.back or "immediately",
+            quiet_ns=int(self.quiet_s * 1e9),
+        )
+
 
 @click.group()
 def slurm() -> None:
@@ -98,7 +119,14 @@ def slurm() -> None:
 
 
 @slurm.command(context_settings={"allow_interspersed_args": False})
-@click.option("--nodes", "-N", type=int, default=1, show_default=True, help="Nodes with ranks.")
+@click.option(
+    "--nodes", "-N", type=int, default=None,
+    help="Nodes with ranks [default: 1, or all that --adopt has].",
+)  # fmt: skip
+@click.option(
+    "--adopt", default="", metavar="JOBID",
+    help="Use this allocation of yours instead of a new one, and leave it when the job ends.",
+)  # fmt: skip
 @click.option(
     "--nproc-per-node", "nproc", type=int, default=1, show_default=True, help="Ranks on each node."
 )
@@ -120,6 +148,31 @@ def slurm() -> None:
 @click.option(
     "--spare-timeout", "spare_s", type=float, default=120.0, show_default=True, metavar="S",
     help="How long one request for a spare may take.",
+)  # fmt: skip
+@click.option("--replenish", is_flag=True, help="Replace spare nodes that were used.")
+@click.option(
+    "--within", multiple=True, metavar="LABEL",
+    help="Take spares in the same rack, switch or nvlink domain only (repeatable).",
+)  # fmt: skip
+@click.option(
+    "--priority", type=int, default=0, show_default=True,
+    help="Among the jobs of one orchestrator: who gets spares first.",
+)  # fmt: skip
+@click.option(
+    "--yield/--no-yield", "yields", default=True,
+    help="Give nodes up to jobs of higher priority that may --preempt [default: yield].",
+)  # fmt: skip
+@click.option(
+    "--grace", "grace_s", type=float, default=GRACE_S, show_default=True, metavar="S",
+    help="Before that, look for another node for so long.",
+)  # fmt: skip
+@click.option(
+    "--back", type=click.Choice(("immediately", "quiet", "never")), default=None,
+    help="Whether and when to move back to a node that was lost [default: see --back-after].",
+)  # fmt: skip
+@click.option(
+    "--quiet-after", "quiet_s", type=float, default=QUIET_S, show_default=True, metavar="S",
+    help="It is quiet when nothing has happened for so long.",
 )  # fmt: skip
 @click.option(
     "--back-after", "back_s", type=float, default=0.0, metavar="S",
@@ -159,9 +212,18 @@ def launch(script: str, args: tuple[str, ...], **given: Any) -> None:
     for name, value in (("stall", options.stall_s), ("spare", options.spare_s)):
         if not 0 < value < 1e9:
             raise UsageError(f"--{name}-timeout is {value:g}: it must be above 0")
-    if not 0 <= options.back_s < 1e9:
-        raise UsageError(f"--back-after is {options.back_s:g}: it cannot be negative")
+    for name, value in (
+        ("back-after", options.back_s),
+        ("quiet-after", options.quiet_s),
+        ("grace", options.grace_s),
+    ):
+        if not 0 <= value < 1e9:
+            raise UsageError(f"--{name} is {value:g}: seconds, and not below 0")
+    if options.replenish and not options.spare_nodes:
+        raise UsageError("--replenish: there are no spare nodes", hint="--spare-nodes 1")
     scheduler = SlurmScheduler()
+    if options.adopt:
+        options = _adopting(options)
     layout = _lay_out(options)
     provision = options.provision()
     _check(scheduler, provision, len(layout.nodes))
@@ -174,8 +236,6 @@ def launch(script: str, args: tuple[str, ...], **given: Any) -> None:
     native.store_host_path()
     named = options.orchestrator
     there = _named(where, named) if named is not None else None
-    lease = _allocate(scheduler, provision.constraints, job, len(layout.nodes), options.queue_s)
-    places = dict(zip((node.name for node in layout.nodes), lease.places, strict=True))
     log_dir = Path(options.log_dir).absolute() if options.log_dir else where / "jobs" / job
     spec = JobSpec(
         job=job,
@@ -189,20 +249,54 @@ def launch(script: str, args: tuple[str, ...], **given: Any) -> None:
         resume=resume,
         checkpoints=periodic.directory,
         checkpoint_interval_ns=periodic.interval_ns,
-        provision=msgspec.structs.replace(provision, places=places),
+        provision=provision,
+        policy=options.policy(),
     )
+    check_spec(spec)
+    release_orphans(scheduler, where)
+    if there is None:
+        slurm_guard.begin(job)
+    lease = _allocate(scheduler, provision.constraints, job, len(layout.nodes), options)
+    names = [node.name for node in layout.nodes]
+    places = dict(zip(names, lease.places[: len(names)], strict=True))
+    provision = msgspec.structs.replace(provision, places=places)
+    spec = msgspec.structs.replace(spec, provision=provision)
     try:
         output = Output(quiet=options.quiet)
         sys.exit(asyncio.run(_run(spec, where, there, options.host, output, scheduler)))
     finally:
         with contextlib.suppress(KeepstepError):
             for left in scheduler.leases(job):
-                scheduler.release(left)
+                _release(scheduler, left)
+
+
+def _adopting(options: Options) -> Options:
+    """Unless it is said, all nodes that are there and are no spares get ranks."""
+    found = slurm_cli.read_job(options.adopt)
+    count = len(slurm_cli.expand(found.get("NodeList", "")))
+    nodes = options.nodes or max(1, count - options.spare_nodes)
+    return msgspec.structs.replace(options, nodes=nodes)
+
+
+def release_orphans(scheduler: SlurmScheduler, where: Path) -> None:
+    """Allocations of launchers that have ended on this machine, guard and all (it was rebooted)."""
+    for entry in registry.dead_embedded(where):
+        for lease in scheduler.leases(entry.id):
+            show.words(f"allocation {lease.id} of job {entry.id}, which is no more, goes back")
+            _release(scheduler, lease)
+
+
+def _release(scheduler: SlurmScheduler, lease: Lease) -> None:
+    try:
+        scheduler.release(lease)
+    except KeepstepError as error:
+        show.words(f"allocation {lease.id} is not given back: {error.message}")
 
 
 def _lay_out(options: Options) -> Layout:
+    nodes = options.nodes or 1
     check_counts(
-        nnodes=options.nodes,
+        nnodes=nodes,
         nproc=options.nproc,
         spares=0,
         local_nodes=None,
@@ -210,7 +304,7 @@ def _lay_out(options: Options) -> Layout:
         external=True,
     )
     return lay_out(
-        local_nodes=options.nodes, nproc=options.nproc, spares=0, spare_nodes=options.spare_nodes
+        local_nodes=nodes, nproc=options.nproc, spares=0, spare_nodes=options.spare_nodes
     )
 
 
@@ -244,12 +338,18 @@ def _named(where: Path, orchestrator: str) -> Reached:
 
 
 def _allocate(
-    scheduler: SlurmScheduler, limits: Constraints, job: str, count: int, queue_s: float | None
+    scheduler: SlurmScheduler, limits: Constraints, job: str, count: int, options: Options
 ) -> Lease:
+    if options.adopt:
+        lease, note = scheduler.adopt(job, options.adopt, count)
+        show.words(f"allocation {lease.id} on {', '.join(lease.places)} is adopted")
+        if note:
+            show.words(f"note: {note}")
+        return lease
     show.words(f"waiting for {count} nodes of Slurm")
     began = time.monotonic()
     ask = Ask(job=job, op=START, constraints=limits, kinds=["queue"], count=count)
-    lease = scheduler.acquire(ask, queue_s or FOR_EVER_S)
+    lease = scheduler.acquire(ask, options.queue_s or FOR_EVER_S)
     waited = time.monotonic() - began
     show.words(f"allocation {lease.id} on {', '.join(lease.places)} after {waited:.1f} s")
     return lease
@@ -278,29 +378,11 @@ async def _run(
     output: Output,
     scheduler: SlurmScheduler,
 ) -> int:
-    embedded: Orchestrator | None = None
-    if there is None:
-        log_to(where / "jobs" / spec.job / "orchestrator.log")
-        embedded = await Orchestrator.start(
-            where, id=spec.job, embedded=True, host=host or _own_address(), scheduler=scheduler
-        )
-        there = await asyncio.to_thread(external, where, spec.job, "")
-    client = AsyncClient(there.urls, there.token, there.ca)
+    if there is not None:
+        return await attend(spec, where, there, output, agents=False)
+    embedded = await embed(spec.job, where, host=host or _own_address(), scheduler=scheduler)
     try:
-        launcher = Launcher(
-            spec,
-            client=client,
-            there=there,
-            home=where,
-            output=output,
-            embedded=embedded,
-            agents=False,
-        )
-        return await launcher.run()
+        there = await asyncio.to_thread(external, where, spec.job, "")
+        return await attend(spec, where, there, output, embedded=embedded, agents=False)
     finally:
-        await client.close()
-        if embedded is not None:
-            if embedded.broker is not None:
-                await embedded.broker.finish(spec.job)
-            await embedded.stop()
-            shutil.rmtree(where / "authorities" / spec.job, ignore_errors=True)
+        shutil.rmtree(where / "authorities" / spec.job, ignore_errors=True)

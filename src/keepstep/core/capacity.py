@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from keepstep.model.job import JobSpec
-from keepstep.model.schedule import START
+from keepstep.model.schedule import START, Kind
 
 
 @dataclass(slots=True)
@@ -20,7 +20,20 @@ class Want:
     avoid: list[str]
     at: int
     only: str = ""  # nothing is lacking: the place to move back to
+    kinds: list[Kind] = field(default_factory=list)  # none: all that the job allows
+    near: dict[str, str] = field(default_factory=dict)
+    apart: dict[str, str] = field(default_factory=dict)
+    pool: bool = False  # nobody needs it now
     place: str = ""  # given; the agent is awaited
+
+
+@dataclass(slots=True)
+class Yielded:
+    """A node that is given up to another job."""
+
+    to: str
+    until: int  # its ranks may look for another place
+    over: bool = False
 
 
 @dataclass(slots=True)
@@ -35,6 +48,12 @@ class Capacity:
     asked: int = 0  # how often
     again_at: int = 0  # not before
     denied: str = ""  # why, the last time
+    cheap: bool = False  # that was for the pool: whoever is in need asks again at once
+    given: int = 0  # places since it began to lack some
+    yields: dict[str, Yielded] = field(default_factory=dict)  # nodes given up to other jobs
+    sharing: bool = False  # others here may yield a node (turns.py)
+    forced: bool = False  # none of them can: the scheduler may preempt
+    awaiting: bool = False  # one is being given up for this job
 
     @classmethod
     def of(cls, spec: JobSpec) -> Capacity:
@@ -55,3 +74,4 @@ class CapacityView(msgspec.Struct, frozen=True, kw_only=True):
     places: dict[str, str]  # node -> place
     origins: set[str]  # places that would be moved back to
     ops: set[str]  # what was acquired for anything else goes back
+    turn: bool = True  # False: others are served first

@@ -122,7 +122,7 @@ def _give_up(job: Job, out: Out, attempt: Attempt) -> None:
         return
     if attempt.kind != "resume" or all_filled(job, attempt):
         return
-    if not processes.may_get_spare(job):
+    if not processes.may_get_spare(job) and not (job.asks and incident.fell_back):
         why = "not enough healthy slots to resume in"
         if not fallback.no_room(job, out, why):
             end_job(job, out, "failed", EXIT_GAVE_UP, why)
@@ -164,13 +164,15 @@ def _refill(job: Job, out: Out) -> None:
 def agent_joined(job: Job, out: Out, name: str, hello: Hello) -> None:
     node = job.nodes[name]
     if node.state != "connected" or node.session != hello.session:
-        joined = NodeJoined(job=job.id, at_ns=out.now, node=name, slots=hello.slots)
+        joined = NodeJoined(
+            job=job.id, at_ns=out.now, node=name, slots=hello.slots, labels=hello.labels
+        )
         out.record(joined)
         provision.apply(job, joined)
     node.state = "connected"
     moved = (node.blobs, node.pid) != (hello.blobs, hello.pid)
     node.blobs, node.pid, node.session = hello.blobs, hello.pid, hello.session
-    node.slots = hello.slots
+    node.slots, node.labels = hello.slots, hello.labels
     processes.ask_holders_again(job)
     there = {state.worker: state for state in hello.workers}
     for worker in job.there.get(name, ()):

@@ -163,9 +163,12 @@ def assign_row(job: Job, out: Out, attempt: Attempt) -> None:
             away_from=old.node if old is not None else "",
             home=f"{node}/{slot}",
             prepared=prepared,
+            within=job.spec.policy.within,
         )
-        if spare is None or attempt.incident.give_up:
+        if attempt.incident.give_up or (spare is None and not job.spec.policy.within):
             break
+        if spare is None:
+            continue  # there may be one in the domain of the next
         spare = prepared.get(spare.place, spare)
         attempt.newcomers[rank] = spare.id
         spare.role = "newcomer"

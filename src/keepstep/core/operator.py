@@ -7,6 +7,7 @@ A wrong request is a UsageError with a hint and leaves no trace; a request that 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import msgspec
 
@@ -16,6 +17,7 @@ from keepstep.core.incidents import close_incident, end_job, open_incident
 from keepstep.core.recovery import apply_taint
 from keepstep.core.state import Job, Node, Out, Worker
 from keepstep.errors import UsageError
+from keepstep.model import labels
 from keepstep.model.job import (
     POINTS,
     Cancel,
@@ -35,6 +37,7 @@ from keepstep.model.records import SignalSeen, Tainted, Untainted
 SLOTS_MAX = 1 << 20
 STALL_NS_MAX = 10**18
 INJECT_S_MAX = 1e6
+PRIORITY_MAX = 1_000_000
 NODE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,99}")
 
 
@@ -78,6 +81,7 @@ def check_spec(spec: JobSpec) -> None:
         refuse("its script has no steps to inject faults into", "`keepstep inject` while it runs")
     if not 0 < spec.stall_timeout_ns <= STALL_NS_MAX or not 0 <= spec.spares <= SLOTS_MAX:
         refuse("stall timeout or spares are out of range", "give --stall-timeout in seconds")
+    _check_policy(spec, refuse)
     for inject in spec.inject:
         if inject.action != "kill-node" and not 0 <= inject.rank < spec.world:
             refuse(f"inject {inject.id}: there is no rank {inject.rank}", "ranks count from 0")
@@ -86,6 +90,21 @@ def check_spec(spec: JobSpec) -> None:
         _check_inject(inject)
     if len({inject.id for inject in spec.inject}) != len(spec.inject):
         refuse("two injects have the same id", "give each its own id")
+
+
+def _check_policy(spec: JobSpec, refuse: Callable[[str, str], None]) -> None:
+    policy, by = spec.policy, spec.provision
+    labels.check_names(policy.within)
+    if not 0 <= policy.dedicated <= SLOTS_MAX or abs(policy.priority) > PRIORITY_MAX:
+        refuse("spare nodes or priority are out of range", f"priorities are up to {PRIORITY_MAX}")
+    if not 0 <= policy.grace_ns <= STALL_NS_MAX or not 0 <= policy.quiet_ns <= STALL_NS_MAX:
+        refuse("grace or quiet time are out of range", "give them in seconds")
+    cheap = by is not None and any(kind != "preempt" for kind in by.kinds)
+    if policy.dedicated and not cheap:
+        refuse(
+            "a spare node that was used can be replaced by a scheduler only",
+            "allow a reservation or idle nodes, or keep no pool",
+        )
 
 
 def _check_inject(spec: InjectSpec) -> None:
@@ -152,7 +171,7 @@ def _moving(job: Job) -> set[int]:
     return ranks | set(job.dead())
 
 
-def migrate(job: Job, out: Out, request: Migrate) -> None:
+def check_migrate(job: Job, request: Migrate) -> None:
     _check_running(job)
     if not request.ranks or len(set(request.ranks)) != len(request.ranks):
         raise UsageError("name each rank to migrate once", hint="--rank 2 --rank 3")
@@ -161,6 +180,10 @@ def migrate(job: Job, out: Out, request: Migrate) -> None:
             raise UsageError(f"rank {rank} has finished", hint="nothing is left to migrate")
         if rank in _moving(job):
             raise UsageError(f"rank {rank} is already being moved", hint="see `keepstep incidents`")
+
+
+def migrate(job: Job, out: Out, request: Migrate) -> None:
+    check_migrate(job, request)
     open_incident(
         job,
         out,
@@ -171,7 +194,8 @@ def migrate(job: Job, out: Out, request: Migrate) -> None:
     )
 
 
-def drain(job: Job, out: Out, request: Drain) -> None:
+def check_drain(job: Job, request: Drain) -> list[int]:
+    """The ranks that would move."""
     _check_running(job)
     node = _node(job, request.node)
     if node.state == "dead":
@@ -181,8 +205,12 @@ def drain(job: Job, out: Out, request: Drain) -> None:
         raise UsageError(
             f"all ranks of {node.name} are already being moved", hint="see `keepstep incidents`"
         )
-    ranks = sorted(set(ranks) - _moving(job))
-    reason = request.reason
+    return sorted(set(ranks) - _moving(job))
+
+
+def drain(job: Job, out: Out, request: Drain) -> None:
+    ranks = check_drain(job, request)
+    node, reason = job.nodes[request.node], request.reason
     _taint(job, out, node.name, f"drain: {reason}" if reason != "drain" else reason)
     if not ranks:
         reason = f"{reason}; no rank runs on {node.name}"
@@ -272,6 +300,7 @@ def untaint(job: Job, out: Out, request: Untaint) -> None:
         )
     apply_taint(job, request.target, None)
     job.deferred.pop(request.target, None)
+    job.capacity.yields.pop(request.target, None)
     out.record(Untainted(job=job.id, at_ns=out.now, target=request.target))
     for incident in list(job.incidents):
         running = job.attempt is not None and job.attempt.incident is incident

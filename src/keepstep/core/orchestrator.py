@@ -16,9 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from keepstep.core import faults, operator, provision, quiet, recovery
+import msgspec
+
+from keepstep.core import faults, operator, provision, quiet, recovery, turns
 from keepstep.core import job as jobs_
 from keepstep.core.capacity import CapacityView
+from keepstep.core.plan import plan, with_offers
 from keepstep.core.project import incident_view, job_view
 from keepstep.core.state import EVERY_NODE, Job, Out, Outcome, Send
 from keepstep.core.timers import fire, timers
@@ -44,8 +47,9 @@ from keepstep.model.job import (
     Wake,
 )
 from keepstep.model.messages import Stop
-from keepstep.model.records import JobSubmitted, Record
-from keepstep.model.views import IncidentView, JobView
+from keepstep.model.records import JobSubmitted, Record, SpareWanted
+from keepstep.model.schedule import Ask
+from keepstep.model.views import IncidentView, JobView, PlanView
 
 BACK = "the place it stood in for is well again"
 
@@ -79,6 +83,7 @@ class Core:
                     fire(job, out)
                     self._settle(job, out)
                 job.due_known = False
+            self._trade(outcome)
         else:
             job = self._job(event.job)
             out = Out(self._now, job, outcome)
@@ -90,6 +95,7 @@ class Core:
                     return outcome
                 self._settle(job, out)
             job.due_known = False
+            self._trade(outcome)
         return outcome
 
     def deadline(self, now_ns: int | None = None) -> int | None:
@@ -123,7 +129,21 @@ class Core:
 
     def capacity(self, job_id: str) -> CapacityView | None:
         """What a scheduler is to do for the job; None: nothing (any more)."""
-        return provision.look(self._job(job_id))
+        job = self._job(job_id)
+        view = provision.look(job)
+        if view is None or view.want is None or len(self._jobs) == 1:
+            return view
+        waits = turns.before(self._jobs.values(), job, self._now)
+        return msgspec.structs.replace(view, turn=not waits)
+
+    def plan(self, given: Migrate | Drain) -> tuple[PlanView, Ask | None]:
+        """What the request would lead to, and what the scheduler would be asked for."""
+        job = self._job(given.job)
+        view, ask = plan(job, given)
+        if ask is None or not provision.may_preempt(job):
+            return view, ask
+        rank = next(move.rank for move in view.moves if move.cost == "scheduler")
+        return with_offers(view, turns.offers(self._jobs.values(), job, rank)), ask
 
     def state(self, job_id: str) -> Job:
         """The facts themselves, for those who check and never change them."""
@@ -154,6 +174,24 @@ class Core:
         out = Out(self._now, job, outcome)
         out.record(JobSubmitted(job=spec.job, at_ns=self._now, spec=spec))
         jobs_.settle(job, out)
+
+    def _trade(self, outcome: Outcome) -> None:
+        """Between jobs: see turns.py. Each one alone has nobody to trade with."""
+        jobs = [job for job in self._jobs.values() if job.ended is None and job.asks]
+        if len(jobs) < 2 and not any(job.capacity.yields for job in jobs):
+            return
+        outs = {job.id: Out(self._now, job, outcome) for job in jobs}
+        for _ in range(len(jobs) + 1):
+            changed = turns.settle(jobs, outs)
+            for job in changed:
+                self._settle(job, outs[job.id])
+                job.due_known = False
+            if not changed:
+                break
+        wanted = {record.job for record in outcome.records if isinstance(record, SpareWanted)}
+        for job in jobs:
+            if job.id in wanted:
+                turns.wake(jobs, job, self._now)
 
     def _settle(self, job: Job, out: Out) -> None:
         jobs_.settle(job, out)

@@ -1,7 +1,8 @@
 """Where ranks and standbys go. Pure functions over nodes and workers; each says why.
 
 * A spare is a parked standby in a healthy place. Another node than the victim's is preferred:
-  what killed the victim may be about to kill its neighbours.
+  what killed the victim may be about to kill its neighbours. So is one of another failure domain,
+  and one outside the domain that the job stays within is none (demand.py).
 * A slot is free if no process is, or may still be, in it. A rank that died by itself leaves its
   slot reusable; a dead node's slots are gone; a tainted one waits for `untaint`.
 * A rank's buddy is the blob server of the next live node in node order, so that every node is
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 
+from keepstep.core.demand import mismatch, shared
 from keepstep.core.state import Node, Worker
 from keepstep.model.job import JobSpec
 from keepstep.model.messages import Address
@@ -30,21 +32,19 @@ def choose_spare(
     away_from: str,
     home: str = "",
     prepared: Container[str] = (),
+    within: Sequence[str] = (),
 ) -> tuple[Worker | None, str]:
     """The parked standby to use for a rank that was on node `away_from`.
 
     `home` is a slot to prefer over everything (a resumed job gets its usual placement), `prepared`
-    are those where an understudy of the rank is ready."""
+    are those where an understudy of the rank is ready, `within` are labels of nodes (demand.py)."""
+    victim = nodes.get(away_from)
     parked: list[Worker] = []
     refused: list[str] = []
     for worker in standbys:
-        node = nodes[worker.node]
-        if node.state != "connected":
-            refused.append(f"{worker.id}: node {node.name} is {node.state}")
-        elif not node.healthy(worker.slot):
-            refused.append(f"{worker.id}: {worker.place} is tainted")
-        elif not worker.parked:
-            refused.append(f"{worker.id}: still starting")
+        why = unfit(worker, nodes[worker.node], victim, within)
+        if why:
+            refused.append(f"{worker.id}: {why}")
         else:
             parked.append(worker)
     if not parked:
@@ -55,13 +55,27 @@ def choose_spare(
             w.place != home,
             w.place not in prepared,
             w.node == away_from,
+            len(shared(within, victim, nodes[w.node])),
             nodes[w.node].index,
             w.slot,
             w.started_at,
         ),
     )
     where = "another node" if best.node != away_from else "the same node, no other has one"
+    if best.node != away_from and (both := shared(within, victim, nodes[best.node])):
+        where = f"another node of the same {', '.join(both)}, none is elsewhere"
     return best, f"{best.id} is parked in {best.place} ({where})"
+
+
+def unfit(
+    worker: Worker, node: Node, victim: Node | None = None, within: Sequence[str] = ()
+) -> str:
+    """Why this standby cannot be taken now for a rank of node `victim`; empty if it will do."""
+    if node.state != "connected":
+        return f"node {node.name} is {node.state}"
+    if not node.healthy(worker.slot):
+        return f"{worker.place} is tainted"
+    return mismatch(within, victim, node) or ("" if worker.parked else "still starting")
 
 
 def free_slots(nodes: Mapping[str, Node], workers: Iterable[Worker]) -> list[tuple[str, int]]:

@@ -69,10 +69,16 @@ def _start_wave(job: Job, out: Out, incident: Incident) -> bool:
     for rank in incident.pending:
         owner = job.workers[job.owners[rank]]
         spare, why = placement.choose_spare(
-            spares, job.nodes, away_from=owner.node, prepared=prepared_places(job, incident, rank)
+            spares,
+            job.nodes,
+            away_from=owner.node,
+            prepared=prepared_places(job, incident, rank),
+            within=job.spec.policy.within,
         )
-        if spare is None:
+        if spare is None and not job.spec.policy.within:
             break
+        if spare is None:
+            continue  # there may be one in the domain of the next
         wave.append(rank)
         spares.remove(spare)
     if not wave:

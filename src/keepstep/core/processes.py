@@ -11,7 +11,7 @@ from collections import Counter
 
 import msgspec
 
-from keepstep.core import parities, placement
+from keepstep.core import demand, parities, placement
 from keepstep.core.incidents import warn
 from keepstep.core.state import Job, Node, Out, Role, Worker
 from keepstep.model.messages import (
@@ -162,16 +162,31 @@ def refill(job: Job, out: Out, needed: int, forced: bool) -> None:
             worker.role = "unwanted"
             out.kill(worker)
     wanted = needed if forced else max(job.spec.spares, needed)
+    standbys = _helpful_first(job, job.standbys())
     if not forced:
         # Started for a move that came to nothing: the youngest go first.
-        for worker in reversed(job.standbys()[max(0, wanted) :]):
+        for worker in reversed(standbys[max(0, wanted) :]):
             worker.role = "unwanted"
             out.kill(worker)
-    missing = wanted - len(job.standbys())
-    if missing <= 0:
+        standbys = standbys[: max(0, wanted)]
+    missing, lacking = wanted - len(standbys), 0
+    if needed > 0 and job.spec.policy.within:
+        lacking = needed - sum(demand.helps(job, worker.node) for worker in standbys)
+    if max(missing, lacking) <= 0:
         return
-    for node_name, slot in free_slots(job)[:missing]:
+    free = free_slots(job)
+    helpful = [place for place in free if demand.helps(job, place[0])]
+    others = [place for place in free if place not in helpful]
+    chosen = helpful[: max(missing, lacking)]
+    for node_name, slot in chosen + others[: max(0, missing - len(chosen))]:
         start_worker(job, out, node_name, slot, -1, "standby")
+
+
+def _helpful_first(job: Job, standbys: list[Worker]) -> list[Worker]:
+    """Where ranks stay within a domain, those who need a spare need one that is in it."""
+    if not job.spec.policy.within:
+        return standbys
+    return sorted(standbys, key=lambda worker: not demand.helps(job, worker.node))
 
 
 def end_left_over(job: Job, out: Out) -> None:
@@ -190,10 +205,11 @@ def may_get_spare(job: Job) -> bool:
     if any(
         job.nodes[w.node].state in ("connected", "disconnected")
         and job.nodes[w.node].healthy(w.slot)
+        and demand.helps(job, w.node)
         for w in job.standbys()
     ):
         return True
-    if free_slots(job):
+    if any(demand.helps(job, node) for node, _ in free_slots(job)):
         return True
     # A slot that is being emptied.
     return any(
@@ -201,6 +217,7 @@ def may_get_spare(job: Job) -> bool:
         and worker.killed_at is not None
         and job.nodes[worker.node].state == "connected"
         and job.nodes[worker.node].healthy(worker.slot)
+        and demand.helps(job, worker.node)
         for worker in job.special.values()
     )
 

@@ -91,6 +91,7 @@ def job_view(job: Job, state: JobState | None = None, exit_code: int | None = No
         notes=list(job.notes),
         stall_timeout_ns=job.stall_ns,
         checkpoints=checkpoints_view(job) if job.spec.checkpoints else None,
+        priority=job.spec.policy.priority,
     )
 
 

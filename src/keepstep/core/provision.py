@@ -6,6 +6,10 @@ that the scheduler is asked for one place, under the want's op. The answer is an
 under the name that the want gave, which is one more node as any other: its slots are free, so
 spares are started there. One place is asked for at a time; if it is not enough, the next one is.
 
+Two more reasons to ask: a job that goes back to a checkpoint and has no room for all ranks, and a
+pool of nodes without ranks (`Policy.dedicated`) of which one was used. A pool is filled when
+nothing else is going on, and only with what costs nobody else anything.
+
 No answer changes anything but this: a refusal, an agent that does not come within the patience
 of the job, or victims who need nothing any more close the want (SpareDenied), and what is still
 lacking is asked for again after a while, under another op. What comes after that is late: the shell
@@ -23,44 +27,34 @@ restart, too, for everything here is on record.
 
 from __future__ import annotations
 
-from keepstep.core.capacity import CapacityView, Want
+from collections.abc import Sequence
+
+from keepstep.core.capacity import CapacityView, Want, Yielded
+from keepstep.core.demand import domains, unmet, victims
 from keepstep.core.incidents import warn
-from keepstep.core.planned import pending_ranks
+from keepstep.core.placement import start_slots
 from keepstep.core.processes import free_slots
 from keepstep.core.state import SECOND, Job, Node, Out
 from keepstep.errors import UsageError
-from keepstep.model.job import PlaceReturned, SpareGranted, SpareRefused
+from keepstep.model.job import JobSpec, PlaceReturned, SpareGranted, SpareRefused
 from keepstep.model.records import (
     NodeJoined,
     NodeReturned,
+    NodeYielded,
     SpareDenied,
     SpareGiven,
     SpareWanted,
 )
-from keepstep.model.schedule import START
+from keepstep.model.schedule import START, Kind
 
 AGAIN_NS = 15 * SECOND
 JOIN_NS = 60 * SECOND  # from a place to its agent
 
-Happened = SpareWanted | SpareGiven | SpareDenied | NodeReturned | NodeJoined
-
-
-def victims(job: Job) -> list[int]:
-    """Ranks that need a spare and have none yet."""
-    attempt = job.attempt
-    if attempt is None or attempt.kind == "planned":
-        taken = set(attempt.newcomers) if attempt is not None and not attempt.committed else set()
-        if not pending_ranks(job):
-            return []
-        waiting = (i.pending for i in job.incidents if i.cause != "resume")
-        return [rank for pending in waiting for rank in pending if rank not in taken]
-    if attempt.committed or attempt.incident.give_up:
-        return []
-    return [rank for rank in attempt.moving if rank not in attempt.newcomers]
+Happened = SpareWanted | SpareGiven | SpareDenied | NodeReturned | NodeYielded | NodeJoined
 
 
 def lacking(job: Job) -> list[int]:
-    """Those of them for whom the job's own nodes have no room."""
+    """Ranks that need a spare and for whom the job's own nodes have no room."""
     needy = victims(job)
     if not needy:
         return []
@@ -70,40 +64,140 @@ def lacking(job: Job) -> list[int]:
         if job.nodes[worker.node].state in ("connected", "disconnected")
         and job.nodes[worker.node].healthy(worker.slot)
     ]
-    own = sum(worker.role == "standby" and worker.usable for worker in healthy)
-    own += sum(worker.alive and worker.killed_at is not None for worker in healthy)
-    return needy[own + len(free_slots(job)) :]
+    room = [w.node for w in healthy if w.role == "standby" and w.usable]
+    room += [w.node for w in healthy if w.alive and w.killed_at is not None]
+    return unmet(job, needy, room + [node for node, _ in free_slots(job)])
+
+
+def _fallen_short(job: Job) -> str:
+    """Why a job that goes back to a checkpoint cannot start; empty if it can, or does not."""
+    if not job.fallen or any(w.alive and w.role != "standby" for w in job.workers.values()):
+        return ""
+    if any(node.state in ("disconnected", "unreachable") for node in job.order):
+        return ""  # it may come back
+    placed, why = start_slots(job.spec, job.nodes, job.workers.values())
+    return why if placed is None else ""
+
+
+def unused(job: Job) -> list[Node]:
+    """Nodes without ranks that a victim could move to, or that are about to be: its own pool."""
+    return [
+        node
+        for node in job.order
+        if node.state in ("absent", "connected", "disconnected")
+        and not node.taints
+        and node.name not in job.capacity.retiring
+        and not job.owners_on(node.name)
+    ]
+
+
+def _pool_short(job: Job) -> bool:
+    """A spare of its own was used, and nothing else is going on."""
+    wanted = job.spec.policy.dedicated
+    if not wanted or job.mode != "running" or job.attempt is not None or job.incidents:
+        return False
+    return len(unused(job)) < wanted
+
+
+def _cheap(job: Job) -> list[Kind]:
+    """What costs nobody else anything: a pool is filled with no more than that."""
+    spec = job.spec.provision
+    return [kind for kind in spec.kinds if kind != "preempt"] if spec is not None else []
 
 
 def advance(job: Job, out: Out) -> None:
     """Asked at the end of every look at all facts."""
-    if job.spec.provision is None or not job.spec.provision.kinds:
+    if not job.asks:
         return
     facts = job.capacity
-    needy = lacking(job) if job.mode == "running" else []
+    resuming = job.attempt is not None and job.attempt.kind == "resume" and job.saves.fallen_before
+    needy = lacking(job) if job.mode == "running" or resuming else []
+    short = _fallen_short(job)
+    refill = not needy and not short and _pool_short(job) and bool(_cheap(job))
     if facts.want is not None:
-        if not needy and not facts.want.only:
+        if not needy and not short and not refill and not facts.want.only:
             deny(job, out, "it is not needed any more", again_ns=0)
         return
-    if not needy:
+    if not needy and not short:
+        facts.given, facts.forced = 0, False
+    if not needy and not short and not refill:
         facts.denied, facts.again_at = "", 0
         return
-    if out.now < facts.again_at:
+    if out.now < facts.again_at and not (facts.cheap and (needy or short)):
         return
-    owner = job.owner(needy[0])
-    old = facts.places.get(owner.node, "") if owner is not None else ""
-    avoid = {facts.places[n.name] for n in job.order if n.name in facts.places and _bad(n)}
+    if needy:
+        want(
+            job,
+            out,
+            f"no spare for {len(needy)} of the ranks, the first of them is {needy[0]}",
+            rank=needy[0],
+            kinds=_modest(job),
+        )
+    elif short:
+        want(job, out, f"the job goes back to a checkpoint: {short}")
+    else:
+        have, wanted = len(unused(job)), job.spec.policy.dedicated
+        why = f"{have} of {wanted} spare nodes are left"
+        want(job, out, why, kinds=_cheap(job), pool=True)
+
+
+def may_preempt(job: Job) -> bool:
+    return job.spec.provision is not None and "preempt" in job.spec.provision.kinds
+
+
+def _modest(job: Job) -> list[Kind]:
+    """As long as another job here may yield a node, nobody else is preempted for it. Whatever is
+    yielded is idle then."""
+    facts = job.capacity
+    return (_cheap(job) or ["idle"]) if facts.sharing and not facts.forced else []
+
+
+def want(
+    job: Job,
+    out: Out,
+    reason: str,
+    *,
+    rank: int = -1,
+    kinds: Sequence[Kind] = (),
+    pool: bool = False,
+) -> None:
+    """`rank`: the first of those that it is for."""
+    old = place_of(job, rank)
+    near, apart = domains(job, rank)
     record = SpareWanted(
         job=job.id,
         at_ns=out.now,
-        op=f"spare-{facts.asked + 1}",
+        op=f"spare-{job.capacity.asked + 1}",
         node=_free_name(job),
         instead_of=old,
-        avoid=sorted(avoid | ({old} - {""})),
-        reason=f"no spare for {len(needy)} of the ranks, the first of them is {needy[0]}",
+        avoid=avoided(job, old),
+        reason=reason,
+        kinds=list(kinds),
+        near=near,
+        apart=apart,
+        pool=pool,
     )
     out.record(record)
     apply(job, record)
+
+
+def place_of(job: Job, rank: int) -> str:
+    owner = job.owner(rank)
+    return job.capacity.places.get(owner.node, "") if owner is not None else ""
+
+
+def avoided(job: Job, old: str) -> list[str]:
+    """Places that are of no use in the stead of `old`."""
+    places = job.capacity.places
+    bad = {places[n.name] for n in job.order if n.name in places and _bad(n)}
+    return sorted(bad | ({old} - {""}))
+
+
+def _is_quiet(job: Job, now: int) -> bool:
+    """No incident has begun for a while."""
+    policy = job.spec.policy
+    last = max((view.opened_at_ns for view in job.closed), default=0)
+    return policy.back != "quiet" or now >= last + policy.quiet_ns
 
 
 def go_back(job: Job, out: Out, place: str) -> None:
@@ -111,6 +205,7 @@ def go_back(job: Job, out: Out, place: str) -> None:
     facts = job.capacity
     spare = _stand_in(job, place)
     busy = facts.want is not None or job.attempt is not None or bool(job.incidents)
+    busy = busy or not _is_quiet(job, out.now)
     if spare is None or busy or job.mode != "running" or place in facts.places.values():
         return
     record = SpareWanted(
@@ -207,9 +302,10 @@ def timers(job: Job) -> list[tuple[int, str, str]]:
     spec, facts = job.spec.provision, job.capacity
     if spec is None:
         return []
+    rows = [(one.until, "yield", node) for node, one in facts.yields.items() if not one.over]
     if facts.want is not None:
-        return [(facts.want.at + spec.patience_ns + JOIN_NS, "spare", "")]
-    return [(facts.again_at, "ask-again", "")] if facts.again_at else []
+        return [*rows, (facts.want.at + spec.patience_ns + JOIN_NS, "spare", "")]
+    return [*rows, (facts.again_at, "ask-again", "")] if facts.again_at else rows
 
 
 def apply(job: Job, record: Happened) -> None:
@@ -220,14 +316,27 @@ def apply(job: Job, record: Happened) -> None:
         facts.asked += 1
         facts.again_at = 0
         facts.want = Want(
-            record.op, record.node, record.instead_of, record.avoid, record.at_ns, record.only
+            op=record.op,
+            node=record.node,
+            instead_of=record.instead_of,
+            avoid=record.avoid,
+            at=record.at_ns,
+            only=record.only,
+            kinds=record.kinds,
+            near=record.near,
+            apart=record.apart,
+            pool=record.pool,
         )
     elif isinstance(record, SpareGiven):
         facts.places[record.node], facts.ops[record.node] = record.place, record.op
+        facts.given += 1
         if want is not None:
             want.place = record.place
+    elif isinstance(record, NodeYielded):
+        until = record.at_ns + job.spec.policy.grace_ns
+        facts.yields[record.node] = Yielded(to=record.to, until=until)
     elif isinstance(record, SpareDenied):
-        facts.denied = record.why
+        facts.denied, facts.cheap = record.why, want is not None and want.pool
         if want is not None and want.place:
             facts.late[want.node] = (facts.places.pop(want.node), facts.ops.pop(want.node))
         facts.want = None
@@ -238,6 +347,7 @@ def apply(job: Job, record: Happened) -> None:
         facts.swaps.pop(record.place, None)
         facts.origins.pop(record.node, None)
         facts.retiring.discard(record.node)
+        facts.yields.pop(record.node, None)
     elif record.node in facts.late:
         facts.places[record.node], facts.ops[record.node] = facts.late.pop(record.node)
     elif want is not None and record.node == want.node:
@@ -273,7 +383,7 @@ def look(job: Job) -> CapacityView | None:
         taint={
             n: (facts.places[n], "; ".join(node.taints))
             for n, node in known.items()
-            if node.taints and n not in facts.retiring
+            if node.taints and n not in facts.retiring and n not in facts.yields
         },
         leave={
             n: (facts.places[n], facts.swaps.get(facts.places[n], ""))
@@ -281,13 +391,30 @@ def look(job: Job) -> CapacityView | None:
             if _is_left(job, node)
         },
         places=dict(facts.places),
-        origins=set(facts.origins.values()) if job.spec.provision.back_after_ns else set(),
+        origins=set(facts.origins.values()) if _goes_back(job.spec) else set(),
         ops={START, *facts.ops.values(), *([want.op] if want is not None else [])},
     )
 
 
+def _goes_back(spec: JobSpec) -> bool:
+    after_ns = spec.provision.back_after_ns if spec.provision is not None else 0
+    return bool(after_ns) and spec.policy.back != "never"
+
+
+def _is_on_disk(job: Job) -> bool:
+    """What the ranks hold without a spare."""
+    attempt = job.attempt
+    if attempt is None or attempt.committed or attempt.kind != "unplanned":
+        return False
+    return attempt.tick is not None and job.checkpoint_tick == attempt.tick
+
+
 def _is_left(job: Job, node: Node) -> bool:
-    if job.mode != "running" or job.replayed or job.attempt is not None:
+    if job.mode != "running" or job.replayed:
+        return False
+    # A yielded node is no source of state any more once that is on disk.
+    yielded = node.name in job.capacity.yields and _is_on_disk(job)
+    if job.attempt is not None and not yielded:
         return False
     if node.state == "dead":
         return True

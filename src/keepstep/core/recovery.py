@@ -38,12 +38,8 @@ from keepstep.model.records import (
     JobSubmitted,
     NodeJoined,
     NodeLost,
-    NodeReturned,
     Placed,
     Record,
-    SpareDenied,
-    SpareGiven,
-    SpareWanted,
     StartBegun,
     Tainted,
     Untainted,
@@ -78,7 +74,7 @@ def apply(jobs: dict[str, Job], record: Record) -> None:
         return
     job.replayed = True
     job.note(record)
-    if isinstance(record, SpareWanted | SpareGiven | SpareDenied | NodeReturned | NodeJoined):
+    if isinstance(record, provision.Happened):
         provision.apply(job, record)
     if isinstance(record, Placed | WorkerEnded | NodeLost | NodeJoined | StartBegun | JobStarted):
         _apply_processes(job, record)
@@ -90,6 +86,7 @@ def apply(jobs: dict[str, Job], record: Record) -> None:
         apply_taint(job, record.target, record.reason if isinstance(record, Tainted) else None)
         if isinstance(record, Untainted):
             job.deferred.pop(record.target, None)
+            job.capacity.yields.pop(record.target, None)
     elif isinstance(record, Deferred):
         job.deferred[record.target] = record.reason
     elif isinstance(record, CheckpointWritten):
@@ -150,7 +147,8 @@ def _apply_processes(
         for worker in job.there.get(record.node, ()):
             worker.alive = False
     elif isinstance(record, NodeJoined):
-        add_node(job, record.node, record.slots).state = "disconnected"
+        node = add_node(job, record.node, record.slots)
+        node.state, node.labels = "disconnected", record.labels
     elif isinstance(record, StartBegun):
         job.generation = job.generation_max = max(job.generation_max, record.generation)
         job.owners.clear()

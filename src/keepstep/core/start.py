@@ -53,13 +53,16 @@ def advance_start(job: Job, out: Out) -> None:
 
 
 def _begin(job: Job, out: Out) -> None:
+    if job.ranks_joined_at and out.now >= job.ranks_joined_at + JOIN_SPARES_NS:
+        job.ranks_joined_at = 0  # its timer has rung, and is not to ring again
     if all(node.state == "dead" for node in job.nodes.values()):
         why = "no node is left to start the ranks on"
+        if job.fallen and job.asks:
+            job.reason = f"waiting: {why}"
+            return
         if not fallback.no_room(job, out, why):
             end_job(job, out, "failed", EXIT_GAVE_UP, why)
         return
-    if job.ranks_joined_at and out.now >= job.ranks_joined_at + JOIN_SPARES_NS:
-        job.ranks_joined_at = 0  # its timer has rung, and is not to ring again
     leaving = [
         w
         for w in job.workers.values()
@@ -74,7 +77,7 @@ def _begin(job: Job, out: Out) -> None:
     placed, why = placement.start_slots(job.spec, job.nodes, job.workers.values())
     if placed is None:
         away = any(node.state in ("disconnected", "unreachable") for node in job.nodes.values())
-        if away or not fallback.no_room(job, out, why):
+        if away or (job.fallen and job.asks) or not fallback.no_room(job, out, why):
             job.reason = f"waiting: {why}"
         return
     if job.ranks_joined_at is None:

@@ -88,6 +88,7 @@ class Node:
     crashes: dict[int, int] = field(default_factory=dict)  # slot -> without training in between
     stores: set[int] = field(default_factory=set)  # generations whose store was opened here
     paths: list[PathView] = field(default_factory=list)  # as its agent has seen them last
+    labels: dict[str, str] = field(default_factory=dict)  # rack, switch, nvlink
 
     def healthy(self, slot: int) -> bool:
         return not self.taints and not self.slot_taints.get(slot)
@@ -374,6 +375,11 @@ class Job:
     def fallen(self) -> bool:
         """It goes back to a checkpoint, and waits until nothing of before is left."""
         return self.mode == "waiting" and self.saves.fallen_before > 0
+
+    @property
+    def asks(self) -> bool:
+        """A scheduler may be asked for nodes."""
+        return self.spec.provision is not None and bool(self.spec.provision.kinds)
 
     @property
     def transparent(self) -> bool:

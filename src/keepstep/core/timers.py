@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-from keepstep.core import breaker, checkpoints, provision, understudies
+from keepstep.core import breaker, checkpoints, provision, turns, understudies
 from keepstep.core.faults import (
     ALL_SILENT_NS,
     FENCE_SLACK_NS,
@@ -253,6 +253,8 @@ def _fire_one(job: Job, out: Out, what: str, subject: str) -> None:
         job.judge_at = None
     elif what == "spare":
         provision.late(job, out)
+    elif what == "yield":
+        turns.grace_is_over(job, out, subject)
     elif what == "ask-again":
         job.capacity.again_at = 0
     elif what == "start-store":

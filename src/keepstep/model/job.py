@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from keepstep.model.messages import AgentMessage, Hello
-from keepstep.model.schedule import Provision
+from keepstep.model.schedule import Policy, Provision
 
 POINTS = (
     "before_forward",
@@ -58,6 +58,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     mttf_ns: int = 0  # of the job; 0: from the number of its nodes
     inject: list[InjectSpec] = []
     provision: Provision | None = None  # its nodes are a scheduler's
+    policy: Policy = Policy()
 
 
 # --------------------------------------------------------------------------- inputs of the core

@@ -531,6 +531,7 @@ class Hello(Message, frozen=True):
         tuple[str, int]
     ] = []  # dead workers whose side state is still held: (worker, rank)
     stores: list[int] = []  # generations whose store is hosted here
+    labels: dict[str, str] = {}  # where the node stands: rack, switch, nvlink
 
 
 class WorkerStarted(Message, frozen=True):

@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 
 from keepstep.model.job import JobSpec
+from keepstep.model.schedule import Kind
 from keepstep.model.views import IncidentView, JobView
 
 Trigger = Literal["planned", "pre-emptive", "unplanned"]
@@ -77,6 +78,7 @@ class NodeJoined(BaseRecord, frozen=True, kw_only=True):
 
     node: str
     slots: int
+    labels: dict[str, str] = {}
 
 
 class SpareWanted(BaseRecord, frozen=True, kw_only=True):
@@ -88,6 +90,10 @@ class SpareWanted(BaseRecord, frozen=True, kw_only=True):
     avoid: list[str]  # places
     reason: str
     only: str = ""  # the place to move back to
+    kinds: list[Kind] = []  # empty: all that the job allows
+    near: dict[str, str] = {}  # labels that the place must have
+    apart: dict[str, str] = {}  # and those that it had better not have
+    pool: bool = False  # nobody needs it now
 
 
 class SpareGiven(BaseRecord, frozen=True, kw_only=True):
@@ -111,6 +117,14 @@ class NodeReturned(BaseRecord, frozen=True, kw_only=True):
 
     node: str
     place: str
+
+
+class NodeYielded(BaseRecord, frozen=True, kw_only=True):
+    """A node is drained because a job of higher priority needs one."""
+
+    node: str
+    to: str  # that job
+    reason: str
 
 
 class IncidentOpened(BaseRecord, frozen=True, kw_only=True):
@@ -260,6 +274,7 @@ Record = (
     | SpareGiven
     | SpareDenied
     | NodeReturned
+    | NodeYielded
     | IncidentOpened
     | IncidentWidened
     | AttemptStarted

@@ -41,6 +41,19 @@ class Provision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     back_after_ns: int = 0  # a lost place has been well for so long: move back; 0: never
 
 
+class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which spares a job keeps and takes, and what jobs of higher priority may take from it."""
+
+    priority: int = 0
+    dedicated: int = 0  # nodes without ranks to keep; one that was used is replaced
+    within: list[str] = []  # labels of nodes: a spare is in the domain of the node it replaces
+    yields: bool = True  # it gives nodes up to jobs of higher priority
+    grace_ns: int = 30_000_000_000  # and may look that long for others before it does
+    # When a lost place is well again: at once, when nothing has happened for a while, or not at all
+    back: Literal["immediately", "quiet", "never"] = "immediately"
+    quiet_ns: int = 600_000_000_000
+
+
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     op: str
@@ -49,6 +62,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     avoid: list[str] = []  # places
     only: str = ""  # this place
     count: int = 1
+    near: dict[str, str] = {}  # labels that a place must have
+    apart: dict[str, str] = {}  # and those that it had better not have
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +73,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind
     places: list[str]
     instead_of: str = ""  # the place that it has replaced, once that is committed
+    adopted: bool = False  # somebody else has made it, and will end it
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +82,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     ours: bool = False  # it is degraded or down because Keepstep said so
     gpu_type: str = ""
+    labels: dict[str, str] = {}  # rack, switch, nvlink: where it stands
 
 
 class Spare(msgspec.Struct, frozen=True, kw_only=True):

@@ -69,7 +69,8 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     job: str
     trigger: Literal["planned", "pre-emptive", "unplanned"]
-    # process-exit, node-lost, hang, device-error, connection, user; drain, migrate, taint, resume;
+    # process-exit, node-lost, hang, device-error, connection, user, preempted; drain, migrate,
+    # taint, resume;
     # start
     cause: str
     victims: list[int]
@@ -88,6 +89,42 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Literal["OPEN", "RESOLVED", "ABORTED", "FELL_BACK", "FAILED"]
     reason: str
     attempts: int = 1
+
+
+class MoveView(msgspec.Struct, frozen=True, kw_only=True):
+    """One move of a plan."""
+
+    rank: int
+    origin: str  # slot
+    to: str  # slot; "": none of the job's own nodes
+    # understudy, standby, process (one is started in a free slot), scheduler (it is asked for a
+    # node), wait (until something changes)
+    cost: str
+    reason: str
+
+
+class RejectedView(msgspec.Struct, frozen=True, kw_only=True):
+    what: str
+    why: str
+
+
+class OfferView(msgspec.Struct, frozen=True, kw_only=True):
+    """A place that the scheduler could give at the moment, cheapest first."""
+
+    place: str
+    kind: str  # reserved, idle, yield, preempt
+    reason: str
+
+
+class PlanView(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request would lead to now; nothing was changed. Word for word `--plan-only --json`."""
+
+    job: str
+    asked: str  # "migrate rank 2", "drain n1"
+    moves: list[MoveView]
+    rejected: list[RejectedView]  # alternatives, and why they are not used
+    offers: list[OfferView] = []  # for moves that need the scheduler
+    then: list[str] = []  # what else follows, in order
 
 
 class CheckpointsView(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,3 +166,4 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     control: str = ""  # why nothing is decided at the moment; this is the last state known
     stall_timeout_ns: int = 0
     checkpoints: CheckpointsView | None = None
+    priority: int = 0  # among the jobs of one orchestrator

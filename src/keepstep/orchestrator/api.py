@@ -28,9 +28,10 @@ from keepstep.errors import KeepstepError, NotActive, TransientError, UsageError
 from keepstep.model import job as inputs
 from keepstep.model.messages import Examined
 from keepstep.model.records import IncidentOpened
-from keepstep.model.views import IncidentView, JobView
+from keepstep.model.schedule import Ask
+from keepstep.model.views import IncidentView, JobView, OfferView, PlanView
 from keepstep.model.wire import MALFORMED
-from keepstep.orchestrator import registry
+from keepstep.orchestrator import overview, registry
 from keepstep.orchestrator import requests as bodies
 from keepstep.runtime.driver import Driver
 
@@ -45,6 +46,7 @@ WATCH_S_MAX = 60.0
 T = TypeVar("T")
 Handler = Callable[..., Awaitable[Response]]
 Guard = Callable[[Request], Awaitable[None]]
+Offers = Callable[[Ask], Awaitable[list[OfferView]]]
 NEW_TOKEN = "`keepstep token create` on the orchestrator's machine makes a new one"
 SCHEMAS = "#/components/schemas/{name}"
 STRUCTS = (
@@ -66,6 +68,8 @@ STRUCTS = (
     bodies.SignalTaken,
     bodies.Watch,
     bodies.SpareLine,
+    bodies.NodeLine,
+    PlanView,
     bodies.Info,
     bodies.ErrorBody,
     bodies.StandbyBody,
@@ -100,14 +104,17 @@ def build(
     info: Callable[[], bodies.Info],
     desk: Desk | None = None,
     examine: Callable[[str, str], Awaitable[Examined]] | None = None,
+    offers: Offers | None = None,
 ) -> FastAPI:
-    """`desk` is there if nodes can join from other machines; `examine` asks a node."""
+    """`desk` is there if nodes can join from other machines; `examine` asks a node, `offers` the
+    scheduler."""
     app = FastAPI(title="Keepstep", openapi_url=None, docs_url=None, redoc_url=None)
     guard = [Depends(bearer(token, desk))]
     _add_info(Routes(app, guard), info)
     add = Routes(app, [*guard, Depends(active(driver))])
     _add_reading(add, driver)
     _add_operating(add, driver)
+    _add_planning(add, driver, offers)
     _add_signals(add, driver)
     if examine is not None:
         _add_examining(add, driver, examine)
@@ -163,7 +170,31 @@ def _add_reading(add: Routes, driver: Driver) -> None:
 
     @add("GET", "/v1/spares", answer=list[bodies.SpareLine])
     async def spares() -> Response:
-        return encoded(spare_lines(views(driver)))
+        return encoded(overview.spare_lines(views(driver)))
+
+    @add("GET", "/v1/nodes", answer=list[bodies.NodeLine])
+    async def nodes() -> Response:
+        return encoded(overview.node_lines(views(driver)))
+
+
+def _add_planning(add: Routes, driver: Driver, offers: Offers | None) -> None:
+    async def answer(given: inputs.Migrate | inputs.Drain) -> Response:
+        plan, ask = driver.core.plan(given)
+        if ask is not None and offers is not None:
+            plan = merged(plan, await offers(ask))
+        return encoded(plan)
+
+    @add("POST", "/v1/jobs/{job}/migrate/plan", body=bodies.MigrateRequest, answer=PlanView)
+    async def migrate(request: Request, job: str) -> Response:
+        check(driver, job)
+        asked = await read(request, bodies.MigrateRequest)
+        return await answer(inputs.Migrate(job=job, ranks=asked.ranks, reason=asked.reason))
+
+    @add("POST", "/v1/jobs/{job}/drain/plan", body=bodies.DrainRequest, answer=PlanView)
+    async def drain(request: Request, job: str) -> Response:
+        check(driver, job)
+        asked = await read(request, bodies.DrainRequest)
+        return await answer(inputs.Drain(job=job, node=asked.node, reason=asked.reason))
 
 
 def _add_operating(add: Routes, driver: Driver) -> None:
@@ -283,12 +314,11 @@ def signal_target(view: JobView, asked: bodies.SignalRequest) -> str:
     return asked.node or asked.slot
 
 
-def spare_lines(jobs: list[JobView]) -> list[bodies.SpareLine]:
-    return [
-        bodies.SpareLine(job=view.job, **msgspec.structs.asdict(spare))
-        for view in jobs
-        for spare in view.spares
-    ]
+def merged(plan: PlanView, found: list[OfferView]) -> PlanView:
+    """What costs nobody anything, then what other jobs here would yield, then the rest."""
+    dear = [one for one in found if one.kind == "preempt"]
+    cheap = [one for one in found if one.kind != "preempt"]
+    return msgspec.structs.replace(plan, offers=[*cheap, *plan.offers, *dear])
 
 
 # --------------------------------------------------------------------------- plumbing

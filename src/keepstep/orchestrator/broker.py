@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from keepstep.core.capacity import CapacityView, Want
 from keepstep.errors import KeepstepError, NoRight, UsageError
 from keepstep.model.job import (
@@ -34,7 +36,9 @@ from keepstep.model.job import (
     SpareRefused,
     Untaint,
 )
-from keepstep.model.schedule import AgentStart, Ask, Lease, Place
+from keepstep.model.labels import LABELS, joined
+from keepstep.model.schedule import AgentStart, Ask, Kind, Lease, Place
+from keepstep.model.views import OfferView
 from keepstep.ports.schedule import Scheduler
 from keepstep.runtime.driver import Driver
 
@@ -44,6 +48,12 @@ TOUR_S = 1.0
 CLEAN_S = 10.0
 START_AGAIN_S = 30.0  # an agent that has not joined by then may never have run
 AGENTS_END_S = 10.0
+COSTS: dict[Kind, str] = {
+    "reserved": "kept for spares: costs nobody anything",
+    "idle": "nobody uses it",
+    "preempt": "a job of lower priority loses it",
+    "queue": "it is waited for",
+}
 
 
 class Broker:
@@ -95,7 +105,12 @@ class Broker:
             await asyncio.sleep(0.05)
         with contextlib.suppress(KeepstepError):  # it does not answer, and nobody waits for it
             for lease in await asyncio.to_thread(self.scheduler.leases, job):
-                await asyncio.to_thread(self.scheduler.release, lease)
+                await self._do("", "release", self.scheduler.release, lease)
+
+    async def offers(self, ask: Ask) -> list[OfferView]:
+        """For people who want to see a plan; nothing is acquired."""
+        found = await asyncio.to_thread(self.scheduler.spares, ask)
+        return [OfferView(place=one.place, kind=one.kind, reason=COSTS[one.kind]) for one in found]
 
     # ----------------------------------------------------------------------- tours
 
@@ -129,7 +144,7 @@ class Broker:
         return seats
 
     async def _see_to(self, job: str, view: CapacityView) -> None:
-        if view.want is not None and not view.want.place:
+        if view.want is not None and not view.want.place and view.turn:
             self._acquire(job, view.want)
         for node, place in view.fence.items():
             await self._fence(job, node, place)
@@ -174,9 +189,11 @@ class Broker:
             job=job,
             op=want.op,
             constraints=spec.constraints,
-            kinds=["idle"] if want.only else spec.kinds,
+            kinds=["idle"] if want.only else want.kinds or spec.kinds,
             avoid=want.avoid,
             only=want.only,
+            near=want.near,
+            apart=want.apart,
         )
         try:
             lease = await asyncio.to_thread(self.scheduler.acquire, ask, spec.patience_ns / 1e9)
@@ -196,7 +213,10 @@ class Broker:
         if time.monotonic() < self._started.get(key, -START_AGAIN_S) + START_AGAIN_S:
             return
         self._started[key] = time.monotonic()
-        await self._do(job, node, self.scheduler.start_agent, place, self._agent(job, node))
+        agent = self._agent(job, node)
+        if (seen := self._places.get(place)) is not None and seen.labels:
+            agent = msgspec.structs.replace(agent, env={**agent.env, LABELS: joined(seen.labels)})
+        await self._do(job, node, self.scheduler.start_agent, place, agent)
 
     async def _fence(self, job: str, node: str, place: str) -> None:
         if place in self._no_right:

@@ -129,7 +129,7 @@ class Orchestrator:
         self.terms = Terms(store, self.driver, self._agents, me)
         self.broker: Broker | None = None
         if scheduler is not None:
-            self.broker = Broker(self.driver, scheduler, self._agent_start)
+            self.broker = Broker(self.driver, scheduler, self.agent_start)
         self._brokering: asyncio.Task[None] | None = None
         self._office: asyncio.Task[None] | None = None
         self._web: _Web | None = None
@@ -242,7 +242,14 @@ class Orchestrator:
     async def _serve(self, rest: socket.socket, stream: socket.socket) -> None:
         await self._agents.start(stream, self.driver)
         config = uvicorn.Config(
-            api.build(self.driver, self.token, self._info, self._desk(), self._agents.examine),
+            api.build(
+                self.driver,
+                self.token,
+                self._info,
+                self._desk(),
+                self._agents.examine,
+                self.broker.offers if self.broker is not None else None,
+            ),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -266,7 +273,7 @@ class Orchestrator:
         if self.broker is not None:
             self._brokering = asyncio.create_task(self.broker.run())
 
-    def _agent_start(self, job: str, node: str) -> AgentStart:
+    def agent_start(self, job: str, node: str) -> AgentStart:
         """On whatever machine: beyond loopback with a token for this one node."""
         spec = self.driver.core.state(job).spec
         slots = next((one.slots for one in spec.nodes if one.name == node), spec.local_world)
@@ -327,6 +334,7 @@ class Orchestrator:
             token=self.token,
             pid=pid,
             pid_started=registry.process_started(pid) or 0,
+            host=socket.gethostname(),
             jobs=self.driver.core.live(),
             embedded=self.embedded,
             ca=self._identity.authority.certificate if self._identity is not None else "",

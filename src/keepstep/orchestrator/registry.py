@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import stat
 from pathlib import Path
 
@@ -31,6 +32,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     jobs: list[str] = []
     embedded: bool = False  # in a launcher: never started again
     ca: str = ""  # certificate (PEM) of its authority, where it listens beyond loopback
+    host: str = ""  # whose pid that is: the folder may be on a shared file system
 
 
 def entry_path(home: Path, id: str) -> Path:
@@ -108,10 +110,21 @@ def live(home: Path) -> list[Entry]:
 
 def forget_dead(home: Path) -> None:
     """Entries of killed launchers are of no use to anybody; their tokens need not lie around."""
-    for path in (home / "orchestrators").glob("*.json"):
-        entry = read(home, path.stem)
-        if entry is not None and entry.embedded and not is_alive(entry):
-            path.unlink(missing_ok=True)
+    for entry in dead_embedded(home):
+        remove(home, entry.id)
+
+
+def dead_embedded(home: Path) -> list[Entry]:
+    """Of launchers of this machine that were killed."""
+    entries = [read(home, path.stem) for path in (home / "orchestrators").glob("*.json")]
+    return [
+        entry
+        for entry in entries
+        if entry is not None
+        and entry.embedded
+        and entry.host in ("", socket.gethostname())
+        and not is_alive(entry)
+    ]
 
 
 def is_alive(entry: Entry) -> bool:

@@ -118,6 +118,34 @@ class SpareLine(msgspec.Struct, frozen=True, kw_only=True):
     understudies: list[UnderstudyView] = []
 
 
+class JobLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One job at a glance; `/v1/jobs/{job}` has the rest."""
+
+    job: str
+    state: str
+    priority: int
+    step: int
+    steps_per_s: float
+    generation: int
+    ranks: int
+    spares: int  # parked
+    nodes: int  # connected
+    protected: bool  # any one node may be lost without losing a step
+    last_incident: str
+    reason: str
+
+
+class NodeLine(msgspec.Struct, frozen=True, kw_only=True):
+    job: str
+    node: str
+    place: str  # as the scheduler names it
+    state: str
+    slots: int
+    ranks: list[int]
+    spares: int
+    taints: list[str]
+
+
 class Info(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     pid: int

@@ -26,7 +26,9 @@ ACCEPT_TIMEOUT_NS = 10 * SECOND
 
 
 class SimNode:
-    def __init__(self, world: World, name: str, index: int, slots: int) -> None:
+    def __init__(
+        self, world: World, name: str, index: int, slots: int, labels: dict[str, str]
+    ) -> None:
         self.world = world
         self.name = name
         self.index = index
@@ -41,6 +43,7 @@ class SimNode:
                 slots=slots,
                 stall_timeout_ns=world.plan.stall_ns,
                 progress_ns=world.plan.progress_ns,
+                labels=labels,
             ),
             world.now,
         )

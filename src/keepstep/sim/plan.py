@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from keepstep.model.job import JobSpec, NodeSpec
-from keepstep.model.schedule import Provision
+from keepstep.model.schedule import Policy, Provision
 from keepstep.sim.net import MS, SECOND
 
 
@@ -51,6 +51,8 @@ class Plan:
     resume_tick: int = 0  # the job starts from a checkpoint of this tick
     checkpoint_ns: int = 0  # time between periodic checkpoints; 0: there are none
     answers: tuple[str, ...] = ()  # of a scheduler: give, refuse, late, silent; (): there is none
+    pool: int = 0  # nodes without ranks to keep, by asking the scheduler
+    racks: int = 0  # nodes stand in so many, and ranks stay within theirs
     migration: str = "unplanned"  # planned, pre-emptive, unplanned: what is going on
     faults: tuple[Fault, ...] = field(default_factory=tuple)
     job: str = "j"
@@ -117,4 +119,5 @@ class Plan:
             checkpoints=SAVED if self.checkpoint_ns else "",
             checkpoint_interval_ns=self.checkpoint_ns,
             provision=provision if self.answers else None,
+            policy=Policy(dedicated=self.pool, within=["rack"] if self.racks else []),
         )

@@ -8,6 +8,7 @@ record is taken back, and so is a node that was left. A place that was lost is w
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from keepstep.core.capacity import CapacityView
@@ -58,7 +59,7 @@ class SimScheduler:
             wait = self._world.random.randrange(AGENT_NS)
             wait += LATE_NS if want.op in self._late else 0
             self._begun[want.node] = (want.op, self._world.now + wait)
-            self._world.after(wait, self._join, want.node)
+            self._world.after(wait, self._join, want.node, want.near)
         for node, (op, _) in self._begun.items():
             if op not in view.ops and node in self._world.nodes:
                 self._end(node)
@@ -91,8 +92,8 @@ class SimScheduler:
         self._say(SpareGranted(job=job, op=op, place=view.want.only or f"p-{op}"))
         self._asked.discard(op)  # it may be lost in a crash
 
-    def _join(self, node: str) -> None:
-        self._world.join_node(node, self._world.plan.per_node)
+    def _join(self, node: str, labels: dict[str, str]) -> None:
+        self._world.add_node(node, self._world.plan.per_node, labels)
 
     def _end(self, name: str) -> None:
         node = self._world.nodes.get(name)
@@ -105,14 +106,15 @@ class SimScheduler:
 
 def scheduler_story(seed: int, draw: random.Random) -> Plan:
     """Nodes are lost or drained, there is no spare, and a scheduler is asked for some. Meanwhile
-    the orchestrator may be restarted."""
+    the orchestrator may be restarted. Some jobs keep a pool, or stay within racks, or lose all of
+    their state and go back to a checkpoint."""
     faults = [Fault("agent", "crash", at_ns=draw.randrange(2 * SECOND), length_ns=300 * SECOND)]
     if draw.random() < 0.5:
         at = draw.randrange(30 * SECOND)
         faults.append(Fault("orchestrator", draw.choice(("crash", "effect")), at_ns=at))
     if draw.random() < 0.3:
         faults.append(Fault("agent", "crash", at_ns=draw.randrange(20, 60) * SECOND))
-    return Plan(
+    plan = Plan(
         seed=seed,
         migration=draw.choice(("", "planned")),
         spare_nodes=0,
@@ -120,3 +122,13 @@ def scheduler_story(seed: int, draw: random.Random) -> Plan:
         answers=tuple(draw.choices(("give", "refuse", "late", "silent"), k=4)),
         faults=tuple(faults),
     )
+    kind = ("", "pool", "racks", "fall-back")[seed % 4]
+    if kind == "pool":
+        return replace(plan, spare_nodes=1, spares=2, pool=1)
+    if kind == "racks":
+        return replace(plan, spare_nodes=draw.randrange(2), spares=2, racks=2)
+    if kind == "fall-back":
+        at = draw.randrange(5, 15) * SECOND
+        lost = Fault("everyone", "crash", at_ns=at)
+        return replace(plan, migration="", checkpoint_ns=SECOND, faults=(*plan.faults, lost))
+    return plan

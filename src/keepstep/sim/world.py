@@ -99,8 +99,11 @@ class World:
 
     # ------------------------------------------------------------------ nodes
 
-    def add_node(self, name: str, slots: int) -> SimNode:
-        node = SimNode(self, name, len(self.nodes), slots)
+    def add_node(self, name: str, slots: int, labels: dict[str, str] | None = None) -> SimNode:
+        index, racks = len(self.nodes), self.plan.racks
+        if labels is None:
+            labels = {"rack": f"r{index % racks}"} if racks else {}
+        node = SimNode(self, name, index, slots, labels)
         self.nodes[name] = node
         return node
 

@@ -105,7 +105,7 @@ class KubernetesScheduler:
                 f"Kubernetes has no namespace {space}", hint="see kubectl get namespaces"
             ) from error
         known = self._pods.machines()
-        pool, wanted = constraints.reservation, constraints.gpu_type
+        pool, wanted = constraints.reservation, constraints.gpu_type.lower()
         pools = sorted({one.pool for one in known.values()} - {""})
         if pool and pool not in pools:
             raise UsageError(
@@ -183,8 +183,14 @@ class KubernetesScheduler:
         ok = {
             name: one
             for name, one in known.items()
-            if one.fits(ask.constraints) and name not in ask.avoid and ask.only in ("", name)
+            if one.fits(ask.constraints)
+            and name not in ask.avoid
+            and ask.only in ("", name)
+            and ask.near.items() <= one.place.labels.items()
         }
+        # Those first that share no failure domain with what they replace.
+        shared = {n: len(ask.apart.items() & one.place.labels.items()) for n, one in ok.items()}
+        ok = dict(sorted(ok.items(), key=lambda item: shared[item[0]]))
         pool = ask.constraints.reservation
         if kind == "reserved":
             return [n for n, one in ok.items() if pool and one.pool == pool and _is_free(one)]
@@ -249,11 +255,17 @@ class KubernetesScheduler:
         known = self._pods.machines()
         free = self._free(known, ask, kind)
         if kind == "queue":
-            bad = [n for n, one in known.items() if one.place.state in ("degraded", "down")]
+            wanted = ask.constraints.gpu_type.lower()
+            bad = [
+                name
+                for name, one in known.items()
+                if one.place.state in ("degraded", "down")
+                or not ask.near.items() <= one.place.labels.items()
+            ]
             types = [
                 (key, one.labels[key])
                 for one in known.values()
-                if ask.constraints.gpu_type and one.place.gpu_type == ask.constraints.gpu_type
+                if wanted and one.place.gpu_type == wanted
                 for key in objects.GPU_TYPES
                 if key in one.labels
             ]

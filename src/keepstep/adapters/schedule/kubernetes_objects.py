@@ -30,6 +30,17 @@ REASON = f"{GROUP}/reason"  # why; a taint's value is too short for it
 SPARE = f"{GROUP}/spare"  # taint of nodes of a pool, by whoever made it
 GPU = "nvidia.com/gpu"
 GPU_TYPES = ("nvidia.com/gpu.product", "amd.com/gpu.product-name")
+# Where a node stands: what we call it, and who says so, the first one that does.
+DOMAINS = {
+    "rack": (f"{GROUP}/rack", "topology.kubernetes.io/rack"),
+    "switch": (f"{GROUP}/switch", "network.topology.nvidia.com/leaf"),
+    "nvlink": (
+        f"{GROUP}/nvlink",
+        "nvidia.com/gpu.clique",
+        "network.topology.nvidia.com/accelerator",
+    ),
+    "zone": (f"{GROUP}/zone", "topology.kubernetes.io/zone"),
+}
 MOUNT = "/keepstep"
 TOLD = "start"  # the file that a container runs
 SENTINEL = "dgxc.nvidia.com/nvsentinel-state"
@@ -127,7 +138,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     def fits(self, limits: Constraints) -> bool:
         return (
             self.gpus >= limits.gpus
-            and limits.gpu_type in ("", self.place.gpu_type)
+            and limits.gpu_type.lower() in ("", self.place.gpu_type)
             and all(self.labels.get(k) == v for k, v in selector(limits.features).items())
         )
 
@@ -161,6 +172,7 @@ def _machine(node: Object, there: dict[str, list[Occupant]]) -> Machine:
             reason=reason,
             ours=ours,
             gpu_type=gpu_type(labels),
+            labels=domains(labels),
         ),
         labels=labels,
         gpus=gpus,
@@ -215,6 +227,14 @@ def gpu_type(labels: dict[str, str]) -> str:
         if word := labels.get(name, ""):
             return word.lower().removeprefix("nvidia-").removeprefix("amd-")
     return ""
+
+
+def domains(labels: dict[str, str]) -> dict[str, str]:
+    found = {
+        name: next((labels[key] for key in keys if labels.get(key)), "")
+        for name, keys in DOMAINS.items()
+    }
+    return {name: value for name, value in found.items() if value}
 
 
 def selector(features: str) -> dict[str, str]:

@@ -14,6 +14,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import psutil  # type: ignore[import-untyped]
@@ -226,12 +227,9 @@ class LocalScheduler:
                 raise UsageError(f"there is no place {place}", hint=", ".join(pool.places))
             if before.state == "down" or (before.state == "degraded" and level == "degraded"):
                 return
-            pool.places[place] = Place(
-                name=place,
-                state="degraded" if level == "degraded" else "down",
-                reason=reason,
-                ours=True,
-                gpu_type=before.gpu_type,
+            state: Literal["degraded", "down"] = "degraded" if level == "degraded" else "down"
+            pool.places[place] = msgspec.structs.replace(
+                before, state=state, reason=reason, ours=True
             )
             agents = [one for one in pool.agents if one.place == place]
         if level == "fenced":
@@ -242,7 +240,9 @@ class LocalScheduler:
             before = pool.places.get(place)
             if before is None or not before.ours:
                 return False
-            pool.places[place] = Place(name=place, state="free", gpu_type=before.gpu_type)
+            pool.places[place] = msgspec.structs.replace(
+                before, state="free", reason="", ours=False
+            )
         return True
 
 
@@ -255,7 +255,9 @@ def _spares(pool: Pool, ask: Ask) -> list[Spare]:
         and name not in taken
         and ask.only in ("", name)
         and ask.constraints.gpu_type in ("", place.gpu_type)
+        and ask.near.items() <= place.labels.items()
     ]
+    good.sort(key=lambda name: len(ask.apart.items() & pool.places[name].labels.items()))
     kept = {name for names in pool.reserved.values() for name in names}
     mine = pool.reserved.get(ask.constraints.reservation, [])
     idle = [name for name in good if name not in pool.others and name not in kept]

@@ -8,6 +8,9 @@ place, the first included, leaves the others alone. An agent is a step in its pl
 Each allocation is tagged by its comment, `keepstep:<job>:<op>:<kind>[:<place it has replaced>]`,
 and each step by its name. A reason that we give for a node's state begins with "keepstep: ".
 
+An allocation that somebody else has made (`adopt`) is tagged in the same way, and is never ended by
+us. If it has a batch script, the place of that script cannot be given back alone.
+
 Setting a node DOWN is the fence: Slurm ends what runs there, and counts it as ended where it
 cannot ask (decision 22).
 """
@@ -20,9 +23,12 @@ import subprocess
 import time
 from pathlib import Path
 
+import msgspec
+
 from keepstep.adapters.schedule import slurm_cli as cli
 from keepstep.errors import NoRight, NoSpare, TransientError, UsageError
 from keepstep.model.schedule import (
+    START,
     AgentStart,
     Ask,
     Capabilities,
@@ -37,6 +43,7 @@ from keepstep.model.schedule import (
 AT_ONCE_S = 5.0  # what is free or reserved is given at once, or somebody was faster
 STEP_S = 30.0
 LOOK_S = 0.05
+STEP = "keepstep-"  # how names of our steps begin
 LIVE = "PENDING,CONFIGURING,RUNNING"
 NO_TAINT = (
     "without an operator's rights in Slurm nodes are neither drained nor set DOWN: a lost node is "
@@ -108,6 +115,7 @@ class SlurmScheduler:
 
     def spares(self, ask: Ask) -> list[Spare]:
         found: list[Spare] = []
+        ask = self._inside(ask)
         for kind in ask.kinds:
             if kind == "reserved" and ask.constraints.reservation:
                 free = {place.name for place in self.places() if place.state == "free"}
@@ -118,12 +126,13 @@ class SlurmScheduler:
         return [spare for spare in found if spare.place not in ask.avoid]
 
     def _idle(self, ask: Ask) -> list[str]:
+        """Those first that share no failure domain with what they replace."""
         words = ["sinfo", "-h", "-N", "-t", "IDLE", "-o", "%N|%T|%G|%f"]
         if ask.constraints.partition:
             words += ["-p", ask.constraints.partition]
         # A node of a reservation that has just begun still says that it is idle.
         kept = {name for names in cli.reserved().values() for name in names}
-        found: list[str] = []
+        found: dict[str, int] = {}
         for line in cli.run(*words).splitlines():
             name, state, gres, features = line.split("|", 3)
             if state != "idle" or name in kept or name in found or ask.only not in ("", name):
@@ -132,8 +141,8 @@ class SlurmScheduler:
                 continue
             if ask.constraints.features and ask.constraints.features not in features.split(","):
                 continue
-            found.append(name)
-        return found
+            found[name] = len(ask.apart.items() & cli.labels(features).items())
+        return sorted(found, key=lambda name: found[name])
 
     # ----------------------------------------------------------------------- leases
 
@@ -144,6 +153,7 @@ class SlurmScheduler:
                 return before
             self.release(before)  # it waits for somebody who was killed
         tried: list[str] = []
+        ask = self._inside(ask)
         for kind in ask.kinds:
             flags, why = self._flags(kind, ask)
             if not why:
@@ -155,6 +165,14 @@ class SlurmScheduler:
                     return lease
             tried.append(f"{kind}: {why or 'it was cancelled'}")
         raise NoSpare(f"Slurm has no place for job {ask.job} ({'; '.join(tried)})")
+
+    def _inside(self, ask: Ask) -> Ask:
+        """What is outside of the domain that is asked for is avoided."""
+        if not ask.near:
+            return ask
+        places = self.places()
+        outside = {one.name for one in places if not ask.near.items() <= one.labels.items()}
+        return msgspec.structs.replace(ask, avoid=sorted(outside | set(ask.avoid)))
 
     def _of(self, job: str, op: str) -> Lease | None:
         return next((lease for lease in self.leases(job) if lease.op == op), None)
@@ -212,7 +230,50 @@ class SlurmScheduler:
             raise error
         return error.message
 
+    def adopt(self, job: str, allocation: str, count: int = 0) -> tuple[Lease, str]:
+        """An allocation of this user that runs, and what is to be known about it."""
+        found = cli.read_job(allocation)
+        places = cli.expand(found.get("NodeList", ""))
+        if found.get("JobState") != "RUNNING" or not places:
+            state = found.get("JobState", "unknown")
+            raise UsageError(f"allocation {allocation} is {state}", hint="it must be RUNNING")
+        if not found.get("UserId", "").startswith(f"{cli.me()}("):
+            raise UsageError(f"allocation {allocation} is somebody else's", hint="see squeue --me")
+        if any(lease.id == allocation for lease in self.leases()):
+            raise UsageError(
+                f"allocation {allocation} belongs to a job of Keepstep already",
+                hint="`squeue -o '%i %k'` says which",
+            )
+        if len(places) < count:
+            raise UsageError(
+                f"{count} nodes are wanted, and allocation {allocation} has {len(places)}",
+                hint="lower -N or --spare-nodes",
+            )
+        comment = f"{cli.TAG}:{job}:{START}:{cli.ADOPTED}"
+        cli.run("scontrol", "update", f"JobId={allocation}", f"Comment={comment}")
+        note = ""
+        if found.get("BatchFlag") == "1":
+            host = found.get("BatchHost", places[0])
+            note = f"allocation {allocation} has a batch script on {host}, whose loss ends it"
+        lease = Lease(id=allocation, job=job, op=START, kind="queue", places=places, adopted=True)
+        return lease, note
+
+    def _let_go(self, lease: Lease) -> None:
+        """It is as it was found, but for the places that were given back."""
+        end = time.monotonic() + STEP_S
+        for step, name in cli.read_steps(lease.id, lease.places):
+            if name.startswith(STEP):
+                cli.run("scancel", step)
+        while any(name.startswith(STEP) for _, name in cli.read_steps(lease.id, lease.places)):
+            if time.monotonic() > end:
+                raise TransientError(f"steps of allocation {lease.id} do not end")
+            time.sleep(LOOK_S)
+        cli.run("scontrol", "update", f"JobId={lease.id}", "Comment=")
+
     def release(self, lease: Lease) -> None:
+        if lease.adopted:
+            self._let_go(lease)
+            return
         cli.run("scancel", lease.id)
         end = time.monotonic() + STEP_S
         while any(one.id == lease.id for one in self.leases(lease.job)):
@@ -225,6 +286,8 @@ class SlurmScheduler:
             if place not in lease.places:
                 continue
             rest = [one for one in lease.places if one != place]
+            if lease.adopted and self._is_batch_host(lease, place):
+                continue  # it stays, empty: without it the allocation would end
             if rest:
                 cli.run("scontrol", "update", f"JobId={lease.id}", f"NodeList={','.join(rest)}")
             else:
@@ -233,6 +296,10 @@ class SlurmScheduler:
         if new is not None and new.instead_of != place:
             comment = f"{cli.TAG}:{job}:{op}:{new.kind}:{place}"
             cli.run("scontrol", "update", f"JobId={new.id}", f"Comment={comment}")
+
+    def _is_batch_host(self, lease: Lease, place: str) -> bool:
+        found = cli.read_job(lease.id)
+        return found.get("BatchFlag") == "1" and found.get("BatchHost") == place
 
     def abort_swap(self, job: str, op: str) -> None:
         if (lease := self._of(job, op)) is not None:
@@ -303,7 +370,7 @@ class SlurmScheduler:
 
 
 def _step(node: str) -> str:
-    return f"keepstep-{node}"
+    return f"{STEP}{node}"
 
 
 def _wanted(constraints: Constraints) -> list[str]:

@@ -21,8 +21,10 @@ from keepstep.model.schedule import Kind, Lease, Place
 
 COMMAND_S = 30.0
 TAG = "keepstep"
+ADOPTED = "adopted"  # in the place of a kind
 MARK = "keepstep: "  # how our reasons begin
 FLAGS = "*~#!%$@^-+"  # behind a node's state: not responding, powering down and so on
+LABEL = re.compile(r"(rack|switch|nvlink)[:=]([A-Za-z0-9][A-Za-z0-9._/-]*)")
 DENIED = re.compile(r"invalid user id|permission|access.*denied|not authorized", re.IGNORECASE)
 WRONG = re.compile(
     r"invalid (partition|account|qos|feature|reservation|gres|generic)|not available\b|not found",
@@ -86,8 +88,8 @@ def refusal(command: Sequence[str], said: str) -> NoRight | UsageError | Transie
 
 def read_places() -> dict[str, Place]:
     found: dict[str, Place] = {}
-    for line in run("sinfo", "-h", "-N", "-a", "-o", "%N|%T|%G|%E").splitlines():
-        name, state, gres, reason = line.split("|", 3)
+    for line in run("sinfo", "-h", "-N", "-a", "-o", "%N|%T|%G|%f|%E").splitlines():
+        name, state, gres, features, reason = line.split("|", 4)
         ours = reason.startswith(MARK)
         found[name] = Place(
             name=name,
@@ -95,8 +97,14 @@ def read_places() -> dict[str, Place]:
             reason="" if reason == "none" else reason,
             ours=ours,
             gpu_type=gpu_type(gres),
+            labels=labels(features),
         )
     return found
+
+
+def labels(features: str) -> dict[str, str]:
+    """Of "h200,rack:r1,nvlink:d3": features that say where a node stands."""
+    return {found[1]: found[2] for one in features.split(",") if (found := LABEL.fullmatch(one))}
 
 
 def _state(word: str) -> Literal["free", "used", "degraded", "down"]:
@@ -131,6 +139,7 @@ def read_leases(states: str) -> list[Lease]:
                 kind=_kind(tag[3]),
                 places=expand(places),
                 instead_of=tag[4] if len(tag) > 4 else "",
+                adopted=tag[3] == ADOPTED,
             )
         )
     return found
@@ -159,10 +168,25 @@ def reserved() -> dict[str, list[str]]:
     return found
 
 
-def read_steps(allocation: str) -> list[tuple[str, str]]:
-    """Ids and names of those that run."""
-    said = run("squeue", "-h", "-s", "-j", allocation, "-o", "%i|%j")
-    return [(line.split("|")[0], line.split("|", 1)[1]) for line in said.splitlines()]
+def read_job(allocation: str) -> dict[str, str]:
+    """What `scontrol` says about it, by the names it uses; only values without spaces."""
+    if not allocation.isascii() or not allocation.isdigit():
+        raise UsageError(f"{allocation!r} is no job id of Slurm", hint="a number, as of squeue")
+    done = attempt("scontrol", "-o", "show", "job", allocation)
+    said = done.stdout
+    if "invalid job id" in done.stderr.lower():
+        raise UsageError(f"Slurm has no job {allocation}", hint="see squeue --me")
+    if done.returncode != 0:
+        raise refusal(("scontrol",), done.stderr)
+    return dict(word.split("=", 1) for word in said.split() if "=" in word)
+
+
+def read_steps(allocation: str, places: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """Ids and names of those that run; with `places` in one of those only. That of a node which
+    was lost stays listed for as long as its allocation."""
+    said = run("squeue", "-h", "-s", "-j", allocation, "-o", "%i|%N|%j")
+    rows = [line.split("|", 2) for line in said.splitlines()]
+    return [(id, name) for id, place, name in rows if not places or place in places]
 
 
 def is_operator() -> bool:

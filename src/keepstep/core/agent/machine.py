@@ -88,6 +88,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     stall_timeout_ns: int
     progress_ns: int = PROGRESS_NS
     network: Limits = Limits()
+    labels: dict[str, str] = {}
 
 
 # ------------------------------------------------------------------ inputs
@@ -411,6 +412,7 @@ class AgentMachine:
             workers=self._states(now_ns, workers),
             retained=[(name, ranks[name]) for name in retained if name in ranks],
             stores=sorted(stores),
+            labels=setting.labels,
         )
 
     # ----------------------------------------------------------------- to the orchestrator

@@ -1,0 +1,60 @@
+"""Gives allocations back for a `keepstep slurm launch` that cannot do so any more.
+
+Started beside a launcher that holds the orchestrator; stdin is a pipe whose other end only the
+launcher has. When that ends, whatever the reason (kill -9 too), nobody decides anything for the
+job any more, and nobody would give its nodes back: so they are. After an orderly end there is
+nothing left to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from keepstep.adapters.schedule.slurm import SlurmScheduler
+from keepstep.errors import KeepstepError
+
+LOOK_S = 1.0
+LOOKS = 2  # without anything: a request may have been under way
+PATIENCE_S = 3600.0  # with a Slurm that does not answer
+
+
+def begin(job: str) -> int:
+    """Whoever calls it is who is watched: its end of the pipe is closed by nothing but its end."""
+    read, _ = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "keepstep.cli.slurm_guard", job],
+        stdin=read,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    os.close(read)
+    return process.pid
+
+
+def main(job: str) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sys.stdin.buffer.read()
+    give_back(SlurmScheduler(), job)
+
+
+def give_back(scheduler: SlurmScheduler, job: str) -> None:
+    end, empty = time.monotonic() + PATIENCE_S, 0
+    while empty < LOOKS and time.monotonic() < end:
+        with contextlib.suppress(KeepstepError):  # it is asked again
+            left = scheduler.leases(job)
+            empty = 0 if left else empty + 1
+            for lease in left:
+                with contextlib.suppress(KeepstepError):
+                    scheduler.release(lease)
+        time.sleep(LOOK_S)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
