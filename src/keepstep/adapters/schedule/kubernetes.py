@@ -226,18 +226,22 @@ class KubernetesScheduler:
             if any(map(objects.is_foreign, before)):
                 return self._adopt(ask, timeout_s)
             if any(objects.HELD in pod["metadata"].get("annotations", {}) for pod in before):
-                return objects.leases(before)[0]
+                return self._given(ask)
             self._pods.delete(before)  # it waits for somebody who was killed
         tried: list[str] = []
         for kind in ask.kinds:
             limit_s = max(LOOK_S, end - time.monotonic())
             why = self._try(ask, kind, limit_s)
             if not why:
-                lease = objects.leases(self._pods.find(ask.job, ask.op))[0]
-                self._records.migration(ask.job, ask.op, "Acquired", kind=kind, to=lease.places[0])
-                return lease
+                return self._given(ask)
             tried.append(f"{kind}: {why}")
         raise NoSpare(f"Kubernetes has no place for job {ask.job} ({'; '.join(tried)})")
+
+    def _given(self, ask: Ask) -> Lease:
+        (lease,) = objects.leases(self._pods.find(ask.job, ask.op))
+        to = ", ".join(lease.places)
+        self._records.migration(ask.job, ask.op, "Acquired", kind=lease.kind, to=to)
+        return lease
 
     def _adopt(self, ask: Ask, timeout_s: float) -> Lease:
         """Pods of somebody else's controller are the places."""
@@ -345,12 +349,13 @@ class KubernetesScheduler:
         self._pods.delete(gone)
         for pod in self._pods.find(job, op) if op else []:
             if pod["metadata"].get("annotations", {}).get(objects.INSTEAD) != place:
-                self._pods.note(pod, {objects.INSTEAD: place})
+                # The mark comes last: whoever is killed before it says all of it again.
                 to = pod["spec"]["nodeName"]
                 self._records.migration(job, op, "Done", to=to, **{"from": place})
                 self._records.event(
                     pod, "Swapped", f"job {job}: {to} has taken the place of {place}"
                 )
+                self._pods.note(pod, {objects.INSTEAD: place})
 
     # ----------------------------------------------------------------------- agents
 
