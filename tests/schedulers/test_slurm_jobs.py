@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
-from cluster import Cluster, until
+from cluster import RACKS, Cluster, until
 from labs import SlurmLab
 
 from keepstep.adapters.schedule import slurm_cli
@@ -161,6 +161,7 @@ def test_a_node_is_lost_and_another_one_drained(
     view = job.view()
     assert view is not None
     d = view.nodes[3].place
+    assert all(node.labels == {"rack": RACKS[node.place]} for node in view.nodes if node.place)
     expected = {"start:queue": [b, c], f"spare-1:idle:{a}": [d]}
     job.until(lambda: allocations(cluster) == expected, "the swap in squeue")
     assert cluster.states()[a].startswith("down")

@@ -283,3 +283,19 @@ def test_a_breaker_defers_taints_that_come_all_at_once_and_looks_again_after_a_m
     world.run(60)
     assert [i.victims for i in world.incidents] == [[0, 1], [2, 3]]
     world.assert_training()
+
+
+@pytest.mark.parametrize("node", ["n2", "n1"])
+def test_a_drained_node_is_nobodys_buddy_any_more(node: str) -> None:
+    """Whether it had ranks or not."""
+    world = trained(nodes="n0:2 n1:2 n2:2 n3:2", spares=4)
+    before = {worker.buddy for _, worker in world.core.state("j").owning()}
+    assert node in before
+    world.handle(Drain(job="j", node=node))
+    world.run()
+    world.assert_training()
+    owners = [worker for _, worker in world.core.state("j").owning()]
+    assert {worker.buddy for worker in owners} <= {"n0", "n1", "n2", "n3"} - {node}
+    last = dict(world.told(m.Buddy))
+    if node == "n2":  # it has no ranks, so nothing moves
+        assert set(last) == {worker.id for worker in owners if worker.node == "n1"}

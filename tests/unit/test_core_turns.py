@@ -231,6 +231,7 @@ def test_a_job_without_a_spare_holds_its_state_and_goes_on_when_there_is_room(
     ("policy", "why"),
     [
         ({"yields": False}, "does not yield"),
+        ({"kinds": ()}, "could not ask for another one"),
         ({"priority": 5}, ""),
         ({"nodes": 1}, "would lose steps"),
     ],

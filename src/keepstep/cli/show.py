@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from keepstep.model.labels import joined
 from keepstep.model.network import PathView
 from keepstep.model.views import CheckpointsView, IncidentView, JobView, PlanView
 from keepstep.orchestrator.requests import JobLine, NodeLine, SpareLine
@@ -119,12 +120,12 @@ def print_job_lines(jobs: Sequence[JobLine]) -> None:
 def print_nodes(nodes: Sequence[NodeLine]) -> None:
     rows = [
         [
-            *(one.job, one.node, one.place, one.state, one.slots),
+            *(one.job, one.node, one.place, joined(one.labels), one.state, one.slots),
             *(", ".join(map(str, one.ranks)), one.spares or "", "; ".join(one.taints)),
         ]
         for one in nodes
     ]
-    names = ("job", "node", "place", "state", "slots", "ranks", "spares", "tainted")
+    names = ("job", "node", "place", "labels", "state", "slots", "ranks", "spares", "tainted")
     _table(_console(), names, rows)
 
 

@@ -14,7 +14,7 @@ import msgspec
 from keepstep.core import breaker, processes
 from keepstep.core.faults import newcomer_failed
 from keepstep.core.incidents import close_incident, end_job, open_incident
-from keepstep.core.recovery import apply_taint
+from keepstep.core.recovery import apply_taint, tell_buddy
 from keepstep.core.state import Job, Node, Out, Worker
 from keepstep.errors import UsageError
 from keepstep.model import labels
@@ -218,6 +218,10 @@ def drain(job: Job, out: Out, request: Drain) -> None:
         job, out, trigger="planned", cause="drain", victims=ranks, reason=reason, target=node.name
     )
     if not ranks:
+        # No Swap follows, with which others would get another buddy.
+        for _, owner in job.owning():
+            if owner.buddy == node.name and owner.usable and not owner.done:
+                tell_buddy(job, out, owner)
         close_incident(job, out, incident, "RESOLVED", "")
 
 

@@ -6,7 +6,7 @@
 * A slot is free if no process is, or may still be, in it. A rank that died by itself leaves its
   slot reusable; a dead node's slots are gone; a tainted one waits for `untaint`.
 * A rank's buddy is the blob server of the next live node in node order, so that every node is
-  somebody's buddy and the load is even.
+  somebody's buddy and the load is even. A tainted one is only taken if there is no other.
 * A parity is kept for ranks with the same place on up to PARITY_MEMBERS nodes that follow each
   other at home, by the next live node on which none of them is.
 """
@@ -130,13 +130,16 @@ def start_slots(
 
 
 def buddy_node(nodes: Sequence[Node], own: Node, avoid: str = "") -> Node | None:
-    """The next live node after `own` in node order; None if there is no other."""
-    count = len(nodes)
-    for step in range(1, count):
-        node = nodes[(own.index + step) % count]
+    """The next live node after `own` in node order; None if there is no other. A tainted one may
+    be about to go, and is better than none."""
+    tainted: Node | None = None
+    for step in range(1, len(nodes)):
+        node = nodes[(own.index + step) % len(nodes)]
         if node.state == "connected" and node.blobs is not None and node.name != avoid:
-            return node
-    return None
+            if not node.taints:
+                return node
+            tainted = tainted or node
+    return tainted
 
 
 def parity_group(spec: JobSpec, rank: int) -> list[int]:

@@ -196,6 +196,7 @@ def node_view(node: Node, capacity: Capacity) -> NodeView:
         taints=taints,
         paths=node.paths,
         place=capacity.places.get(node.name, ""),
+        labels=node.labels,
     )
 
 

@@ -127,6 +127,8 @@ def _offer(job: Job, node: Node, near: dict[str, str]) -> Offer:
 def _why_not(job: Job, node: Node, ranks: Sequence[int], near: dict[str, str]) -> str:
     if not job.spec.policy.yields:
         return f"job {job.id} does not yield"
+    if not job.asks:
+        return f"job {job.id} could not ask for another one"
     if job.mode != "running" or job.replayed or job.attempt is not None or job.incidents:
         return f"job {job.id} is not at rest"
     if node.taints or node.name in job.capacity.retiring:

@@ -50,6 +50,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     taints: list[str]
     paths: list[PathView] = []  # where the network plugin is in use
     place: str = ""  # its machine as a scheduler names it
+    labels: dict[str, str] = {}  # where it stands
 
 
 class NoteView(msgspec.Struct, frozen=True, kw_only=True):

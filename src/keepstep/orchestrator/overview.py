@@ -42,6 +42,7 @@ def node_lines(jobs: list[JobView]) -> list[NodeLine]:
             job=view.job,
             node=node.node,
             place=node.place,
+            labels=node.labels,
             state=node.state,
             slots=node.slots,
             ranks=[seat.rank for seat in view.ranks if seat.node == node.node],

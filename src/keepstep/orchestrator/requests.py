@@ -139,6 +139,7 @@ class NodeLine(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     node: str
     place: str  # as the scheduler names it
+    labels: dict[str, str]
     state: str
     slots: int
     ranks: list[int]
