@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import NoReturn
@@ -34,8 +35,8 @@ import msgspec
 
 from keepstep.adapters.transport.blocking import PIECE_BYTES, Frames, relay, shut
 from keepstep.adapters.transport.tls import client_context
-from keepstep.agent import preflight
-from keepstep.errors import KeepstepError, RemoteProtocolError
+from keepstep.agent import gpu, preflight
+from keepstep.errors import KeepstepError, PermanentError, RemoteProtocolError
 from keepstep.model import image as i
 from keepstep.model import messages as m
 from keepstep.model import page, wire
@@ -43,13 +44,14 @@ from keepstep.native import criu
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWPID = 0x20000000
+MS_BIND = 1 << 12
 MS_PRIVATE_ALL = 1 << 18 | 1 << 14  # MS_PRIVATE | MS_REC
 PR_SET_PDEATHSIG = 1
-SOCKETS = "/run/keepstep-nest"  # the same path in every nest
 FIRST_PID = 1000  # CRIU and its helpers stay below
 CONNECT_S = 10.0
 FETCH_SILENCE_S = 120.0  # while the other side dumps
 DUMP_S_MIN, DUMP_S_MAX = 10.0, 60.0
+DUMP_BYTES_PER_S = 250e6  # at least, beyond that
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _decoder: msgspec.msgpack.Decoder[m.WorkerCommand] = msgspec.msgpack.Decoder(m.WorkerCommand)
@@ -106,7 +108,7 @@ def _settle_in() -> None:
     named sockets between its processes must not meet those of its former self."""
     _checked(_libc.mount(b"none", b"/", None, MS_PRIVATE_ALL, None))
     _checked(_libc.mount(b"proc", b"/proc", b"proc", 0, None))
-    _own_folder(SOCKETS)
+    _own_folder(i.NEST)
     for number, flags in ((0, os.O_RDONLY), (1, os.O_WRONLY | os.O_APPEND)):
         opened = os.open(os.readlink(f"/proc/self/fd/{number}"), flags)
         os.dup2(opened, number)
@@ -161,7 +163,9 @@ def namespaces_trouble() -> str:
 def run_rank(command: list[str], descriptors: list[int]) -> NoReturn:
     def enter() -> int:
         Path("/proc/sys/kernel/ns_last_pid").write_text(str(FIRST_PID))
-        os.environ["KEEPSTEP_SOCKETS"] = SOCKETS
+        os.environ["KEEPSTEP_SOCKETS"] = i.NEST
+        if library := os.environ.pop("KEEPSTEP_SEGMENTS", ""):
+            os.environ["LD_PRELOAD"] = library  # for the rank only
         # Its own session: CRIU cannot give one that belongs to somebody outside.
         rank = subprocess.Popen(command, pass_fds=descriptors, start_new_session=True)
         leave()
@@ -228,6 +232,10 @@ class Standby:
         self._welcome = welcome
         self._rank = -1
         self._folder = image_folder(welcome.job, welcome.worker, "restore")
+        self._parts = self._folder / "gpu"
+        self._facts: i.ImageFacts | None = None
+        self._gpu: gpu.Helper | None = None
+        self._places: list[tuple[str, str]] = []  # which GPU here for which there
 
     def run(self) -> NoReturn:
         _show_parked(self._page)
@@ -277,10 +285,19 @@ class Standby:
             return [facts.error if isinstance(facts, i.ImageRefused) else "a foreign answer"]
         if facts.offenders:
             return facts.offenders
+        self._facts = facts
         memory, room = preflight.free()
-        return preflight.compare(
-            facts, preflight.host(), memory=memory, room=room, size=preflight.file_size
-        )
+        here = preflight.host()
+        wrong = preflight.compare(facts, here, memory=memory, room=room, size=preflight.file_size)
+        if facts.gpu and not wrong:
+            slot = int(os.environ.get("LOCAL_RANK", "0"))
+            try:
+                self._places = gpu.pairs(facts.host.gpus, here.gpus, facts.gpu, slot)
+                self._gpu = self._gpu or gpu.Helper()  # its driver starts while training goes on
+                self._gpu.facts()
+            except PermanentError as error:
+                wrong.append(str(error))
+        return wrong
 
     # -------------------------------------------------------------------------------- the image
 
@@ -288,10 +305,12 @@ class Standby:
         try:
             first, restored = self._wake(command)
         except (OSError, KeepstepError) as error:
+            shutil.rmtree(self._folder, ignore_errors=True)
             self._failed(command.generation, "error", str(error))
             return
-        finally:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        for path in self._folder.iterdir():
+            if path != self._parts:  # the process itself fetches and removes those
+                path.unlink()
         self._line.send(restored)
         self._line.socket.close()  # it is the rank's from here on
         os.close(self._page)
@@ -311,14 +330,30 @@ class Standby:
         if words != "restored":
             os.waitpid(first, 0)
             raise KeepstepError(f"the image did not come to life: {words or 'no word from it'}")
+        restored = time.monotonic_ns()
+        gpu_ns = {**begun.gpu_ns, **self._thaw(first)}
         return first, m.Restored(
             generation=command.generation,
             page=begun.page,
             image_bytes=size,
             dump_ns=begun.dump_ns,
-            stream_ns=fetched - began - begun.dump_ns,
-            restore_ns=time.monotonic_ns() - fetched,
+            stream_ns=fetched - began - begun.dump_ns - sum(begun.gpu_ns.values()),
+            restore_ns=restored - fetched,
+            gpu_ns=gpu_ns,
         )
+
+    def _thaw(self, first: int) -> dict[str, int]:
+        if self._gpu is None or self._facts is None or not self._facts.gpu:
+            return {}
+        pid = preflight.inner_pid(os.getpid())
+        try:
+            if pid is None:
+                raise KeepstepError("the restored process has ended")
+            return self._gpu.thaw(pid, gpu.THAW_S_MAX, self._places)
+        except KeepstepError:
+            os.kill(first, signal.SIGKILL)
+            os.waitpid(first, 0)
+            raise
 
     def _fetch(self, holder: m.Address, generation: int) -> tuple[i.ImageBegun, int]:
         with closing(_connect(self._welcome, holder)) as line:
@@ -327,7 +362,8 @@ class Standby:
                 raise RemoteProtocolError(f"{type(answer).__name__} in answer to ImagePages")
             line.settimeout(None)  # it ends with the dump, which has a limit
             ours, theirs = socket.socketpair()
-            with ours, theirs:
+            with ours, theirs, ThreadPoolExecutor(i.PARTS) as pool:
+                parts = self._fetch_parts(holder, pool)
                 command = [*criu.find()[0], "page-server", "-D", str(self._folder)]
                 command += ["-o", "pages.log", "--ps-socket", str(theirs.fileno())]
                 server = subprocess.Popen(command, pass_fds=[theirs.fileno()], umask=0o077)
@@ -340,18 +376,45 @@ class Standby:
                     shut(ours)
                     pages.join()
                     code = server.wait()
+                for part in parts:
+                    part.result()
         if code != 0:
             raise KeepstepError(f"its pages did not land: {last_error(self._folder / 'pages.log')}")
-        return begun, sum(path.stat().st_size for path in self._folder.iterdir())
+        return begun, sum(p.stat().st_size for p in self._folder.rglob("*") if p.is_file())
+
+    def _fetch_parts(self, holder: m.Address, pool: ThreadPoolExecutor) -> list[Future[None]]:
+        """What the process had on its GPU, while it is dumped. The pool must be gone before the
+        process is woken: that is done by a fork."""
+        if self._facts is None or not self._facts.offloads:
+            return []
+        self._parts.mkdir(mode=0o700)
+        return [pool.submit(self._fetch_part, holder, part) for part in range(i.PARTS)]
+
+    def _fetch_part(self, holder: m.Address, number: int) -> None:
+        with closing(_connect(self._welcome, holder)) as line:
+            ask = i.ImagePart(token=self._welcome.token, rank=self._rank, part=number)
+            line.sendall(wire.frame(ask))
+            frames = Frames(line, _replies)
+            match frames.receive():
+                case i.ImageFile() as part:
+                    self._receive(frames, part, self._parts)
+                case i.ImageEnd():
+                    pass  # it goes with the image
+                case i.ImageRefused() as refused:
+                    raise KeepstepError(refused.error)
+                case other:
+                    raise RemoteProtocolError(f"{type(other).__name__} in answer to ImagePart")
 
     def _fetch_files(self, holder: m.Address, generation: int) -> i.ImageBegun:
         with closing(_connect(self._welcome, holder)) as line:
             stall_s = self._welcome.stall_timeout_ns / 1e9
+            facts = self._facts
+            size = facts.image_bytes + facts.gpu_bytes if facts is not None else 0
             ask = i.ImageGet(
                 token=self._welcome.token,
                 rank=self._rank,
                 generation=generation,
-                seconds_max=min(max(stall_s, DUMP_S_MIN), DUMP_S_MAX),
+                seconds_max=min(max(stall_s, DUMP_S_MIN), DUMP_S_MAX) + size / DUMP_BYTES_PER_S,
             )
             line.sendall(wire.frame(ask))
             frames = Frames(line, _replies)
@@ -362,16 +425,16 @@ class Standby:
                 raise RemoteProtocolError(f"{type(begun).__name__} came before ImageBegun")
             count = 0
             while isinstance(part := frames.receive(), i.ImageFile):
-                self._receive(frames, part)
+                self._receive(frames, part, self._folder)
                 count += 1
             if not isinstance(part, i.ImageEnd) or part.files != count:
                 raise RemoteProtocolError("the image is not complete")
             return begun
 
-    def _receive(self, frames: Frames[i.ImageReply], part: i.ImageFile) -> None:
+    def _receive(self, frames: Frames[i.ImageReply], part: i.ImageFile, folder: Path) -> None:
         if "/" in part.name or part.name.startswith("."):
             raise RemoteProtocolError(f"{part.name!r} is no file of an image")
-        path = self._folder / part.name
+        path = folder / part.name
         piece = memoryview(bytearray(min(part.size, PIECE_BYTES)))
         with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
             left = part.size
@@ -383,8 +446,12 @@ class Standby:
 
     def _restore(self, begun: i.ImageBegun, tell: int) -> int:
         """In the new namespaces."""
-        for folder in set(begun.folders) - {SOCKETS}:
+        for folder in set(begun.folders) - {i.NEST}:
             _own_folder(folder)
+        if self._parts.exists():  # the process looks for them where it has put them
+            Path(i.PARTS_FOLDER).mkdir()
+            parts, place = str(self._parts).encode(), i.PARTS_FOLDER.encode()
+            _checked(_libc.mount(parts, place, None, MS_BIND, None))
         log, control = os.dup(1), self._line.socket.fileno()
         command = [*criu.find()[0], "restore", "-D", str(self._folder), "-o", "restore.log"]
         command += ["-d", "--file-locks", "--manage-cgroups=ignore"]

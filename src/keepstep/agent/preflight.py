@@ -22,7 +22,8 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from keepstep.errors import UsageError
+from keepstep.agent import gpu
+from keepstep.errors import KeepstepError, UsageError
 from keepstep.model.image import ImageFacts
 from keepstep.model.messages import Host
 from keepstep.native import criu
@@ -33,12 +34,16 @@ CAPABILITIES |= {"CAP_CHECKPOINT_RESTORE": 40}
 INET = ("tcp", "tcp6", "udp", "udp6", "raw", "raw6")
 HARMLESS_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 ANONYMOUS = ("eventpoll", "eventfd", "timerfd", "signalfd", "inotify", "pidfd")
+# What a process of CUDA has open while it runs, and not when the driver has taken its snapshot.
+NVIDIA = "/dev/nvidia"
+AMD = "an AMD GPU: CRIU's amdgpu plugin was never run with Keepstep"
 DEVICES = {
     "/dev/infiniband": "an RDMA device",
-    "/dev/nvidia": "a GPU: its driver's snapshot is not taken by this version",
-    "/dev/kfd": "an AMD GPU: CRIU's amdgpu plugin was never run with Keepstep",
-    "/dev/dri": "an AMD GPU: CRIU's amdgpu plugin was never run with Keepstep",
+    NVIDIA: "a GPU",
+    "/dev/kfd": AMD,
+    "/dev/dri": AMD,
 }
+MPS_FOLDER = "/tmp/nvidia-mps"
 # From linux/netlink.h, linux/sock_diag.h and linux/unix_diag.h.
 NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLM_DUMP = 4, 20, 0x301
 UDIAG_SHOW_PEER, UNIX_DIAG_PEER = 4, 2
@@ -75,13 +80,30 @@ def host() -> Host:
         trouble.append("there is no nsenter (hint: install util-linux)")
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), ":")
+    driver = _driver()
     return Host(
         kernel=platform.release(),
         machine=platform.machine(),
         features=sorted(flags.partition(":")[2].split()),
         criu=number,
         trouble=trouble,
+        gpus=driver.gpus,
+        cuda=driver.version,
+        gpu_trouble=driver.error,
     )
+
+
+def _driver() -> gpu.Facts:
+    """Of NVIDIA's GPUs, if there are any; its `error` says why processes on them cannot move."""
+    if not os.path.exists("/dev/nvidiactl"):
+        return gpu.Facts()
+    helper = gpu.Helper()
+    try:
+        return helper.facts()
+    except KeepstepError as error:
+        return gpu.Facts(error=gpu.in_one_line(error))
+    finally:
+        helper.close()
 
 
 def compare(
@@ -100,12 +122,38 @@ def compare(
     if other:
         more = f" and {len(other) - 3} more" if len(other) > 3 else ""
         wrong.append(f"not the same here: {', '.join(other[:3])}{more}")
-    need = int(facts.image_bytes * SPARE_SHARE)
+    if facts.gpu:
+        wrong += compare_gpus(facts.host, here, facts.gpu)
+    need = int(facts.image_bytes * SPARE_SHARE) + facts.gpu_bytes
     if room < need:
         wrong.append(f"the image needs {need >> 20} MiB of tmpfs, {room >> 20} MiB are free")
-    if memory < 2 * need:  # the image, and the process made of it
-        wrong.append(f"{2 * need >> 20} MiB of memory are needed, {memory >> 20} MiB are free")
+    # The image, and the process made of it; what it fetches itself never is in its memory.
+    twice = 2 * need - (facts.gpu_bytes if facts.offloads else 0)
+    if memory < twice:
+        wrong.append(f"{twice >> 20} MiB of memory are needed, {memory >> 20} MiB are free")
     return wrong
+
+
+def compare_gpus(there: Host, here: Host, used: str = "") -> list[str]:
+    """`used`: the UUID of one; otherwise any of them may be meant."""
+    wrong = [f"GPU: {one}" for one in (there.gpu_trouble, here.gpu_trouble) if one]
+    if not here.gpus:
+        return [*wrong, "there is no GPU here"]
+    if there.cuda != here.cuda:
+        wrong.append(
+            f"the driver is of CUDA {_dotted(there.cuda)} there, {_dotted(here.cuda)} here"
+        )
+    moved = [one for one in there.gpus if not used or one.uuid == used]
+    theirs, ours = {one.name for one in moved}, {one.name for one in here.gpus}
+    if theirs - ours:
+        wrong.append(f"GPU {', '.join(sorted(theirs))} there and {', '.join(sorted(ours))} here")
+    elif max((one.memory for one in moved), default=0) > max(one.memory for one in here.gpus):
+        wrong.append("the GPU has less memory here")
+    return wrong
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def compare_hosts(there: Host, here: Host) -> list[str]:
@@ -166,9 +214,10 @@ class Scan:
     image_bytes: int = 0
 
 
-def scan(rank: int, ours: int) -> Scan:
+def scan(rank: int, ours: int, on_gpu: bool = False) -> Scan:
     """The tree of the process `rank`; `ours` is the inode of its control socket. Sockets of the
-    rank itself are its own to judge: it knows those of its process groups."""
+    rank itself are its own to judge: it knows those of its process groups. `on_gpu`: what it has
+    open of the CUDA driver is no trouble, because its driver will close that."""
     found = Scan()
     pids = tree(rank)
     inet, named = _inet_sockets(rank), _unix_sockets(rank)
@@ -185,6 +234,8 @@ def scan(rank: int, ours: int) -> Scan:
                     found.folders.append(folder)
             elif target.startswith("pipe:"):
                 pipes[target] = pid
+            elif on_gpu and pid == rank and target.startswith(NVIDIA):
+                continue
             elif trouble := _trouble(target):
                 found.offenders.append(f"{_who(pid)} has {trouble} open: {target} (fd {number})")
             elif target.startswith("/") and os.path.exists(target):
@@ -218,6 +269,24 @@ def _descriptors(pid: int) -> Iterator[tuple[int, str]]:
         for number in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
                 yield int(number), os.readlink(f"/proc/{pid}/fd/{number}")
+
+
+def gpu_trouble(pid: int, device: str, here: Host) -> list[str]:
+    """Why the GPU's part of this process cannot be moved, from the looks of it."""
+    if device == "hip":
+        return [f"{_who(pid)} uses {AMD}"]
+    found = [f"GPU: {here.gpu_trouble}"] if here.gpu_trouble else []
+    folder = _environment(pid).get("CUDA_MPS_PIPE_DIRECTORY", MPS_FOLDER)
+    if os.path.exists(f"/proc/{pid}/root{folder}/control"):
+        found.append(f"an MPS server shares its GPU out ({folder})")
+    return found
+
+
+def _environment(pid: int) -> dict[str, str]:
+    with contextlib.suppress(OSError):
+        pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+        return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+    return {}
 
 
 def _trouble(target: str) -> str:

@@ -243,6 +243,18 @@ class Inspected(Message, frozen=True):
     foreign: list[str]  # connections that are the script's own, in words
     control: int  # inode of the control socket
     page: int  # descriptor of the progress page
+    device: Literal["", "cuda", "hip"] = ""  # what kind of GPU it has in use
+    gpu: str = ""  # which: its UUID
+    gpu_bytes: int = 0
+    offloads: bool = False  # it can move what is on the GPU itself
+
+
+class Offloaded(Message, frozen=True):
+    """Answer to Offload; taken by the agent. `error`: everything is where it was."""
+
+    number: int
+    took_ns: int
+    error: str = ""
 
 
 class Restored(Message, frozen=True):
@@ -255,6 +267,7 @@ class Restored(Message, frozen=True):
     dump_ns: int
     stream_ns: int
     restore_ns: int
+    gpu_ns: dict[str, int] = {}  # what its GPU took, by name
 
 
 class InjectFired(Message, frozen=True):
@@ -287,6 +300,7 @@ WorkerMessage = (
     | BuddyLost
     | Done
     | Inspected
+    | Offloaded
     | Restored
     | InjectFired
 )
@@ -463,6 +477,14 @@ class Inspect(Message, frozen=True):
     number: int
 
 
+class Offload(Message, frozen=True):
+    """Transparent: this rank, which holds, is about to be dumped. What it has on the GPU goes into
+    files where its agent finds them (keepstep.model.image). Sent by the agent."""
+
+    number: int
+    generation: int
+
+
 class Finish(Message, frozen=True):
     """All ranks are done: exit now."""
 
@@ -493,6 +515,7 @@ WorkerCommand = (
     | Seal
     | Leave
     | Inspect
+    | Offload
     | Finish
     | Arm
 )
@@ -618,6 +641,14 @@ class PathsSeen(Message, frozen=True):
     paths: list[PathView]
 
 
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """As its driver names it."""
+
+    uuid: str
+    name: str
+    memory: int  # bytes
+
+
 class Host(msgspec.Struct, frozen=True, kw_only=True):
     """What must be alike where the image of a process is taken and where it is woken."""
 
@@ -626,6 +657,9 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     features: list[str]  # of the processor
     criu: str
     trouble: list[str] = []  # why nothing can be dumped or restored here at all
+    gpus: list[Gpu] = []
+    cuda: int = 0  # the driver's version of CUDA, as 13000
+    gpu_trouble: str = ""  # why processes that use a GPU cannot be moved here
 
 
 class Examined(Message, frozen=True):

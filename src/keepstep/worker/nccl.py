@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -27,9 +28,12 @@ from keepstep.worker import cuda
 
 RealNccl: Any = getattr(c10d, "ProcessGroupNCCL", None)
 
-_lock = threading.Lock()  # guards the two below; never held while anything blocks
+DROP_S_MAX = 10.0
+
+_lock = threading.Lock()  # guards the three below; never held while anything blocks
 _backends: dict[int, Any] = {}  # by id: in use, staged and being built
 _aborts: dict[int, threading.Thread] = {}
+_drops: list[threading.Thread] = []
 
 
 def is_real(backend: Any) -> bool:
@@ -120,6 +124,22 @@ def wait_until_aborted() -> None:
         thread.join()  # each has its deadline
 
 
+def in_use() -> bool:
+    """Connections may be open, also those of backends that are being dropped."""
+    with _lock:
+        return bool(_backends) or any(thread.is_alive() for thread in _drops)
+
+
+def wait_until_dropped() -> None:
+    """Before a snapshot of the process: their destructors still use the device. Not for ever: a
+    snapshot that they are in the way of fails, and the process goes on."""
+    with _lock:
+        threads = list(_drops)
+    until = time.monotonic() + DROP_S_MAX
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+
+
 def drop(gone: list[Any]) -> None:
     """Let go of backends that nobody uses. They are aborted (without peers it is the only way to
     end one), and their destructors wait for torch's watchdog, which may take a minute after an
@@ -130,7 +150,10 @@ def drop(gone: list[Any]) -> None:
         for key in keys:
             _backends.pop(key, None)
     if gone:
-        _thread("drop", _drop, gone, pending).start()
+        thread = _thread("drop", _drop, gone, pending)
+        with _lock:
+            _drops[:] = [one for one in _drops if one.is_alive()] + [thread]
+            thread.start()
 
 
 def _drop(gone: list[Any], pending: list[threading.Thread | None]) -> None:

@@ -37,7 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from keepstep.adapters.transport.tls import is_loopback
 from keepstep.errors import LocalProtocolError, PermanentError
 from keepstep.model import messages as m
-from keepstep.worker import fence, gloo, groups
+from keepstep.worker import cuda, device, fence, gloo, groups, nccl
 from keepstep.worker.channel import Channel
 from keepstep.worker.page import Page
 from keepstep.worker.seat import Stager
@@ -174,8 +174,10 @@ class Runtime:
         self._page.set("hold", 1)
         if not groups.destroyed():
             groups.finish_collectives()
+            device.settle_in()
             groups.go_solo()
             groups.leave_stores()
+            nccl.wait_until_dropped()
         self._stopping = None
         gc.collect()  # store clients live as long as the last cycle that knows them
         self._held = True  # not before: an abort would cut what is still being finished
@@ -190,6 +192,8 @@ class Runtime:
     def _obey(self) -> bool:
         """One look. True: the script goes on."""
         channel = self._channel
+        if channel.hold_generation <= self.generation:
+            device.come_back()  # whoever wanted to take it away does not want to any more
         if channel.abort_generation > self.generation:
             asked, answer = channel.abort_generation, self._answered(m.Report)
             if answer != asked:
@@ -215,6 +219,8 @@ class Runtime:
                         f"rank {self._rank} at step {self.steps} told to go to {command.tick}"
                     )
                 self._say_held(command.generation)
+            case m.Offload():
+                self._offload(command)
             case m.Welcome():
                 self._arrive(command)
             case m.Swap() if command.generation > self.generation:
@@ -269,13 +275,24 @@ class Runtime:
             )
         )
 
+    def _offload(self, command: m.Offload) -> None:
+        took_ns, error = 0, "the rank does not hold for this move any more"
+        if command.generation == self._channel.hold_generation:
+            try:
+                took_ns, error = device.offload(), ""
+            except PermanentError as trouble:
+                error = str(trouble)
+        self._channel.send(m.Offloaded(number=command.number, took_ns=took_ns, error=error))
+
     def _arrive(self, welcome: m.Welcome) -> None:
         """This process was restored in another place. Nothing of it has run there yet."""
         began = time.monotonic_ns()
         self._moved = True
         if not is_loopback(welcome.interface):
             os.environ["GLOO_SOCKET_IFNAME"] = _interface(welcome.interface)
-        if int(torch.ones(64).sum()) != 64 or not os.path.isdir(os.getcwd()):
+        device.come_back()
+        where = cuda.home if device.kind() else None
+        if int(torch.ones(64, device=where).sum()) != 64 or not os.path.isdir(os.getcwd()):
             raise PermanentError("the restored process does not compute")
         self._channel.send(
             m.Copied(
@@ -344,9 +361,10 @@ class Runtime:
         self._channel.send(
             m.Inspected(
                 number=command.number,
-                foreign=foreign_sockets(),
+                foreign=[*foreign_sockets(), *device.trouble()],
                 control=os.fstat(self._channel.fileno()).st_ino,
                 page=self._page.fd,
+                **device.describe(),
             )
         )
 
@@ -366,13 +384,17 @@ def _interface(address: str) -> str:
 
 def foreign_sockets() -> list[str]:
     """Connections of this process that are not its process groups': those cannot be closed and
-    built anew by anybody but the script."""
+    built anew by anybody but the script. NCCL's cannot be told from those of other libraries while
+    it has some: then only what Python has opened is named. When a rank holds, NCCL has none."""
     meshes = gloo.watched()
     incoming = frozenset[gloo.Address]().union(*(mesh.incoming for mesh in meshes))
     outgoing = frozenset[gloo.Address]().union(*(mesh.outgoing for mesh in meshes))
     own = fence.addresses()
+    opened = python_sockets() if nccl.in_use() else None
     found = []
     for number, sock in gloo.inet_sockets():
+        if opened is not None and number not in opened:
+            continue
         with contextlib.suppress(OSError):
             local = gloo.address(sock.getsockname())
             peer: gloo.Address | None = None
@@ -384,3 +406,10 @@ def foreign_sockets() -> list[str]:
             to = f" to {peer[0]}:{peer[1]}" if peer else ""
             found.append(f"the script has a {kind} socket open{to} (fd {number})")
     return found
+
+
+def python_sockets() -> set[int]:
+    """Descriptors."""
+    # type() and not isinstance: lazy proxies answer isinstance by importing things.
+    found = (thing for thing in gc.get_objects() if issubclass(type(thing), socket.socket))
+    return {sock.fileno() for sock in found}

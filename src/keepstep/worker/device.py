@@ -1,0 +1,122 @@
+"""What a rank of a transparent job has on a GPU: named, moved out of the way, and brought back.
+
+The driver's snapshot of a process copies device memory at a small part of the speed of the link. So
+the rank copies what torch has allocated itself, into files in its nest, and gives the memory back;
+the addresses stay reserved. The driver then finds little more than a context. The library that can
+do this (native/gpu) is loaded into the process by its nest; without it, and for allocations that it
+has not seen, the driver's snapshot takes everything.
+
+Everything here is for the main thread, except `describe`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from keepstep.errors import PermanentError
+from keepstep.model.image import PARTS, PARTS_FOLDER
+from keepstep.worker import cuda
+
+ERROR_BYTES = 500
+
+_library = ctypes.CDLL(None)
+_here = hasattr(_library, "keepstep_segments_save")
+_away = False
+
+
+def kind() -> Literal["", "cuda", "hip"]:
+    """Of GPU that the script has in use."""
+    module: Any = torch.cuda  # untyped in part
+    if not module.is_initialized():
+        return ""
+    return "hip" if torch.version.hip else "cuda"
+
+
+def settle_in() -> None:
+    """Threads that build groups do not know which device the script has chosen."""
+    if kind():
+        cuda.home = torch.device("cuda", torch.cuda.current_device())
+
+
+def describe() -> dict[str, Any]:
+    """Fields of Inspected."""
+    if not kind():
+        return {}
+    device = cuda.home or torch.device("cuda", torch.cuda.current_device())
+    properties: Any = torch.cuda.get_device_properties(device)
+    return {
+        "device": kind(),
+        "gpu": str(getattr(properties, "uuid", "")),
+        "gpu_bytes": torch.cuda.memory_reserved(device),
+        "offloads": _bytes()[0] > 0,
+    }
+
+
+def trouble() -> list[str]:
+    """What no snapshot holds, as far as the runtime was asked for it."""
+    if not kind() or not _here:
+        return []
+    managed, shared = ctypes.c_int(), ctypes.c_int()
+    _library.keepstep_segments_calls(ctypes.byref(managed), ctypes.byref(shared))
+    found = []
+    if managed.value:
+        found.append("the script has managed memory (UVM), which the driver cannot save")
+    if shared.value:
+        found.append("the script shares device memory with other processes (CUDA IPC)")
+    return found
+
+
+def _bytes() -> tuple[int, int]:
+    """Of segments: all, and those that are on the device."""
+    known, present = ctypes.c_ulonglong(), ctypes.c_ulonglong()
+    if _here:
+        _library.keepstep_segments_bytes(ctypes.byref(known), ctypes.byref(present))
+    return known.value, present.value
+
+
+def offload() -> int:
+    """Nanoseconds that it took. PermanentError: it failed, and everything is where it was."""
+    global _away
+    began = time.monotonic_ns()
+    torch.cuda.synchronize(cuda.home)
+    torch.cuda.empty_cache()
+    os.makedirs(PARTS_FOLDER, mode=0o700, exist_ok=True)
+    _clear()
+    try:
+        _move("save")
+    except PermanentError:
+        known, present = _bytes()
+        if present < known:  # not before all of it was written
+            _move("load")
+        _clear()
+        raise
+    _away = True
+    return time.monotonic_ns() - began
+
+
+def come_back() -> None:
+    """At once if nothing is away. PermanentError: it cannot be had back."""
+    global _away
+    if _away:
+        _move("load")
+        _away = False
+        _clear()
+
+
+def _clear() -> None:
+    """The folder itself may be where another one is mounted."""
+    for part in Path(PARTS_FOLDER).iterdir():
+        part.unlink()
+
+
+def _move(what: Literal["save", "load"]) -> None:
+    error = ctypes.create_string_buffer(ERROR_BYTES)
+    call = getattr(_library, f"keepstep_segments_{what}")
+    if call(PARTS_FOLDER.encode(), PARTS, error, ctypes.c_size_t(ERROR_BYTES)) != 0:
+        raise PermanentError(f"what is on the GPU could not be moved: {error.value.decode()}")
