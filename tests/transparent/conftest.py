@@ -87,7 +87,7 @@ class Transparent:
             *("--spare-nodes", "1", *more.pop("options", ())),
             script_args=[*words, "--destroy", "--slow", "yes"],
             world=nodes * each,
-            script=SCRIPT,
+            script=more.pop("script", SCRIPT),
             out=tmp_path / "out",
             **more,
         )
@@ -134,7 +134,7 @@ class Transparent:
         old = self.node(rank)
         self.job.spare_parked()
         incident = self.migrate(rank)
-        assert incident["outcome"] == "RESOLVED", incident
+        assert incident["outcome"] == "RESOLVED", incident["reason"]
         assert self.node(rank) != old
         assert {"dump", "stream", "restore"} <= set(incident["timings_ms"]), incident
         return incident

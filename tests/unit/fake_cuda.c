@@ -1,5 +1,7 @@
 // As much of libcuda and libcudart as Keepstep asks for, in host memory. Not thread-safe.
-// FAKE_CUDA_FAIL="cuCheckpointProcessCheckpoint=999,cuMemCreate=2" makes calls fail.
+// FAKE_CUDA_FAIL="cuCheckpointProcessCheckpoint=999,cuMemCreate=2" makes calls fail; what the file
+// FAKE_CUDA_FAIL_ONCE says makes one call fail, and is gone then. The file FAKE_CUDA_STATE has the
+// state that all processes see.
 #define _GNU_SOURCE
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,7 +19,27 @@ u64 fake_mapped;  // bytes of physical memory in use
 static int fails(const char* call) {
   const char* wanted = getenv("FAKE_CUDA_FAIL");
   const char* at = wanted ? strstr(wanted, call) : NULL;
-  return at ? atoi(at + strlen(call) + 1) : 0;
+  if (at) return atoi(at + strlen(call) + 1);
+  const char* path = getenv("FAKE_CUDA_FAIL_ONCE");
+  FILE* file = path ? fopen(path, "r") : NULL;
+  char text[100] = "";
+  if (!file) return 0;
+  if (!fgets(text, sizeof text, file)) text[0] = 0;
+  fclose(file);
+  if (!(at = strstr(text, call))) return 0;
+  remove(path);
+  return atoi(at + strlen(call) + 1);
+}
+
+static int* state(int put) {
+  const char* path = getenv("FAKE_CUDA_STATE");
+  FILE* file = path ? fopen(path, put ? "w" : "r") : NULL;
+  if (file) {
+    if (put) fprintf(file, "%d", fake_state);
+    else if (fscanf(file, "%d", &fake_state) != 1) fake_state = 0;
+    fclose(file);
+  }
+  return &fake_state;
 }
 #define CALL(name)                       \
   do {                                   \
@@ -47,11 +69,16 @@ int cuDeviceTotalMem_v2(size_t* bytes, int device) { *bytes = (device + 1ULL) <<
 
 static int go(const char* call, int from, int to) {
   CALL(call);
-  if (fake_state != from) return 401;
+  if (*state(0) != from) return 401;
   fake_state = to;
+  state(1);
   return 0;
 }
-int cuCheckpointProcessGetState(int pid, int* state) { (void)pid; *state = fake_state; return 0; }
+int cuCheckpointProcessGetState(int pid, int* found) {
+  (void)pid;
+  *found = *state(0);
+  return 0;
+}
 int cuCheckpointProcessGetRestoreThreadId(int pid, int* thread) { *thread = pid + 1; return 0; }
 int cuCheckpointProcessLock(int pid, unsigned* args) {
   (void)pid;

@@ -35,13 +35,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def fake(library: Path, tmp_path: Path) -> ctypes.CDLL:
+def fake(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
     """A copy of its own, and so with its own state."""
     copy = tmp_path / library.name
     shutil.copyfile(library, copy)
-    found = ctypes.CDLL(str(copy))
-    found.path = str(copy)
-    return found
+    monkeypatch.setenv("KEEPSTEP_LIBCUDA", str(copy))
+    return ctypes.CDLL(str(copy))
 
 
 def card(number: int, name: str = "one") -> Gpu:
@@ -52,7 +51,7 @@ def card(number: int, name: str = "one") -> Gpu:
 
 
 def test_a_process_is_frozen_and_thawed(fake: ctypes.CDLL) -> None:
-    driver = gpu.Driver(fake.path)
+    driver = gpu.Driver()
     assert driver.state(7) == "RUNNING" and driver.restore_thread(7) == 8
     assert set(driver.freeze(7, 1234)) == {"gpu-lock", "gpu-checkpoint"}
     assert driver.state(7) == "CHECKPOINTED"
@@ -63,7 +62,7 @@ def test_a_process_is_frozen_and_thawed(fake: ctypes.CDLL) -> None:
 
 
 def test_gpus_have_their_names(fake: ctypes.CDLL) -> None:
-    first, second = gpu.Driver(fake.path).gpus()
+    first, second = gpu.Driver().gpus()
     assert (first.name, first.memory) == ("Fake 0", 1 << 30)
     assert second.uuid == str(uuid.UUID(bytes=b"\x11" * 16))
 
@@ -72,7 +71,7 @@ def test_gpus_have_their_names(fake: ctypes.CDLL) -> None:
 def test_who_cannot_be_frozen_runs_on(
     call: str, fake: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = gpu.Driver(fake.path)
+    driver = gpu.Driver()
     monkeypatch.setenv("FAKE_CUDA_FAIL", f"{call}=600")
     with pytest.raises(gpu.CudaError, match=f"{call}: CUDA_ERROR_NOT_READY .work on the GPU"):
         driver.freeze(7)
@@ -82,7 +81,7 @@ def test_who_cannot_be_frozen_runs_on(
 def test_a_driver_that_breaks_the_process_says_so(
     fake: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = gpu.Driver(fake.path)
+    driver = gpu.Driver()
     failing = "cuCheckpointProcessCheckpoint=999,cuCheckpointProcessUnlock=999"
     monkeypatch.setenv("FAKE_CUDA_FAIL", failing)
     with pytest.raises(PermanentError, match="and it did not come back"):
@@ -96,19 +95,17 @@ def test_an_old_driver_is_refused(fake: ctypes.CDLL) -> None:
     version = ctypes.c_int.in_dll(fake, "fake_version")
     version.value = 12_040
     with pytest.raises(PermanentError, match="too old"):
-        gpu.Driver(fake.path)
+        gpu.Driver()
     version.value = 12_080
-    driver = gpu.Driver(fake.path)
+    driver = gpu.Driver()
     driver.freeze(7)
     with pytest.raises(PermanentError, match="only on the GPU that it had"):
         driver.thaw(7, [(card(1).uuid, card(2).uuid)])
     driver.thaw(7)
-    with pytest.raises(PermanentError, match="there is no CUDA driver"):
-        gpu.Driver("libno-such-cuda.so")
 
 
 def test_pairs_reach_the_driver(fake: ctypes.CDLL) -> None:
-    driver = gpu.Driver(fake.path)
+    driver = gpu.Driver()
     driver.freeze(7)
     driver.thaw(7, [(card(1).uuid, card(3).uuid), (card(2).uuid, card(4).uuid)])
     assert ctypes.c_uint.in_dll(fake, "fake_pair_count").value == 2
@@ -132,8 +129,8 @@ def test_every_gpu_gets_one_place() -> None:
 # ------------------------------------------------------------------------------------------- helper
 
 
-def test_a_helper_calls_the_driver(library: Path) -> None:
-    helper = gpu.Helper(str(library))
+def test_a_helper_calls_the_driver(fake: ctypes.CDLL) -> None:
+    helper = gpu.Helper()
     facts = helper.facts()
     assert facts.version == 13_000 and [one.name for one in facts.gpus] == ["Fake 0", "Fake 1"]
     assert "gpu-checkpoint" in helper.freeze(7, 10)
@@ -144,9 +141,11 @@ def test_a_helper_calls_the_driver(library: Path) -> None:
     assert not helper.alive
 
 
-def test_a_driver_that_hangs_is_left_alone(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_hangs_is_left_alone(
+    fake: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FAKE_CUDA_FAIL", "hang=1")
-    helper = gpu.Helper(str(library))
+    helper = gpu.Helper()
     helper.facts()
     with pytest.raises(TransientError, match="did not freeze in 0 s"):
         helper.freeze(7, 0.2)
@@ -155,8 +154,9 @@ def test_a_driver_that_hangs_is_left_alone(library: Path, monkeypatch: pytest.Mo
         helper.thaw(7, 10)
 
 
-def test_a_helper_without_a_driver_says_why() -> None:
-    helper = gpu.Helper("libno-such-cuda.so")
+def test_a_helper_without_a_driver_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEEPSTEP_LIBCUDA", "libno-such-cuda.so")
+    helper = gpu.Helper()
     with pytest.raises(PermanentError, match="there is no CUDA driver"):
         helper.facts()
     helper.close()

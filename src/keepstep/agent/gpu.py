@@ -17,20 +17,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import select
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+from keepstep.agent.tree import inner_pid
 from keepstep.errors import KeepstepError, PermanentError, TransientError
 from keepstep.model.messages import Gpu
 
-LIBRARY = "libcuda.so.1"
 CHECKPOINT_CALLS = 12_080  # the driver's version of CUDA: 12.8, driver 570
 OTHER_GPUS = 13_000  # restore on other GPUs than before: 13.0, driver 580
 LOCK_MS = 10_000
@@ -51,6 +52,16 @@ MEANINGS = {
     801: "this GPU, or something that the process uses (UVM, IPC, MIG, MPS), does not support it",
     803: "the kernel's driver and libcuda are of different versions",
 }
+
+
+def library() -> str:
+    """Where the loader does not find it, KEEPSTEP_LIBCUDA says where it is."""
+    return os.environ.get("KEEPSTEP_LIBCUDA", "libcuda.so.1")
+
+
+def present() -> bool:
+    """Whether there is a GPU of NVIDIA's, without starting its driver."""
+    return os.path.exists("/dev/nvidiactl") or "KEEPSTEP_LIBCUDA" in os.environ
 
 
 class CudaError(PermanentError):
@@ -106,11 +117,11 @@ def pairs(there: Sequence[Gpu], here: Sequence[Gpu], used: str, slot: int) -> li
 
 
 class Driver:
-    """`library` is for tests. PermanentError: there is none that can do this."""
+    """PermanentError: there is none that can do this."""
 
-    def __init__(self, library: str = LIBRARY) -> None:
+    def __init__(self) -> None:
         try:
-            self._cuda = ctypes.CDLL(library)
+            self._cuda = ctypes.CDLL(library())
         except OSError as error:
             raise PermanentError(f"there is no CUDA driver: {error}") from error
         self._call("cuInit", 0)
@@ -229,8 +240,8 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    what: str  # freeze or thaw
-    pid: int
+    what: Literal["freeze", "thaw", "thaw-in"]
+    pid: int  # in the last case that of a nest: what lives in it is meant
     timeout_ms: int = LOCK_MS
     places: list[tuple[str, str]] = []
 
@@ -243,9 +254,9 @@ class Answer(msgspec.Struct, frozen=True):
 class Helper:
     """One beside the agent, or beside a nest. Not for several threads at once."""
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "keepstep.agent.gpu", *words],
+            [sys.executable, "-m", "keepstep.agent.gpu"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -270,6 +281,11 @@ class Helper:
         self, pid: int, seconds_max: float, places: Sequence[tuple[str, str]] = ()
     ) -> dict[str, int]:
         return self._do(Order(what="thaw", pid=pid, places=list(places)), seconds_max)
+
+    def thaw_in(
+        self, nest: int, seconds_max: float, places: Sequence[tuple[str, str]]
+    ) -> dict[str, int]:
+        return self._do(Order(what="thaw-in", pid=nest, places=list(places)), seconds_max)
 
     def _do(self, order: Order, seconds_max: float) -> dict[str, int]:
         self.facts()
@@ -303,13 +319,13 @@ def in_one_line(error: KeepstepError) -> str:
     return f"{error.message} (hint: {error.hint})" if error.hint else error.message
 
 
-def main(arguments: Sequence[str]) -> int:
+def main() -> int:
     def say(words: msgspec.Struct) -> None:
         sys.stdout.buffer.write(msgspec.json.encode(words) + b"\n")
         sys.stdout.buffer.flush()
 
     try:
-        driver = Driver(*arguments)
+        driver = Driver()
         say(Facts(version=driver.version, gpus=driver.gpus()))
     except KeepstepError as error:
         say(Facts(error=in_one_line(error)))
@@ -317,14 +333,17 @@ def main(arguments: Sequence[str]) -> int:
     for line in sys.stdin.buffer:  # until the agent or the nest is gone
         order = msgspec.json.decode(line, type=Order)
         try:
-            if order.what == "freeze":
-                say(Answer(took_ns=driver.freeze(order.pid, order.timeout_ms)))
+            pid = order.pid if order.what != "thaw-in" else inner_pid(order.pid)
+            if pid is None:
+                say(Answer(error="the process has ended"))
+            elif order.what == "freeze":
+                say(Answer(took_ns=driver.freeze(pid, order.timeout_ms)))
             else:
-                say(Answer(took_ns=driver.thaw(order.pid, order.places)))
+                say(Answer(took_ns=driver.thaw(pid, order.places)))
         except KeepstepError as error:
             say(Answer(error=in_one_line(error)))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -39,6 +39,7 @@ from keepstep.adapters.transport.blocking import relay
 from keepstep.agent import gpu, preflight
 from keepstep.agent.nest import image_folder, last_error
 from keepstep.agent.session import kill_group
+from keepstep.agent.tree import inner_pid, tree
 from keepstep.errors import KeepstepError, TransientError, UsageError
 from keepstep.model.image import (
     PARTS_FOLDER,
@@ -211,7 +212,7 @@ class Images:
             raise TransientError(f"rank {rank} did not answer its agent") from error
 
     def _inner(self, worker: Rank) -> int:
-        pid = preflight.inner_pid(worker.pid)
+        pid = inner_pid(worker.pid)
         if pid is None:
             raise TransientError(f"{worker.name} has ended")
         return pid
@@ -249,17 +250,17 @@ class Images:
         parts = self._parts.pop(request.rank, None) or Future()
         folder, took_ns = None, 0
         try:
-            if inspected.offloads:
+            if inspected.device:
                 worker, said = self._exchange(
                     request.rank,
                     lambda number: Offload(number=number, generation=request.generation),
                     request.seconds_max,
                 )
                 assert isinstance(said, Offloaded)
+                took_ns = said.took_ns
                 if said.error:
                     logger.warning("%s: %s; its driver does it", worker.name, said.error)
-                else:
-                    took_ns = said.took_ns
+                elif said.moved:
                     folder = Path(f"/proc/{self._inner(worker)}/root{PARTS_FOLDER}")
             parts.set_result(folder)
         except KeepstepError as error:
@@ -387,6 +388,6 @@ def _run_criu(
 
 def wake(pid: int) -> None:
     """The whole tree: CRIU has stopped every process of it."""
-    for one in preflight.tree(pid):
+    for one in tree(pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(one, signal.SIGCONT)

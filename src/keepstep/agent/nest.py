@@ -311,6 +311,8 @@ class Standby:
         for path in self._folder.iterdir():
             if path != self._parts:  # the process itself fetches and removes those
                 path.unlink()
+        if self._gpu is not None:
+            self._gpu.close()
         self._line.send(restored)
         self._line.socket.close()  # it is the rank's from here on
         os.close(self._page)
@@ -345,11 +347,8 @@ class Standby:
     def _thaw(self, first: int) -> dict[str, int]:
         if self._gpu is None or self._facts is None or not self._facts.gpu:
             return {}
-        pid = preflight.inner_pid(os.getpid())
-        try:
-            if pid is None:
-                raise KeepstepError("the restored process has ended")
-            return self._gpu.thaw(pid, gpu.THAW_S_MAX, self._places)
+        try:  # by the nest's number: this process does not see the rank's any more
+            return self._gpu.thaw_in(os.getpid(), gpu.THAW_S_MAX, self._places)
         except KeepstepError:
             os.kill(first, signal.SIGKILL)
             os.waitpid(first, 0)

@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from keepstep.agent import gpu
+from keepstep.agent.tree import tree
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.model.image import ImageFacts
 from keepstep.model.messages import Host
@@ -95,7 +96,7 @@ def host() -> Host:
 
 def _driver() -> gpu.Facts:
     """Of NVIDIA's GPUs, if there are any; its `error` says why processes on them cannot move."""
-    if not os.path.exists("/dev/nvidiactl"):
+    if not gpu.present():
         return gpu.Facts()
     helper = gpu.Helper()
     try:
@@ -178,31 +179,6 @@ def file_size(path: str) -> int:
 
 
 # --------------------------------------------------------------------------------------------- tree
-
-
-def children(pid: int) -> list[int]:
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            listed = Path(f"/proc/{pid}/task/{task}/children").read_text()
-            found += [int(child) for child in listed.split()]
-    return found
-
-
-def tree(pid: int) -> list[int]:
-    """It and all that came from it."""
-    return [pid, *(one for child in children(pid) for one in tree(child))]
-
-
-def inner_pid(nest: int) -> int | None:
-    """The rank inside a nest: the nest's child is the first process of the namespace, and its child
-    that leads a session is the rank."""
-    for first in children(nest):
-        for pid in children(first):
-            with contextlib.suppress(OSError):
-                if os.getsid(pid) == pid:
-                    return pid
-    return None
 
 
 @dataclass

@@ -20,12 +20,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from keepstep.agent import gpu
 from keepstep.agent.channel import Channel
 from keepstep.agent.environment import worker_environment
 from keepstep.agent.keeper import Kept
 from keepstep.agent.page import PageReader
-from keepstep.agent.preflight import inner_pid
 from keepstep.agent.processes import Order, OwnProcesses, Process, Processes
+from keepstep.agent.tree import inner_pid
 from keepstep.errors import UsageError
 from keepstep.model.messages import (
     Address,
@@ -100,7 +101,7 @@ class Worker:
 
 def _segments(start: StartWorker) -> Path | None:
     """What lets a rank move its device memory itself; without it the driver does, more slowly."""
-    wanted = start.transparent and start.rank >= 0 and os.path.exists("/dev/nvidiactl")
+    wanted = start.transparent and start.rank >= 0 and gpu.present()
     if not wanted or os.environ.get("KEEPSTEP_OFFLOAD") == "0":
         return None
     try:

@@ -253,6 +253,7 @@ class Offloaded(Message, frozen=True):
     """Answer to Offload; taken by the agent. `error`: everything is where it was."""
 
     number: int
+    moved: bool  # else the driver must
     took_ns: int
     error: str = ""
 
@@ -479,7 +480,7 @@ class Inspect(Message, frozen=True):
 
 class Offload(Message, frozen=True):
     """Transparent: this rank, which holds, is about to be dumped. What it has on the GPU goes into
-    files where its agent finds them (keepstep.model.image). Sent by the agent."""
+    files where its agent finds them (keepstep.model.image), if it can. Sent by the agent."""
 
     number: int
     generation: int

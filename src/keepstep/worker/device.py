@@ -11,9 +11,9 @@ Everything here is for the main thread, except `describe`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
-import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from keepstep.model.image import PARTS, PARTS_FOLDER
 from keepstep.worker import cuda
 
 ERROR_BYTES = 500
+NVIDIA = "/dev/nvidia"
 
 _library = ctypes.CDLL(None)
 _here = hasattr(_library, "keepstep_segments_save")
@@ -42,6 +43,24 @@ def settle_in() -> None:
     """Threads that build groups do not know which device the script has chosen."""
     if kind():
         cuda.home = torch.device("cuda", torch.cuda.current_device())
+
+
+def after_fork() -> None:
+    """In a child, a loader's worker for instance. It can never use the device, but has everything
+    open and mapped that its parent has; nobody could dump it so."""
+    if not kind():
+        return
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith(NVIDIA):
+                os.dup2(null, int(name))
+    os.close(null)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        where, *_, path = line.split(maxsplit=5)
+        if path.startswith(NVIDIA):
+            start, end = (int(number, 16) for number in where.split("-"))
+            _library.munmap(ctypes.c_void_p(start), ctypes.c_size_t(end - start))
 
 
 def describe() -> dict[str, Any]:
@@ -80,12 +99,14 @@ def _bytes() -> tuple[int, int]:
     return known.value, present.value
 
 
-def offload() -> int:
-    """Nanoseconds that it took. PermanentError: it failed, and everything is where it was."""
+def offload() -> bool:
+    """Before the driver's snapshot: what is cached is given back in any case. False: there is
+    nothing that could be moved. PermanentError: it failed, and everything is where it was."""
     global _away
-    began = time.monotonic_ns()
     torch.cuda.synchronize(cuda.home)
     torch.cuda.empty_cache()
+    if not _bytes()[0]:
+        return False
     os.makedirs(PARTS_FOLDER, mode=0o700, exist_ok=True)
     _clear()
     try:
@@ -97,7 +118,7 @@ def offload() -> int:
         _clear()
         raise
     _away = True
-    return time.monotonic_ns() - began
+    return True
 
 
 def come_back() -> None:

@@ -85,6 +85,7 @@ class Runtime:
         self._know_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         register_optimizer_step_post_hook(self._stepped)
         groups.install_destroy()
+        os.register_at_fork(after_in_child=device.after_fork)
         # Loader workers hand tensors over through named sockets: where every place has room.
         if folder := os.environ.get("KEEPSTEP_SOCKETS"):
             multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
@@ -276,13 +277,17 @@ class Runtime:
         )
 
     def _offload(self, command: m.Offload) -> None:
-        took_ns, error = 0, "the rank does not hold for this move any more"
+        began, moved = time.monotonic_ns(), False
+        error = "the rank does not hold for this move any more"
         if command.generation == self._channel.hold_generation:
             try:
-                took_ns, error = device.offload(), ""
+                moved, error = device.offload(), ""
             except PermanentError as trouble:
                 error = str(trouble)
-        self._channel.send(m.Offloaded(number=command.number, took_ns=took_ns, error=error))
+        took_ns = time.monotonic_ns() - began
+        self._channel.send(
+            m.Offloaded(number=command.number, moved=moved, took_ns=took_ns, error=error)
+        )
 
     def _arrive(self, welcome: m.Welcome) -> None:
         """This process was restored in another place. Nothing of it has run there yet."""
