@@ -54,10 +54,11 @@ def worker_environment(
     if start.transparent:
         env["KEEPSTEP_MODE"] = "transparent"
         env.setdefault("ONEDNN_JIT_PROFILE", "0")  # it keeps a file open that no other place has
-        # What no snapshot holds: multicast and shared allocations of NCCL. And NCCL remembers the
-        # machine on which it began: each rank is one of its own for it, wherever it goes.
-        for name in ("NCCL_NVLS_ENABLE", "NCCL_CUMEM_ENABLE", "NCCL_CUMEM_HOST_ENABLE"):
-            env.setdefault(name, "0")
+        # What no snapshot holds: multicast and shared allocations of NCCL, and connections that it
+        # keeps beyond its communicators. And NCCL remembers the machine on which it began: each
+        # rank is one of its own for it, wherever it goes.
+        for name in ("NVLS", "CUMEM", "CUMEM_HOST", "RAS"):
+            env.setdefault(f"NCCL_{name}_ENABLE", "0")
         env.setdefault("NCCL_HOSTID", f"keepstep-{start.rank}")
         if segments is not None:
             env["KEEPSTEP_SEGMENTS"] = str(segments)

@@ -345,6 +345,7 @@ class Images:
             page=inspected.page,
             log=str(worker.log.resolve()),
             folders=found.folders,
+            names=found.names,
             dump_ns=time.monotonic_ns() - began,
             gpu_ns=gpu_ns,
         )

@@ -21,6 +21,7 @@ import select
 import shutil
 import signal
 import socket
+import string
 import subprocess
 import sys
 import threading
@@ -119,7 +120,10 @@ def _settle_in() -> None:
 def _own_folder(path: str) -> None:
     """An empty one that only this mount namespace sees."""
     Path(path).mkdir(parents=True, exist_ok=True)
-    _checked(_libc.mount(b"tmpfs", path.encode(), b"tmpfs", 0, b"mode=0700"))
+    options = b"mode=0700,size=100%"  # what was on a GPU lands here
+    place = path.encode()
+    if _libc.mount(b"tmpfs", place, b"tmpfs", 0, options + b",huge=within_size") != 0:
+        _checked(_libc.mount(b"tmpfs", place, b"tmpfs", 0, options))
 
 
 def _mind(rank: int) -> NoReturn:
@@ -443,6 +447,19 @@ class Standby:
                 file.write(view)
                 left -= len(view)
 
+    def _rename(self, names: list[str]) -> None:
+        """Names of sockets that are nowhere in the file system belong to the network, and the
+        process's former self may be here and still have them (CUDA's driver gives itself one). In
+        the image they become others of the same length: it has no sums."""
+        taken = set(preflight.unix_sockets(os.getpid()).values())
+        for name in taken.intersection(names):
+            others = (name[:-1] + letter for letter in string.ascii_letters)
+            free = next(other for other in others if other not in taken)
+            old, new = (b"\0" + one[1:].encode() for one in (name, free))
+            for path in (self._folder / "files.img", self._folder / "unixsk.img"):
+                if path.exists():
+                    path.write_bytes(path.read_bytes().replace(old, new))
+
     def _restore(self, begun: i.ImageBegun, tell: int) -> int:
         """In the new namespaces."""
         for folder in set(begun.folders) - {i.NEST}:
@@ -451,6 +468,7 @@ class Standby:
             Path(i.PARTS_FOLDER).mkdir()
             parts, place = str(self._parts).encode(), i.PARTS_FOLDER.encode()
             _checked(_libc.mount(parts, place, None, MS_BIND, None))
+        self._rename(begun.names)
         log, control = os.dup(1), self._line.socket.fileno()
         command = [*criu.find()[0], "restore", "-D", str(self._folder), "-o", "restore.log"]
         command += ["-d", "--file-locks", "--manage-cgroups=ignore"]

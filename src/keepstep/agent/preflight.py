@@ -187,6 +187,7 @@ class Scan:
     files: list[tuple[str, int]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
     image_bytes: int = 0
 
 
@@ -196,7 +197,7 @@ def scan(rank: int, ours: int, on_gpu: bool = False) -> Scan:
     open of the CUDA driver is no trouble, because its driver will close that."""
     found = Scan()
     pids = tree(rank)
-    inet, named = _inet_sockets(rank), _unix_sockets(rank)
+    inet, named = _inet_sockets(rank), unix_sockets(rank)
     pipes: dict[str, int] = {}
     sockets: dict[int, int] = {}  # inode -> process
     for pid in pids:
@@ -206,8 +207,11 @@ def scan(rank: int, ours: int, on_gpu: bool = False) -> Scan:
                 sockets[inode] = pid
                 if pid != rank and inode in inet:
                     found.offenders.append(f"{_who(pid)} has {inet[inode]} open (fd {number})")
-                if inode != ours and (folder := os.path.dirname(named.get(inode, ""))):
-                    found.folders.append(folder)
+                name = named.get(inode, "") if inode != ours else ""
+                if name.startswith("/"):
+                    found.folders.append(os.path.dirname(name))
+                elif name:
+                    found.names.append(name)
             elif target.startswith("pipe:"):
                 pipes[target] = pid
             elif on_gpu and pid == rank and target.startswith(NVIDIA):
@@ -230,6 +234,7 @@ def scan(rank: int, ours: int, on_gpu: bool = False) -> Scan:
     found.files = sorted(set(found.files))
     found.paths = sorted({path for path in found.paths if not path.startswith(("/dev", "/proc"))})
     found.folders = sorted(set(found.folders))
+    found.names = sorted(set(found.names))
     return found
 
 
@@ -287,13 +292,13 @@ def _inet_sockets(pid: int) -> dict[int, str]:
     return found
 
 
-def _unix_sockets(pid: int) -> dict[int, str]:
-    """inode -> path of those that have one in the file system."""
+def unix_sockets(pid: int) -> dict[int, str]:
+    """inode -> name of those that have one: a path, or @ and something else."""
     found = {}
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]:
             fields = line.split(maxsplit=7)
-            if len(fields) == 8 and fields[7].startswith("/"):
+            if len(fields) == 8 and fields[7].startswith(("/", "@")):
                 found[int(fields[6])] = fields[7]
     return found
 

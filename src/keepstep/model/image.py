@@ -69,6 +69,7 @@ class ImageBegun(Message, frozen=True):
     page: int  # descriptor of its progress page
     log: str  # file that its output goes to
     folders: list[str]  # of named sockets between its processes
+    names: list[str]  # of sockets that have one, but none in the file system
     dump_ns: int
     gpu_ns: dict[str, int] = {}  # what its GPU took, by name
 

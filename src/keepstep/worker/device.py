@@ -48,13 +48,16 @@ def settle_in() -> None:
 def after_fork() -> None:
     """In a child, a loader's worker for instance. It can never use the device, but has everything
     open and mapped that its parent has; nobody could dump it so."""
-    if not kind():
-        return
-    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    found = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}").startswith(NVIDIA):
-                os.dup2(null, int(name))
+                found.append(int(name))
+    if not found:
+        return
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for number in found:
+        os.dup2(null, number, inheritable=False)
     os.close(null)
     for line in Path("/proc/self/maps").read_text().splitlines():
         where, *_, path = line.split(maxsplit=5)

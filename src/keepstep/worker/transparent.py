@@ -174,8 +174,10 @@ class Runtime:
         self._page.where("held")
         self._page.set("hold", 1)
         if not groups.destroyed():
-            groups.finish_collectives()
             device.settle_in()
+            groups.finish_collectives()
+            if self._stopping is not None:
+                self._stopping.meet(PATIENCE_S)
             groups.go_solo()
             groups.leave_stores()
             nccl.wait_until_dropped()

@@ -39,7 +39,7 @@ using Pointer = void*;  // contexts and streams
 
 constexpr Result kOutOfMemory = 2;
 constexpr size_t kSegmentMin = 1 << 20;  // the runtime packs smaller ones together
-constexpr size_t kPiece = 16 << 20;
+constexpr size_t kPiece = 4 << 20;
 constexpr int kBuffers = 2;  // one is filled while the other one is emptied
 
 struct Location {
