@@ -19,6 +19,7 @@ from benchmarks import (
     restart,
     scale,
     transfer,
+    transparent,
 )
 
 PARTS: dict[str, Callable[..., list[str]]] = {
@@ -31,6 +32,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "gpu": gpu.run,
     "network": network.run,
     "redundancy": redundancy.run,
+    "transparent": transparent.run,
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from moving import SCRIPT, Faults, Transparent, missing
 from keepstep.native import criu
 
 Launch = Callable[..., Transparent]
+Reference = Callable[..., Future[list[dict[str, Any]]]]
 PHASES = {"gpu-offload", "gpu-lock", "gpu-checkpoint", "dump", "stream", "restore", "gpu-restore"}
 WORDS = ("--device", "cuda")
 
@@ -48,42 +50,66 @@ def moved(it: Transparent, rank: int) -> None:
     print({name: round(ms) for name, ms in timings.items()})
 
 
+@pytest.fixture
+def reference(tmp_path: Path) -> Iterator[Reference]:
+    """Beside the job that is held against it."""
+    with ThreadPoolExecutor(1) as pool:
+        yield lambda world, *words: pool.submit(
+            run_plain, tmp_path / "plain", world, [*WORDS, *words], SCRIPT
+        )
+
+
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("way", ["fast", "driver"])
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [("fast", ()), ("driver", ()), ("fast", ("--workers", "2"))],
+    ids=["fast", "driver", "loader-workers"],
+)
 def test_one_process(
-    way: str, launch: Launch, verdict: Verdict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    way: str,
+    words: tuple[str, ...],
+    launch: Launch,
+    reference: Reference,
+    verdict: Verdict,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Model, AdamW, random numbers of the device, and loader workers that were forked."""
+    """Model, AdamW, and random numbers of the device."""
     if way == "driver":
         monkeypatch.setenv("KEEPSTEP_OFFLOAD", "0")
-    it = launch("--workers", "2", nodes=1)
+    expected = reference(1, *words)
+    it = launch(*words, nodes=1)
     it.train()
     for _ in range(2):
         moved(it, 0)
     it.job.finish()
-    expected = run_plain(tmp_path / "plain", 1, [*WORDS, "--workers", "2"], SCRIPT)
-    verdict.identical(it.job, expected, faults=0, incidents=2)
+    verdict.identical(it.job, expected.result(), faults=0, incidents=2)
 
 
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_two_ranks_under_nccl(
-    layout: str, launch: Launch, verdict: Verdict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layout: str,
+    launch: Launch,
+    reference: Reference,
+    verdict: Verdict,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Moved, undone after the GPU was given up, moved again."""
     real = criu.find()[0]
     for name in ("KEEPSTEP_CRIU", "FAULT_FILE", "FAULT_STRUCK"):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("REAL_CRIU", " ".join(real))
     faults = Faults(tmp_path)
+    expected = reference(2, "--layout", layout)
     it = launch("--layout", layout)
     it.train()
     moved(it, 1)
     faults.set("restore-fails")
     it.job.spare_parked()
     incident = it.migrate(0)
-    assert incident["outcome"] == "ABORTED" and incident["steps_lost"] == 0, incident
+    assert incident["outcome"] == "ABORTED" and incident["steps_lost"] == 0, incident["reason"]
     faults.clear()
     moved(it, 0)
     it.job.finish()
-    expected = run_plain(tmp_path / "plain", 2, [*WORDS, "--layout", layout], SCRIPT)
-    verdict.identical(it.job, expected, faults=1)
+    verdict.identical(it.job, expected.result(), faults=1)

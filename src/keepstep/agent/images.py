@@ -364,6 +364,7 @@ def _run_criu(
     command = ["nsenter", "-t", str(first), "--pid", "--mount", *criu.find()[0], "dump"]
     command += ["-t", str(pid), "-D", str(folder), "-o", "dump.log", "--leave-stopped"]
     command += ["--external", f"unix[{control}]", "--file-locks", "--manage-cgroups=ignore"]
+    command += ["--tcp-close"]  # what a library forgot to close
     command += ["--ghost-limit", GHOST_LIMIT, "--timeout", str(max(1, int(seconds_max)))]
     command += ["--page-server", "--ps-socket", str(pages.fileno())]
     null = subprocess.DEVNULL

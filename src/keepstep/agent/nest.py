@@ -14,10 +14,8 @@ memory (tmpfs), for this user only, and is gone when the process lives or the ne
 
 from __future__ import annotations
 
-import ctypes
 import glob
 import os
-import select
 import shutil
 import signal
 import socket
@@ -26,7 +24,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -37,24 +34,26 @@ import msgspec
 from keepstep.adapters.transport.blocking import PIECE_BYTES, Frames, relay, shut
 from keepstep.adapters.transport.tls import client_context
 from keepstep.agent import gpu, preflight
+from keepstep.agent.namespaces import (
+    PR_SET_PDEATHSIG,
+    bind,
+    libc,
+    nested,
+    own_folder,
+    wait_for,
+)
 from keepstep.errors import KeepstepError, PermanentError, RemoteProtocolError
 from keepstep.model import image as i
 from keepstep.model import messages as m
 from keepstep.model import page, wire
 from keepstep.native import criu
 
-CLONE_NEWNS = 0x00020000
-CLONE_NEWPID = 0x20000000
-MS_BIND = 1 << 12
-MS_PRIVATE_ALL = 1 << 18 | 1 << 14  # MS_PRIVATE | MS_REC
-PR_SET_PDEATHSIG = 1
 FIRST_PID = 1000  # CRIU and its helpers stay below
 CONNECT_S = 10.0
 FETCH_SILENCE_S = 120.0  # while the other side dumps
 DUMP_S_MIN, DUMP_S_MAX = 10.0, 60.0
 DUMP_BYTES_PER_S = 250e6  # at least, beyond that
 
-_libc = ctypes.CDLL(None, use_errno=True)
 _decoder: msgspec.msgpack.Decoder[m.WorkerCommand] = msgspec.msgpack.Decoder(m.WorkerCommand)
 _replies: msgspec.msgpack.Decoder[i.ImageReply] = msgspec.msgpack.Decoder(i.ImageReply)
 
@@ -67,101 +66,6 @@ def remove_images(job: str, node: str) -> None:
     """What an agent left behind that did not end by itself."""
     for folder in preflight.images_folder().glob(f"keepstep-{glob.escape(job)}-{node}.*"):
         shutil.rmtree(folder, ignore_errors=True)
-
-
-# --------------------------------------------------------------------------------------- namespaces
-
-
-def _checked(result: int) -> None:
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-
-
-def _die_with(parent: int) -> None:
-    """`parent` is a pidfd."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if select.select([parent], [], [], 0)[0]:
-        os._exit(1)
-    os.close(parent)
-
-
-def nested(enter: Callable[[], int]) -> int:
-    """Fork the first process of new namespaces. There `enter` starts or wakes the rank and returns
-    its number; here the number of that first process is returned."""
-    own = os.pidfd_open(os.getpid())
-    _checked(_libc.unshare(CLONE_NEWPID | CLONE_NEWNS))
-    first = os.fork()
-    if first:
-        os.close(own)
-        return first
-    try:
-        _die_with(own)
-        _settle_in()
-        _mind(enter())
-    except BaseException as error:
-        os.write(2, f"keepstep: nest: {error}\n".encode())
-    os._exit(1)
-
-
-def _settle_in() -> None:
-    """The files of a process must have been opened in its own mount namespace to be dumped. And
-    named sockets between its processes must not meet those of its former self."""
-    _checked(_libc.mount(b"none", b"/", None, MS_PRIVATE_ALL, None))
-    _checked(_libc.mount(b"proc", b"/proc", b"proc", 0, None))
-    _own_folder(i.NEST)
-    for number, flags in ((0, os.O_RDONLY), (1, os.O_WRONLY | os.O_APPEND)):
-        opened = os.open(os.readlink(f"/proc/self/fd/{number}"), flags)
-        os.dup2(opened, number)
-        os.close(opened)
-    os.dup2(1, 2)
-
-
-def _own_folder(path: str) -> None:
-    """An empty one that only this mount namespace sees."""
-    Path(path).mkdir(parents=True, exist_ok=True)
-    options = b"mode=0700,size=100%"  # what was on a GPU lands here
-    place = path.encode()
-    if _libc.mount(b"tmpfs", place, b"tmpfs", 0, options + b",huge=within_size") != 0:
-        _checked(_libc.mount(b"tmpfs", place, b"tmpfs", 0, options))
-
-
-def _mind(rank: int) -> NoReturn:
-    """Reap what comes until the rank ends, and end like it. A signal of the agent to the group of
-    the nest is for the rank."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda received, _: os.kill(rank, received))
-    while True:
-        pid, status = os.wait()
-        if pid == rank:
-            code = os.waitstatus_to_exitcode(status)
-            os._exit(code if code >= 0 else 128 - code)
-
-
-def wait_for(first: int) -> NoReturn:
-    """As the agent's child: end as the rank did."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    _, status = os.waitpid(first, 0)
-    code = os.waitstatus_to_exitcode(status)
-    killed = -code if code < 0 else code - 128
-    if 0 < killed < signal.NSIG:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), killed if killed != signal.SIGINT else signal.SIGTERM)
-    os._exit(code & 0xFF)
-
-
-def namespaces_trouble() -> str:
-    """Why no nest can be made here; empty if it can."""
-    child = os.fork()
-    if child == 0:
-        try:
-            _checked(_libc.unshare(CLONE_NEWPID | CLONE_NEWNS))
-            os._exit(0)
-        except OSError as error:
-            os._exit(error.errno or 1)
-    number = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return f"namespaces cannot be made: {os.strerror(number)}" if number else ""
 
 
 def run_rank(command: list[str], descriptors: list[int]) -> NoReturn:
@@ -463,15 +367,13 @@ class Standby:
     def _restore(self, begun: i.ImageBegun, tell: int) -> int:
         """In the new namespaces."""
         for folder in set(begun.folders) - {i.NEST}:
-            _own_folder(folder)
+            own_folder(folder)
         if self._parts.exists():  # the process looks for them where it has put them
-            Path(i.PARTS_FOLDER).mkdir()
-            parts, place = str(self._parts).encode(), i.PARTS_FOLDER.encode()
-            _checked(_libc.mount(parts, place, None, MS_BIND, None))
+            bind(self._parts, i.PARTS_FOLDER)
         self._rename(begun.names)
         log, control = os.dup(1), self._line.socket.fileno()
         command = [*criu.find()[0], "restore", "-D", str(self._folder), "-o", "restore.log"]
-        command += ["-d", "--file-locks", "--manage-cgroups=ignore"]
+        command += ["-d", "--file-locks", "--manage-cgroups=ignore", "--tcp-close"]
         command += ["--inherit-fd", f"fd[{control}]:socket:[{begun.control}]"]
         command += ["--inherit-fd", f"fd[{log}]:{begun.log.lstrip('/')}"]
         done = subprocess.run(command, pass_fds=[log, control], capture_output=True, text=True)
@@ -500,7 +402,7 @@ def last_error(log: Path) -> str:
 
 def main() -> NoReturn:
     own = os.getppid()
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != own or own == 1:
         os._exit(1)
     control, page_fd = (int(os.environ[f"KEEPSTEP_{name}_FD"]) for name in ("CONTROL", "PAGE"))

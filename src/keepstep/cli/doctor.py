@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 import msgspec
 
-from keepstep.agent import nest, preflight
+from keepstep.agent import namespaces, preflight
 from keepstep.cli import find, operate, show
 from keepstep.cli.home import home
 from keepstep.errors import UsageError
@@ -41,7 +41,7 @@ def examined(one: Examined) -> list[Check]:
 def here() -> list[Check]:
     memory, room = preflight.free()
     checks = examined(Examined(number=0, host=preflight.host(), memory=memory, room=room))
-    trouble = nest.namespaces_trouble()
+    trouble = namespaces.trouble()
     found = trouble or "can be made"
     return [*checks, Check(what="namespaces", found=found, good=not trouble)]
 

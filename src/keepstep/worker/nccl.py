@@ -30,6 +30,7 @@ RealNccl: Any = getattr(c10d, "ProcessGroupNCCL", None)
 
 DROP_S_MAX = 10.0
 
+used = False  # there was a backend in this process, at some time
 _lock = threading.Lock()  # guards the three below; never held while anything blocks
 _backends: dict[int, Any] = {}  # by id: in use, staged and being built
 _aborts: dict[int, threading.Thread] = {}
@@ -55,6 +56,8 @@ def options(timeout: timedelta, like: Any = None) -> Any:
 
 def build(store: Any, rank: int, size: int, chosen: Any) -> Any:
     """A backend that connects when it is first used."""
+    global used
+    used = True
     backend = RealNccl(store, rank, size, chosen)
     with _lock:
         _backends[id(backend)] = backend
@@ -122,12 +125,6 @@ def wait_until_aborted() -> None:
         threads = list(_aborts.values())
     for thread in threads:
         thread.join()  # each has its deadline
-
-
-def in_use() -> bool:
-    """Connections may be open, also those of backends that are being dropped."""
-    with _lock:
-        return bool(_backends) or any(thread.is_alive() for thread in _drops)
 
 
 def wait_until_dropped() -> None:

@@ -391,13 +391,13 @@ def _interface(address: str) -> str:
 
 def foreign_sockets() -> list[str]:
     """Connections of this process that are not its process groups': those cannot be closed and
-    built anew by anybody but the script. NCCL's cannot be told from those of other libraries while
-    it has some: then only what Python has opened is named. When a rank holds, NCCL has none."""
+    built anew by anybody but the script. NCCL's cannot be told from those of other libraries: where
+    it was used, only what Python has opened is named."""
     meshes = gloo.watched()
     incoming = frozenset[gloo.Address]().union(*(mesh.incoming for mesh in meshes))
     outgoing = frozenset[gloo.Address]().union(*(mesh.outgoing for mesh in meshes))
     own = fence.addresses()
-    opened = python_sockets() if nccl.in_use() else None
+    opened = python_sockets() if nccl.used else None
     found = []
     for number, sock in gloo.inet_sockets():
         if opened is not None and number not in opened:
