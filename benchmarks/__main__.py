@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 
 from benchmarks import (
+    collectives,
     gpu,
     memory,
     network,
@@ -30,6 +31,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "scale": scale.run,
     "transfer": transfer.run,
     "gpu": gpu.run,
+    "collectives": collectives.run,
     "network": network.run,
     "redundancy": redundancy.run,
     "transparent": transparent.run,

@@ -30,8 +30,9 @@ from torch import nn
 from benchmarks import report
 from keepstep.model.messages import Address, Source
 from keepstep.worker import transfer
+from keepstep.worker.serving import StateServer
 from keepstep.worker.state import StateSet
-from keepstep.worker.transfer import StateServer, pull
+from keepstep.worker.transfer import pull
 
 MIB = 2**20
 TOKEN, TICK = "benchmark", 1

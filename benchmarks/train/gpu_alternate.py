@@ -39,7 +39,8 @@ parser.add_argument("--rounds", type=int, default=30)
 parser.add_argument("--block", type=int, default=8, help="steps in a row of one variant")
 args = parser.parse_args()
 
-TOKENS, VOCABULARY, WARM_UP = 1024, 50304, 6
+TOKENS, VOCABULARY = (32, 512) if args.size == "tiny" else (1024, 50304)
+WARM_UP = 6
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo")
 there = "cuda" if torch.cuda.is_available() else "cpu"

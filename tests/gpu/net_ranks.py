@@ -72,13 +72,13 @@ def survive(rank: int, folder: Path) -> dict[str, Any]:
     end = time.monotonic() + DEADLINE_S
     tensor = torch.ones(1 << 20, device="cuda")
     while not error and time.monotonic() < end:
-        work = dist.all_reduce(tensor, async_op=True)
-        (folder / f"looping-{rank}").touch()
-        while not work.is_completed() and not error and time.monotonic() < end:
-            failure = work.exception() if hasattr(work, "exception") else None
-            state = backend.get_error() if hasattr(backend, "get_error") else None
-            error = str(failure or "") or ("remote" if "REMOTE" in str(state) else "")
-            time.sleep(0.01)
+        try:
+            work = dist.all_reduce(tensor, async_op=True)
+            (folder / f"looping-{rank}").touch()
+            while not work.is_completed() and time.monotonic() < end:
+                time.sleep(0.01)
+        except dist.DistBackendError as failure:
+            error = str(failure)
     backend.abort()
     alive = float(torch.ones(1000, device="cuda").sum().item()) == 1000.0
     return {"error": error, "alive_after_abort": alive}

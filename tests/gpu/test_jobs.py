@@ -6,6 +6,7 @@ each of them.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -102,6 +103,26 @@ def test_planned_migration(
     job.finish()
     seen = verdict.identical(job, expected.result(), faults=1, incidents=1)
     assert [i["trigger"] for i in seen] == ["planned"]
+
+
+def test_a_network_that_gives_up_costs_no_step(
+    start: Start, reference: Reference, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All paths between a rank and the others are cut for longer than the plugin waits: NCCL's own
+    error, seen while the device is waited for, ends in new communicators and no lost step."""
+    monkeypatch.setenv("KEEPSTEP_NET_PATHS", "127.0.0.1,127.0.0.2")
+    monkeypatch.setenv("KEEPSTEP_NET_DEADLINE_S", "2")
+    args = [*STEPS, "--layout", "ddp", "--slow", "yes", "--control"]
+    expected = reference(3, *args)
+    job = start("--net=tcp", "--nproc-per-node", "3", "--spares", "1", script_args=args)
+    job.until_step(3)
+    (control,) = job.out.glob("control-1-*")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        for path in range(2):
+            sock.sendto(f"cut {path}".encode(), str(control))
+    job.until(lambda status: job.incidents(), "an incident")
+    job.finish()
+    assert verdict.identical(job, expected.result(), faults=1)
 
 
 def test_compiled_step(start: Start, reference: Reference, verdict: Verdict) -> None:

@@ -37,6 +37,7 @@ parser.add_argument("--optimizer", default="fused", choices=["fused", "foreach"]
 parser.add_argument("--scaler", action="store_true", help="a GradScaler that skips step 5")
 parser.add_argument("--compile", action="store_true")
 parser.add_argument("--graph", action="store_true", help="replay a CUDA graph in the step")
+parser.add_argument("--control", action="store_true", help="the network plugin takes orders")
 parser.add_argument("--width", type=int, default=256)
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--steps-per-epoch", type=int, default=8)
@@ -49,6 +50,8 @@ torch.use_deterministic_algorithms(True)
 if args.device == "cuda":
     torch.cuda.set_device(0)
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+if args.control:
+    os.environ["KEEPSTEP_NET_CONTROL"] = f"{args.out}/control-{rank}-{os.getpid()}"
 dist.init_process_group(args.backend or None)
 seed: list[Any] = [1234 + 7 * rank]
 dist.broadcast_object_list(seed, src=0)

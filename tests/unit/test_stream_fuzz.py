@@ -185,8 +185,8 @@ def test_a_blob_server_answers_every_request_and_only_with_the_token(
 
 def served(parts: Iterable[bytes]) -> bytes:
     """What a rank's state server says to a peer that sends `parts`."""
-    transfer = pytest.importorskip("keepstep.worker.transfer")
-    server = object.__new__(transfer.StateServer)
+    serving = pytest.importorskip("keepstep.worker.serving")
+    server = object.__new__(serving.StateServer)
     server._token, server._tick, server._lock = "the-token", 3, threading.Lock()
     server._connections = set()
     ours, theirs = socket.socketpair()

@@ -18,8 +18,10 @@ from torch import nn
 from keepstep.errors import KeepstepError, PermanentError, UsageError
 from keepstep.model.messages import Address, Source
 from keepstep.worker import transfer
+from keepstep.worker.pieces import Pieces
+from keepstep.worker.serving import StateServer
 from keepstep.worker.state import StateSet, registered
-from keepstep.worker.transfer import StateServer, pull
+from keepstep.worker.transfer import pull
 
 torch.set_num_threads(1)  # as in the processes that serve: sums depend on it
 
@@ -53,8 +55,11 @@ def server() -> Iterator[StateServer]:
     made.close()
 
 
-@pytest.fixture(params=["memory", "socket"])
+@pytest.fixture(params=["memory", "socket", "device"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of a device all is tested here but the device: the same operations on the CPU."""
+    if request.param == "device":
+        monkeypatch.setattr(transfer, "_lands_on_device", lambda tensor: True)
     if request.param == "socket":
         monkeypatch.setattr(transfer, "_memory_is_readable", lambda opened: False)
     return str(request.param)
@@ -92,7 +97,7 @@ def test_wrong_tick_or_token_is_refused(
 def test_corruption_is_found_by_the_digests(
     server: StateServer, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = "from_memory" if path == "memory" else "from_socket"
+    name = {"memory": "from_memory", "socket": "from_socket", "device": "to_device"}[path]
     original = getattr(transfer._Link, f"_{name}")
     fired = []
 
@@ -107,12 +112,27 @@ def test_corruption_is_found_by_the_digests(
     assert fired and caught.value.rank == 2
 
 
-def test_a_source_whose_memory_changes_is_found(server: StateServer, path: str) -> None:
-    pull([source(server)], TICK, TOKEN, make(2))  # digests are known now
-    with torch.no_grad():
-        server._export.tensors["model/net/0.weight"][3, 3] += 1
+def test_a_source_whose_memory_changes_is_found(
+    server: StateServer, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change() -> None:
+        with torch.no_grad():
+            server._export.tensors["model/net/0.weight"][3, 3] += 1
+
+    if path == "device":
+        digest = Pieces.digest
+
+        def digest_then_change(self: Pieces, block: torch.Tensor) -> bytes:
+            found = digest(self, block)
+            change()
+            return found
+
+        monkeypatch.setattr(Pieces, "digest", digest_then_change)
+    else:
+        pull([source(server)], TICK, TOKEN, make(2))  # digests are known now
+        change()
     with pytest.raises(transfer.DigestMismatch, match=r"0\.weight"):
-        pull([source(server)], TICK, TOKEN, make(2))
+        pull([source(server)], TICK, TOKEN, make(2), batch_bytes=1)
 
 
 def test_another_model_is_refused_by_name(server: StateServer) -> None:

@@ -13,6 +13,7 @@ import pytest
 from keepstep.model import messages as m
 from keepstep.model import wire
 from keepstep.worker import channel as channel_module
+from keepstep.worker import cuda, faults
 from keepstep.worker import seat as seat_module
 from keepstep.worker.channel import Channel
 from keepstep.worker.page import Page
@@ -131,3 +132,24 @@ def test_groups_of_a_later_attempt_outlive_the_release_of_an_older_one(
     stager.discard(below=2)
     assert stager.take(2) is built[2]
     built[2].discard.assert_not_called()
+
+
+class Never:
+    def query(self) -> bool:
+        return False
+
+
+def test_waiting_for_a_device_ends_when_its_communicator_has_failed() -> None:
+    before = cuda._trouble
+    cuda.ask_in_waits(lambda: "NCCL: remote process exited or there was a network error")
+    try:
+        with pytest.raises(ConnectionResetError, match="network error") as caught:
+            cuda.wait_for(Never(), lambda: False)
+    finally:
+        cuda.ask_in_waits(before)
+    assert faults.classify(caught.value) == "comm"
+
+
+def test_waiting_for_a_device_ends_with_an_abort() -> None:
+    with pytest.raises(ConnectionAbortedError):
+        cuda.wait_for(Never(), lambda: True)

@@ -31,7 +31,10 @@ home: torch.device | None = None
 # Held by whoever makes others wait for the device, or the device wait for the host (guard.py).
 exclusive = threading.Lock()
 
+LOOK_S = 50e-3  # between two questions whether a communicator has failed
+
 _event: Any = None
+_trouble: Callable[[], str] = str  # nothing: ""
 
 
 def settle_in(parameters: Iterable[torch.Tensor]) -> None:
@@ -40,9 +43,15 @@ def settle_in(parameters: Iterable[torch.Tensor]) -> None:
     home = next((p.device for p in parameters if p.device.type == "cuda"), None)
 
 
+def ask_in_waits(trouble: Callable[[], str]) -> None:
+    """Why what is waited for will never happen, or nothing."""
+    global _trouble
+    _trouble = trouble
+
+
 def wait_for_queue(stop: Callable[[], bool]) -> None:
     """Until all that is queued on the current stream is done. ConnectionAbortedError if `stop`
-    says so before that."""
+    says so before that, ConnectionResetError if a communicator has failed."""
     global _event
     if home is None:
         return
@@ -58,11 +67,19 @@ def new_event() -> Any:
 
 
 def wait_for(event: Any, stop: Callable[[], bool]) -> None:
-    spin_until = time.perf_counter() + SPIN_S
+    began = time.perf_counter()
+    spin_until, look_at = began + SPIN_S, began + LOOK_S
     while not event.query():
         if stop():
             raise ConnectionAbortedError("aborted while the device was at work")
-        if time.perf_counter() > spin_until:
+        now = time.perf_counter()
+        if now > look_at:
+            look_at = now + LOOK_S
+            if reason := _trouble():
+                raise ConnectionResetError(
+                    f"Connection lost while the device was at work: {reason}"
+                )
+        if now > spin_until:
             time.sleep(PAUSE_S)
 
 

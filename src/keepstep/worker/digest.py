@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import torch
 
-SCRATCH_BYTES = 64 << 20
+SCRATCH_BYTES = 32 << 20
 _TEMPORARIES = 4  # words that were not aligned, words with their places, shifted ones, one spare
-CHUNK_WORDS = SCRATCH_BYTES // 8 // _TEMPORARIES - 4096  # which leaves room for the sums
+# Blocks of the device's allocator may be a MiB larger than asked for; the sums are small.
+CHUNK_WORDS = SCRATCH_BYTES // 8 // _TEMPORARIES - (9 << 14)
 
 
 def _signed(word: int) -> int:

@@ -5,7 +5,9 @@ with several communicators for kernels of the others, so all are aborted at the 
 a thread of its own. What does not come back in time ends the process (cuda.deadline).
 
 Detection never relies on torch's watchdog: whoever waits for a dead peer waits until the agents'
-Abort. The environment set in __main__.py keeps the watchdog from ending the process meanwhile.
+Abort. A communicator that has failed by itself (its network gave up) is asked for that while its
+kernels are waited for: they would wait for ever. The environment set in __main__.py keeps the
+watchdog from ending the process meanwhile.
 
 ncclCommInitRank cannot be interrupted. So a backend first waits in the store, where it can, until
 all members are there; if one of them dies in the fraction of a second that connecting then takes,
@@ -15,16 +17,20 @@ the thread that builds may stay behind in it. It holds nothing that anybody else
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
 
 from keepstep.worker import cuda
+
+NCCL_SUCCESS, NCCL_IN_PROGRESS = 0, 7
 
 RealNccl: Any = getattr(c10d, "ProcessGroupNCCL", None)
 
@@ -59,6 +65,7 @@ def build(store: Any, rank: int, size: int, chosen: Any) -> Any:
     global used
     used = True
     backend = RealNccl(store, rank, size, chosen)
+    cuda.ask_in_waits(failed)
     with _lock:
         _backends[id(backend)] = backend
     return backend
@@ -94,6 +101,36 @@ def touch(backend: Any, stop: Callable[[], bool]) -> None:
         done = cuda.new_event()
         done.record()
         cuda.wait_for(done, stop)
+
+
+@cache
+def _library() -> Any:
+    """The one that torch has loaded; None: it is part of torch, and cannot be asked."""
+    try:
+        library = ctypes.CDLL("libnccl.so.2")
+        library.ncclGetErrorString.restype = ctypes.c_char_p
+        library.ncclCommGetAsyncError.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)]
+    except (OSError, AttributeError):
+        return None
+    return library
+
+
+def failed() -> str:
+    """What is wrong with a communicator that nobody has begun to abort."""
+    library = _library()
+    with _lock:  # an abort can not begin meanwhile, and free what is asked
+        for key, backend in _backends.items() if library is not None else ():
+            pointer = getattr(backend, "_comm_ptr", None)
+            if key in _aborts or pointer is None:
+                continue
+            error = ctypes.c_int(0)
+            with contextlib.suppress(RuntimeError):  # not connected yet
+                if library.ncclCommGetAsyncError(pointer(), ctypes.byref(error)) != 0:
+                    continue
+            if error.value not in (NCCL_SUCCESS, NCCL_IN_PROGRESS):
+                words = library.ncclGetErrorString(error.value).decode(errors="replace")
+                return f"NCCL: {words}"
+    return ""
 
 
 def abort() -> None:

@@ -26,7 +26,7 @@ from keepstep.errors import KeepstepError, LocalProtocolError, UsageError
 from keepstep.model import messages as m
 from keepstep.worker import checkpoint, cuda, faults, groups
 from keepstep.worker.seat import Seat
-from keepstep.worker.transfer import StateServer
+from keepstep.worker.serving import StateServer
 
 FAILURE_AGAIN_S = 5.0
 

@@ -68,6 +68,7 @@ class Exported:
 @dataclass
 class _Import:
     metas: list[dict[str, Any]]
+    on_device: bool  # bytes may arrive on a GPU
     provider: dict[str, int] = field(default_factory=dict)  # class -> which of the metas
     missing: set[str] = field(default_factory=set)
     # where bytes arrive, and where they belong if that is another tensor
@@ -248,8 +249,11 @@ class StateSet:
 
     # -- import
 
-    def prepare_import(self, metas: bytes | list[bytes]) -> dict[str, Tensor]:
-        """CPU tensors, each one dense block laid out as in the source, to be filled.
+    def prepare_import(
+        self, metas: bytes | list[bytes], *, on_device: bool = False
+    ) -> dict[str, Tensor]:
+        """Tensors, each one dense block laid out as in the source, to be filled: on the CPU, or
+        where they belong.
 
         Each class of this rank is taken from the first of `metas` that has it. What none of them
         has is named in `missing`, and is to be restored in another way."""
@@ -257,7 +261,7 @@ class StateSet:
         own = self._model_tensors()
         shards.note_meshes(own.values())
         self.replicas.wrapped_by_ddp(self._ddp())
-        pending = _Import(parsed)
+        pending = _Import(parsed, on_device)
         pending.provider = _providers(parsed)
         for name, tensor in own.items():
             name_class = self.replicas.of(tensor)
@@ -291,7 +295,7 @@ class StateSet:
         pending.described[name] = described
         pending.of[name] = entry[5]
         same = described is not None or place.stride() == stride
-        if place.device.type == "cpu" and same and dense(place):
+        if (place.device.type == "cpu" or pending.on_device) and same and dense(place):
             pending.landing[name] = place
         elif described is not None:
             pending.landing[name] = torch.empty(place.shape, dtype=dtype)

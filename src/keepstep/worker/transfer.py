@@ -1,16 +1,11 @@
 """Moving a rank's state from held ranks to a newcomer.
 
-A held rank opens a StateServer; a newcomer pulls. One connection per source and stream:
-
-    Open(token, tick)   -> Opened(meta, layout, pid, probe, addresses)   or Refused
-    Fetch(names)        -> Fetched(sizes), raw bytes, Digests
-    Check(names)        -> Digests
-
-The tensors are split into batches (small ones packed together) that the streams take from one queue
-per class, so that faster sources serve more. On the same host the newcomer reads the source's
-memory with process_vm_readv and asks only for the digests; whether "the same host" is true is
-tested by reading a random probe, because process numbers mean nothing across containers. Every
-tensor is hashed (xxh3_128) on both ends.
+A held rank opens a StateServer (serving.py); a newcomer pulls. The tensors are split into batches
+(small ones packed together) that the streams take from one queue per class, so that faster sources
+serve more. On the same host the newcomer reads the source's memory with process_vm_readv and asks
+only for the digests; whether "the same host" is true is tested by reading a random probe, because
+process numbers mean nothing across containers. What belongs on a GPU goes there while it arrives.
+Every tensor is hashed on both ends: on the device where it is on one.
 
 A source that is lost gives its unfinished batches back to the others. Tensors of registered
 objects come from the source whose meta is used: their number may differ between ranks.
@@ -18,36 +13,45 @@ objects come from the source whose meta is used: their number may differ between
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import hmac
 import os
 import socket
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import torch
 import xxhash
 
-from keepstep.adapters.transport.blocking import shut
 from keepstep.errors import PermanentError, RemoteProtocolError, TransientError
-from keepstep.model import wire
-from keepstep.model.messages import Address, Message, Source
-from keepstep.worker import gloo, peers, vm
-from keepstep.worker.state import Exported, StateSet, dense, describe, memory, on_cpu
+from keepstep.model.messages import Source
+from keepstep.worker import cuda, peers, vm
+from keepstep.worker.digest import digest
+from keepstep.worker.pieces import Pieces, raw, receive_into
+from keepstep.worker.serving import (
+    SILENCE_S,
+    Check,
+    Digests,
+    Fetch,
+    Fetched,
+    Open,
+    Opened,
+    Refused,
+    of_one_source,
+    read_frame,
+    replies,
+    send,
+)
+from keepstep.worker.state import StateSet, memory
 from keepstep.worker.statefile import DigestMismatch, read_file, write_file
 
-__all__ = ["DigestMismatch", "PullResult", "SourceLost", "SourceRefused", "StateServer"]
+__all__ = ["DigestMismatch", "PullResult", "SourceLost", "SourceRefused"]
 __all__ += ["pull", "read_file", "write_file"]
 
 BATCH_BYTES = 8 << 20
 PIECE_BYTES = 1 << 20  # copied and hashed while it is in the cache
 STREAMS_MAX = 4
-SILENCE_S = 15.0
 
 
 class SourceLost(TransientError):
@@ -66,211 +70,6 @@ class SourceRefused(PermanentError):
 
 class NotReplicas(PermanentError):
     """Tensors that were taken to be the same on all ranks are not."""
-
-
-class Open(Message, frozen=True):
-    token: str
-    tick: int
-
-
-class Fetch(Message, frozen=True):
-    names: list[str]
-
-
-class Check(Message, frozen=True):
-    names: list[str]
-
-
-class Opened(Message, frozen=True):
-    meta: bytes
-    layouts: dict[str, bytes]  # class -> digest of names, dtypes, shapes and strides in it
-    pid: int
-    probe: bytes
-    probe_at: int
-    addresses: dict[str, int]  # of tensors that can be read where they are
-
-
-class Fetched(Message, frozen=True):
-    sizes: list[int]
-
-
-class Digests(Message, frozen=True):
-    digests: list[bytes]
-
-
-class Refused(Message, frozen=True):
-    error: str
-
-
-_requests = msgspec.msgpack.Decoder(Open | Fetch | Check)
-_replies = msgspec.msgpack.Decoder(Opened | Fetched | Digests | Refused)
-
-
-def _send(sock: socket.socket, message: Message) -> None:
-    sock.sendall(wire.frame(message))
-
-
-def _receive(sock: socket.socket, into: memoryview) -> None:
-    done = 0
-    while done < len(into):
-        got = sock.recv_into(into[done:])
-        if got == 0:
-            raise ConnectionError("closed by the peer")
-        done += got
-
-
-def _read_frame(sock: socket.socket, decoder: Any, limit: int = wire.FRAME_BYTES_MAX) -> Any:
-    header = bytearray(wire.HEADER.size)
-    _receive(sock, memoryview(header))
-    body = bytearray(wire.body_length(bytes(header), limit))
-    _receive(sock, memoryview(body))
-    return wire.decode(decoder, bytes(body))
-
-
-def _layouts(export: Exported) -> dict[str, bytes]:
-    """Ranks that have a class in common must agree about all of it, but for registered objects."""
-    digests: dict[str, Any] = {}
-    for name, tensor in export.tensors.items():
-        digest = digests.setdefault(export.classes[name], xxhash.xxh3_128())
-        if not _of_one_source(name):
-            digest.update(f"{name} {describe(tensor)}\n".encode())
-    return {name: digest.digest() for name, digest in digests.items()}
-
-
-def _of_one_source(name: str) -> bool:
-    """Fits only the meta it came with."""
-    return name.startswith("object/") or "/group/" in name
-
-
-# ---------------------------------------------------------------------------------------- source
-
-
-class StateServer:
-    """Serves one export while the rank holds still. Memory is only read."""
-
-    def __init__(self, bind_host: str, token: str, export: Exported, tick: int) -> None:
-        self._token, self._tick, self._export = token, tick, export
-        self._ready = {
-            name: tensor.detach()
-            for name, tensor in export.tensors.items()
-            if tensor.device.type == "cpu" and dense(tensor)
-        }
-        self._layouts = _layouts(export)
-        self._probe = ctypes.create_string_buffer(os.urandom(16), 16)
-        self._digests: dict[str, bytes] = {}
-        self._lock = threading.Lock()
-        self._connections: set[socket.socket] = set()
-        self._threads: list[threading.Thread] = []
-        self._closed = False
-        self._listener = gloo.listen(bind_host)
-        self.address = Address(bind_host, self._listener.getsockname()[1])
-        vm.let_others_read(True)
-        self._spawn(self._accept)
-
-    def _spawn(self, target: Callable[..., None], *args: Any) -> None:
-        thread = threading.Thread(target=target, args=args, name="keepstep-state", daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            try:
-                connection = peers.accepted(connection)
-            except OSError:
-                continue  # gone already
-            with self._lock:
-                if self._closed:
-                    connection.close()
-                    return
-                self._connections.add(connection)
-            self._spawn(self._serve, connection)
-
-    def _serve(self, sock: socket.socket) -> None:
-        with contextlib.suppress(OSError, RemoteProtocolError), sock:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.settimeout(SILENCE_S * 4)  # a client that waits for another source says nothing
-            peers.greet(sock)
-            if not self._open(sock):
-                return
-            while True:
-                request = _read_frame(sock, _requests)
-                unknown = set(getattr(request, "names", [])) - self._export.tensors.keys()
-                if unknown or isinstance(request, Open):
-                    _send(sock, Refused(error=f"unknown tensors {sorted(unknown)[:3]}"))
-                    return
-                if isinstance(request, Fetch):
-                    self._send_tensors(sock, request.names)
-                _send(sock, Digests(digests=[self._digest(name) for name in request.names]))
-        with self._lock:
-            self._connections.discard(sock)
-
-    def _open(self, sock: socket.socket) -> bool:
-        request = _read_frame(sock, _requests, limit=4096)  # nothing is known about the peer yet
-        right = isinstance(request, Open) and hmac.compare_digest(
-            request.token.encode(), self._token.encode()
-        )
-        if not right:
-            _send(sock, Refused(error="wrong token"))
-            return False
-        if request.tick != self._tick:
-            _send(sock, Refused(error=f"holds tick {self._tick}, not {request.tick}"))
-            return False
-        addresses = {name: tensor.data_ptr() for name, tensor in self._ready.items()}
-        opened = Opened(
-            meta=self._export.meta,
-            layouts=self._layouts,
-            pid=os.getpid(),
-            probe=self._probe.raw,
-            probe_at=ctypes.addressof(self._probe),
-            addresses=addresses,
-        )
-        _send(sock, opened)
-        return True
-
-    def _tensor(self, name: str) -> torch.Tensor:
-        ready = self._ready.get(name)
-        if ready is None:  # on a GPU, or not one block: copied when asked for
-            ready = self._ready[name] = on_cpu(self._export.tensors[name])
-        return ready
-
-    def _digest(self, name: str) -> bytes:
-        if name not in self._digests:
-            self._digests[name] = xxhash.xxh3_128_digest(memory(self._tensor(name)))
-        return self._digests[name]
-
-    def _send_tensors(self, sock: socket.socket, names: list[str]) -> None:
-        views = [memory(self._tensor(name)) for name in names]
-        _send(sock, Fetched(sizes=[len(view) for view in views]))
-        packed = bytearray()
-        for view in views:
-            if len(view) < 64 << 10:
-                packed += view
-                continue
-            sock.sendall(packed)
-            packed = bytearray()
-            sock.sendall(view)
-        sock.sendall(packed)
-
-    def close(self) -> None:
-        """Afterwards nothing here looks at the tensors any more."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            connections = list(self._connections)
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for connection in connections:
-            shut(connection)
-        for thread in self._threads:
-            thread.join(SILENCE_S)
-        vm.let_others_read(False)
-        self._ready.clear()
 
 
 # ------------------------------------------------------------------------------- reading memory
@@ -303,15 +102,16 @@ class _Link:
         self.sock = peers.connect(source.serve, timeout_s)
         try:
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _send(self.sock, Open(token=token, tick=tick))
+            send(self.sock, Open(token=token, tick=tick))
             self.opened: Opened = self._reply(Opened)
         except BaseException:
             self.sock.close()
             raise
         self.direct = _memory_is_readable(self.opened)
+        self._pieces: Pieces | None = None
 
     def _reply(self, kind: type[Any]) -> Any:
-        reply = _read_frame(self.sock, _replies)
+        reply = read_frame(self.sock, replies)
         if isinstance(reply, Refused):
             raise SourceRefused(self.rank, f"rank {self.rank} refused the copy: {reply.error}")
         if not isinstance(reply, kind):
@@ -319,50 +119,65 @@ class _Link:
         return reply
 
     def copy(self, names: list[str], landing: dict[str, torch.Tensor]) -> int:
+        on_device = [name for name in names if _lands_on_device(landing[name])]
+        rest = [name for name in names if not _lands_on_device(landing[name])]
         addresses = self.opened.addresses
-        near = [name for name in names if self.direct and name in addresses]
-        far = [name for name in names if not (self.direct and name in addresses)]
-        copied = 0
-        for wanted, fetch in ((near, False), (far, True)):
-            if not wanted:
-                continue
-            views = [memory(landing[name]) for name in wanted]
-            if fetch:
-                _send(self.sock, Fetch(names=wanted))
-                digests = self._from_socket(views)
-            else:
-                _send(self.sock, Check(names=wanted))  # hashed there while we copy and hash here
-                digests = [
-                    self._from_memory(addresses[name], view)
-                    for name, view in zip(wanted, views, strict=True)
-                ]
-            theirs = self._reply(Digests).digests
-            for name, here, there in zip(wanted, digests, theirs, strict=True):
-                if here != there:
-                    raise DigestMismatch(
-                        self.rank, f"{name} from rank {self.rank} arrived with another digest"
-                    )
-            copied += sum(len(view) for view in views)
-        return copied
+        near = [name for name in rest if self.direct and name in addresses]
+        far = [name for name in rest if not (self.direct and name in addresses)]
+        if near:
+            send(self.sock, Check(names=near))  # hashed there while we copy and hash here
+            self._agree(near, [self._from_memory(addresses[n], memory(landing[n])) for n in near])
+        if far:
+            send(self.sock, Fetch(names=far))
+            self._agree(far, self._from_socket([memory(landing[name]) for name in far]))
+        if on_device:
+            send(self.sock, Fetch(names=on_device, device=True))
+            label = on_device[0] + f" and {len(on_device) - 1} more" * (len(on_device) > 1)
+            self._agree([label], [self._to_device([landing[name] for name in on_device])])
+        return sum(landing[name].nbytes for name in names)
 
-    def digests(self, names: list[str]) -> list[bytes]:
-        _send(self.sock, Check(names=names))
+    def _agree(self, names: list[str], here: list[bytes]) -> None:
+        theirs = self._reply(Digests).digests
+        for name, mine, there in zip(names, here, theirs, strict=True):
+            if mine != there:
+                raise DigestMismatch(
+                    self.rank, f"{name} from rank {self.rank} arrived with another digest"
+                )
+
+    def digests(self, names: list[str], device: bool) -> list[bytes]:
+        send(self.sock, Check(names=names, device=device))
         found: list[bytes] = self._reply(Digests).digests
         return found
 
     def _from_socket(self, views: list[memoryview]) -> list[bytes]:
-        fetched: Fetched = self._reply(Fetched)
-        if fetched.sizes != [len(view) for view in views]:
-            raise RemoteProtocolError(f"rank {self.rank} has tensors of other sizes")
+        self._announced([len(view) for view in views])
         digests = []
         for view in views:
             digest = xxhash.xxh3_128()
             for start in range(0, len(view), PIECE_BYTES):
                 piece = view[start : start + PIECE_BYTES]
-                _receive(self.sock, piece)
+                receive_into(self.sock, piece)
                 digest.update(piece)
             digests.append(digest.digest())
         return digests
+
+    def _announced(self, sizes: list[int]) -> None:
+        fetched: Fetched = self._reply(Fetched)
+        if fetched.sizes != sizes:
+            raise RemoteProtocolError(f"rank {self.rank} has tensors of other sizes")
+
+    def _to_device(self, tensors: list[torch.Tensor]) -> bytes:
+        sizes = [tensor.nbytes for tensor in tensors]
+        self._announced(sizes)
+        pieces = self._pieces = self._pieces or Pieces(tensors[0].device)
+        with pieces.turn():
+            alone = len(tensors) == 1
+            block = raw(tensors[0]) if alone else pieces.empty(sum(sizes))
+            pieces.receive(self.sock, block)
+            if not alone:
+                for tensor, part in zip(tensors, torch.split(block, sizes), strict=True):
+                    raw(tensor).copy_(part)
+            return pieces.digest(block)
 
     def _from_memory(self, remote: int, view: memoryview) -> bytes:
         digest = xxhash.xxh3_128()
@@ -372,6 +187,10 @@ class _Link:
             vm.read(self.opened.pid, remote + start, local + start, length)
             digest.update(view[start : start + length])
         return digest.digest()
+
+
+def _lands_on_device(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "cpu"
 
 
 @dataclass
@@ -408,14 +227,15 @@ def pull(
     remaining = sorted(sources, key=lambda s: -len(wanted.intersection(s.classes or wanted)))
     while True:
         links = _open(remaining, wanted, tick, token, timeout_s)
-        landing = state.prepare_import([link.opened.meta for link in links])
+        landing = state.prepare_import([link.opened.meta for link in links], on_device=True)
+        cuda.drain()  # nothing that made these tensors comes after the copies
         layouts: dict[str, bytes] = {}
         for link in links:
             layouts = {**link.opened.layouts, **layouts}
         work = _Work(landing, layouts)
         first = links[0]
         try:
-            own = [name for name in landing if _of_one_source(name)]
+            own = [name for name in landing if of_one_source(name)]
             work.count(first.rank, first.copy(own, landing))
         except OSError:  # only this source's objects fit its meta: begin again with another
             for link in links:
@@ -466,7 +286,7 @@ def _queues(
     filled: Counter[str] = Counter()
     by_size = sorted(landing.items(), key=lambda item: -item[1].nbytes)
     for name, tensor in by_size:
-        if _of_one_source(name):
+        if of_one_source(name):
             continue
         queue = queues.setdefault(of[name], deque())
         if tensor.nbytes >= batch_bytes:
@@ -529,14 +349,19 @@ def _compare(
     others += [s for s in sources if s.rank in work.used and len(work.used) > 1]
     if not names or not others:
         return
+    names.sort(key=lambda name: _lands_on_device(work.landing[name]))
+    on_device = [name for name in names if _lands_on_device(work.landing[name])]
+    on_host = names[: len(names) - len(on_device)]
+    mine = [xxhash.xxh3_128_digest(memory(work.landing[name])) for name in on_host]
+    mine += [digest(raw(work.landing[name])) for name in on_device]
     try:
         link = _Link(others[0], token, tick, timeout_s)
         with link.sock:
-            theirs = link.digests(names)
+            theirs = link.digests(on_host, False) + link.digests(on_device, True)
     except OSError:
         return  # its loss is somebody else's business
-    for name, there in zip(names, theirs, strict=True):
-        if xxhash.xxh3_128_digest(memory(work.landing[name])) != there:
+    for name, here, there in zip(names, mine, theirs, strict=True):
+        if here != there:
             raise NotReplicas(
                 f"{name} differs between ranks (rank {link.rank} has another one than ranks "
                 f"{sorted(work.used)}), and nothing says how it is spread",
