@@ -247,7 +247,7 @@ class Images:
 
     def _offload(self, request: ImageGet, inspected: Inspected) -> int:
         """Nanoseconds that it took; nobody is kept waiting for parts that do not come."""
-        parts = self._parts.pop(request.rank, None) or Future()
+        parts = self._parts.get(request.rank) or Future()  # others may ask for it later
         folder, took_ns = None, 0
         try:
             if inspected.device:
