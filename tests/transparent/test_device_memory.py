@@ -56,6 +56,7 @@ def right(it: Any, world: int) -> None:
     assert output.count("device memory is right") == world, output[-3000:]
 
 
+@pytest.mark.always
 @pytest.mark.timeout(290)
 def test_device_memory_goes_along(
     launch: Launch, reference: Reference, verdict: Verdict, cuda: Cuda
