@@ -153,6 +153,8 @@ def test_gpus_that_cannot_be_moved_are_named(
     assert "amdgpu plugin was never run" in said
     old = msgspec.structs.replace(WITH_GPU, gpu_trouble="the driver is too old")
     assert preflight.gpu_trouble(os.getpid(), "cuda", old) == ["GPU: the driver is too old"]
+    (said,) = preflight.gpu_trouble(os.getpid(), "cuda", WITH_GPU, size=1 << 60)
+    assert "of memory are needed there" in said
     (tmp_path / "control").touch()
     monkeypatch.setattr(preflight, "MPS_FOLDER", str(tmp_path))
     (said,) = preflight.gpu_trouble(os.getpid(), "cuda", WITH_GPU)

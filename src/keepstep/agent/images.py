@@ -160,7 +160,15 @@ class Images:
             reply: ImageReply = self._look(worker, inspected)
         except KeepstepError as error:
             reply = ImageRefused(error=str(error))
+            if isinstance(request, ImageGet):
+                self._no_parts(request.rank, error)
         connection.sendall(frame(reply))
+
+    def _no_parts(self, rank: int, error: KeepstepError) -> None:
+        """Nobody is kept waiting for what does not come."""
+        parts = self._parts.get(rank)
+        if parts is not None and not parts.done():
+            parts.set_exception(error)
 
     def _pass_pages(self, connection: socket.socket, rank: int) -> None:
         """Until the dump that needs this line is over, or none comes."""
@@ -223,7 +231,7 @@ class Images:
         offenders = [*inspected.foreign, *found.offenders]
         host = preflight.host()
         if inspected.device:
-            offenders += preflight.gpu_trouble(pid, inspected.device, host)
+            offenders += preflight.gpu_trouble(pid, inspected.device, host, inspected.gpu_bytes)
             if not offenders:
                 self._helper(worker.name)  # its driver starts while training goes on
         return ImageFacts(
@@ -246,26 +254,27 @@ class Images:
         return helper
 
     def _offload(self, request: ImageGet, inspected: Inspected) -> int:
-        """Nanoseconds that it took; nobody is kept waiting for parts that do not come."""
-        parts = self._parts.get(request.rank) or Future()  # others may ask for it later
+        """Nanoseconds that it took."""
+        if inspected.device and not request.gpu:
+            raise TransientError("it uses a GPU, and did not when it was looked at")
         folder, took_ns = None, 0
-        try:
-            if inspected.device:
-                worker, said = self._exchange(
-                    request.rank,
-                    lambda number: Offload(number=number, generation=request.generation),
-                    request.seconds_max,
-                )
-                assert isinstance(said, Offloaded)
-                took_ns = said.took_ns
-                if said.error:
-                    logger.warning("%s: %s; its driver does it", worker.name, said.error)
-                elif said.moved:
-                    folder = Path(f"/proc/{self._inner(worker)}/root{PARTS_FOLDER}")
+        if inspected.device:
+            worker, said = self._exchange(
+                request.rank,
+                lambda number: Offload(
+                    number=number, generation=request.generation, move=request.parts
+                ),
+                request.seconds_max,
+            )
+            assert isinstance(said, Offloaded)
+            took_ns = said.took_ns
+            if said.error:
+                logger.warning("%s: %s; its driver does it", worker.name, said.error)
+            elif said.moved:
+                folder = Path(f"/proc/{self._inner(worker)}/root{PARTS_FOLDER}")
+        parts = self._parts.get(request.rank)
+        if parts is not None and not parts.done():
             parts.set_result(folder)
-        except KeepstepError as error:
-            parts.set_exception(error)
-            raise
         return took_ns
 
     def _thaw(self, worker: str, pid: int) -> None:

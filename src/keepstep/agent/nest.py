@@ -322,6 +322,8 @@ class Standby:
                 rank=self._rank,
                 generation=generation,
                 seconds_max=min(max(stall_s, DUMP_S_MIN), DUMP_S_MAX) + size / DUMP_BYTES_PER_S,
+                gpu=facts is not None and bool(facts.gpu),
+                parts=facts is not None and facts.offloads,
             )
             line.sendall(wire.frame(ask))
             frames = Frames(line, _replies)

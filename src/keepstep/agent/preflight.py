@@ -252,14 +252,17 @@ def _descriptors(pid: int) -> Iterator[tuple[int, str]]:
                 yield int(number), os.readlink(f"/proc/{pid}/fd/{number}")
 
 
-def gpu_trouble(pid: int, device: str, here: Host) -> list[str]:
-    """Why the GPU's part of this process cannot be moved, from the looks of it."""
+def gpu_trouble(pid: int, device: str, here: Host, size: int = 0) -> list[str]:
+    """Why the GPU's part of this process, `size` bytes, cannot be moved, from the looks of it."""
     if device == "hip":
         return [f"{_who(pid)} uses {AMD}"]
     found = [f"GPU: {here.gpu_trouble}"] if here.gpu_trouble else []
     folder = _environment(pid).get("CUDA_MPS_PIPE_DIRECTORY", MPS_FOLDER)
     if os.path.exists(f"/proc/{pid}/root{folder}/control"):
         found.append(f"an MPS server shares its GPU out ({folder})")
+    need, memory = int(size * SPARE_SHARE), free()[0]
+    if memory < need:  # it lands in memory, whoever moves it
+        found.append(f"{need >> 20} MiB of memory are needed there, {memory >> 20} MiB are free")
     return found
 
 

@@ -36,6 +36,8 @@ class ImageGet(Message, frozen=True):
     rank: int
     generation: int  # for which it holds; once it was told that this is over, it is not stopped
     seconds_max: float
+    gpu: bool  # whoever asks is prepared for a process that has one in use
+    parts: bool  # ... and has asked for what the process can move itself
 
 
 class ImagePages(Message, frozen=True):

@@ -113,7 +113,8 @@ class Failure(Message, frozen=True):
     """A rank's main thread raised outside any known incident. Reports follow after Abort."""
 
     generation: int
-    error_kind: Literal["comm", "device", "user"]
+    # undone: it held for a move that was undone, and has no connections any more
+    error_kind: Literal["comm", "device", "user", "undone"]
     error: str
     version: int
 
@@ -479,11 +480,13 @@ class Inspect(Message, frozen=True):
 
 
 class Offload(Message, frozen=True):
-    """Transparent: this rank, which holds, is about to be dumped. What it has on the GPU goes into
-    files where its agent finds them (keepstep.model.image), if it can. Sent by the agent."""
+    """Transparent: this rank, which holds, is about to be dumped. It gives back what it does not
+    need on the GPU, and if `move`, and if it can, it moves the rest into files where its agent
+    finds them (keepstep.model.image). Sent by the agent."""
 
     number: int
     generation: int
+    move: bool
 
 
 class Finish(Message, frozen=True):

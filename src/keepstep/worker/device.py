@@ -102,13 +102,17 @@ def _bytes() -> tuple[int, int]:
     return known.value, present.value
 
 
-def offload() -> bool:
+def offload(move: bool) -> bool:
     """Before the driver's snapshot: what is cached is given back in any case. False: there is
-    nothing that could be moved. PermanentError: it failed, and everything is where it was."""
+    nothing that could be moved, or it shall stay. PermanentError: it failed, and everything is
+    where it was."""
     global _away
+    if _away and move:
+        return True  # for a move that came to nothing; the files are all there is of it
+    come_back()
     torch.cuda.synchronize(cuda.home)
     torch.cuda.empty_cache()
-    if not _bytes()[0]:
+    if not move or not _bytes()[0]:
         return False
     os.makedirs(PARTS_FOLDER, mode=0o700, exist_ok=True)
     _clear()

@@ -9,7 +9,7 @@ point does at which nothing is in flight between ranks. Nothing is waited for in
 stop is wanted.
 
 If a move comes to nothing, nobody wants the rank to hold any more. It has no connections then, and
-says so like a rank that has lost them: the orchestrator makes all ranks connect again.
+says so, and the orchestrator makes all ranks connect again, as if they had lost them.
 
 Threads: the channel's answers Inspect and builds groups; everything else is the main thread's.
 """
@@ -272,7 +272,7 @@ class Runtime:
         self._channel.send(
             m.Failure(
                 generation=self.generation,
-                error_kind="comm",
+                error_kind="undone",
                 error="a move was undone while the ranks held for it: they connect again",
                 version=self.steps,
             )
@@ -283,7 +283,7 @@ class Runtime:
         error = "the rank does not hold for this move any more"
         if command.generation == self._channel.hold_generation:
             try:
-                moved, error = device.offload(), ""
+                moved, error = device.offload(command.move), ""
             except PermanentError as trouble:
                 error = str(trouble)
         took_ns = time.monotonic_ns() - began
@@ -318,6 +318,7 @@ class Runtime:
         channel, began = self._channel, time.monotonic_ns()
         if command.solo and self._world > 1:
             raise PermanentError("some ranks have ended, and this one is in the middle of its work")
+        device.come_back()
         entered = groups.destroyed() or self._enter(command.generation)
         self.generation = command.generation
         self._page.set("generation", command.generation)
