@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
 from harness import Verdict, run_plain
-from moving import SCRIPT, Faults, Transparent, missing
+from moving import FAKE_CUDA, SCRIPT, Cuda, Faults, Transparent, missing
 
 from keepstep.errors import UsageError
 from keepstep.native import criu
@@ -104,3 +104,19 @@ def small_tmpfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    tool = shutil.which("gcc") or shutil.which("cc")
+    if tool is None:
+        pytest.skip("there is no C compiler")
+    path = tmp_path / "libcuda.so.1"
+    subprocess.run([tool, "-shared", "-fPIC", str(FAKE_CUDA), "-o", str(path)], check=True)
+    shutil.copyfile(path, tmp_path / "libcudart.so.13")
+    fake = Cuda(tmp_path)
+    monkeypatch.setenv("KEEPSTEP_LIBCUDA", str(path))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    monkeypatch.setenv("FAKE_CUDA_FAIL_ONCE", str(fake.once))
+    monkeypatch.setenv("FAKE_CUDA_STATE", str(fake.state))
+    return fake

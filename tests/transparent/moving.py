@@ -1,4 +1,4 @@
-"""A job whose ranks move as images of their processes, and a CRIU that fails as it is told."""
+"""A job whose ranks move as images of their processes, and a CRIU and a driver that fail."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from keepstep.agent import preflight
 
 SCRIPT = Path(__file__).parent / "train.py"
 FAULTY = Path(__file__).parent / "faulty_criu.sh"
+FAKE_CUDA = Path(__file__).parents[1] / "unit" / "fake_cuda.c"
 
 
 def missing() -> str:
@@ -111,3 +112,18 @@ class Faults:
 
     def until_struck(self) -> None:
         wait_for(self.struck.exists, "the fault")
+
+
+class Cuda:
+    """A driver in host memory that fails when it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.once = folder / "once"
+        self.state = folder / "state"
+
+    def fail_once(self, call: str) -> None:
+        self.once.write_text(f"{call}=999")
+
+    def struck(self) -> None:
+        assert not self.once.exists(), "the fault never fired"
+        assert self.state.read_text() == "0"

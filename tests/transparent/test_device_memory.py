@@ -5,50 +5,19 @@ What the real one does is tried in tests/gpu.
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import Verdict
+from moving import Cuda
 from test_failures import holders, undone
 
 Launch = Callable[..., Any]
 Reference = Callable[..., list[dict[str, Any]]]
 
-FAKE = Path(__file__).parents[1] / "unit" / "fake_cuda.c"
 SCRIPT = Path(__file__).parent / "pretend_gpu.py"
-
-
-class Cuda:
-    def __init__(self, folder: Path) -> None:
-        self.once = folder / "once"
-        self.state = folder / "state"
-
-    def fail_once(self, call: str) -> None:
-        self.once.write_text(f"{call}=999")
-
-    def struck(self) -> None:
-        assert not self.once.exists(), "the fault never fired"
-        assert self.state.read_text() == "0"
-
-
-@pytest.fixture
-def cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cuda:
-    tool = shutil.which("gcc") or shutil.which("cc")
-    if tool is None:
-        pytest.skip("there is no C compiler")
-    path = tmp_path / "libcuda.so.1"
-    subprocess.run([tool, "-shared", "-fPIC", str(FAKE), "-o", str(path)], check=True)
-    shutil.copyfile(path, tmp_path / "libcudart.so.13")
-    fake = Cuda(tmp_path)
-    monkeypatch.setenv("KEEPSTEP_LIBCUDA", str(path))
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
-    monkeypatch.setenv("FAKE_CUDA_FAIL_ONCE", str(fake.once))
-    monkeypatch.setenv("FAKE_CUDA_STATE", str(fake.state))
-    return fake
 
 
 def right(it: Any, world: int) -> None:
