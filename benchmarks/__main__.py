@@ -11,7 +11,6 @@ from collections.abc import Callable
 from benchmarks import (
     collectives,
     gpu,
-    kubernetes,
     memory,
     network,
     overhead,
@@ -22,6 +21,7 @@ from benchmarks import (
     scale,
     schedulers,
     transfer,
+    transparent,
 )
 
 PARTS: dict[str, Callable[..., list[str]]] = {
@@ -34,9 +34,9 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "gpu": gpu.run,
     "collectives": collectives.run,
     "network": network.run,
-    "kubernetes": kubernetes.run,
     "redundancy": redundancy.run,
     "schedulers": schedulers.run,
+    "transparent": transparent.run,
 }
 
 
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="the other parts: rounds of measurement")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu",
                         help="redundancy: cuda puts all ranks on one GPU")  # fmt: skip
-    parser.add_argument("--adapter", choices=["local", "slurm"], default="local",
+    parser.add_argument("--adapter", choices=["local", "slurm", "kubernetes"], default="local",
                         help="schedulers: which one")  # fmt: skip
     args = parser.parse_args()
     # As an exception, so that jobs under way are ended with us.

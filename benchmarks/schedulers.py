@@ -1,9 +1,10 @@
 """From the decision that a node is needed to an agent that has joined from it.
 
-A real orchestrator with a job that waits, a real scheduler (the local one, or a private Slurm of
-tests/schedulers) and real agents: a place is acquired, `keepstep agent` is started there, and the
-clock stops when the orchestrator shows the node as connected. What comes after that, a process that
-is started and parks, does not depend on the scheduler and is part of `pause`.
+A real orchestrator with a job that waits, a real scheduler (the local one, a private Slurm or a
+private Kubernetes control plane of tests/schedulers) and real agents: a place is acquired,
+`keepstep agent` is started there, and the clock stops when the orchestrator shows the node as
+connected. What comes after that, a process that is started and parks, does not depend on the
+scheduler and is part of `pause`. Of Kubernetes the kubelet is simulated: no image, no container.
 
 * dedicated: a place of a reservation that is kept for spares
 * idle: one that nobody uses
@@ -46,12 +47,29 @@ def laboratory(adapter: str, folder: Path) -> Iterator[Any]:
     if adapter == "local":
         yield labs.LocalLab(folder / "pool")
         return
+    if adapter == "kubernetes":
+        yield from _kubernetes()
+        return
     if why := cluster.missing():
         raise SystemExit(why)
     made = cluster.Cluster()
     os.environ["SLURM_CONF"] = str(made.conf)
     try:
         yield labs.SlurmLab(made)
+    finally:
+        made.remove()
+
+
+def _kubernetes() -> Iterator[Any]:
+    import control_plane  # type: ignore[import-not-found]
+    import control_plane_build  # type: ignore[import-not-found]
+    import kubernetes_lab  # type: ignore[import-not-found]
+
+    if why := control_plane_build.missing():
+        raise SystemExit(why)
+    made = control_plane.ControlPlane()
+    try:
+        yield kubernetes_lab.KubernetesLab(made)
     finally:
         made.remove()
 
