@@ -176,6 +176,10 @@ def run(quick: bool, rounds: int | None = None, adapter: str = "local") -> list[
     made = provenance.close()
     if adapter == "slurm":
         made["versions"] |= slurm_version()
+    if adapter == "kubernetes":
+        import control_plane_build
+
+        made["versions"] |= {"kubernetes": f"{control_plane_build.VERSION}, simulated kubelet"}
     body = {"adapter": adapter, "rounds": rounds, "summary": summary, "runs": found}
     path = report.write(f"schedulers-{adapter}", quick, made, body)
     rows = [
