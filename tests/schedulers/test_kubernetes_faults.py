@@ -145,8 +145,11 @@ def test_pods_of_a_job_controller_are_adopted_and_evicted(lab: KubernetesLab) ->
     path = f"/apis/batch/v1/namespaces/{NAMESPACE}/jobs/train"
     lab.plane.apply(job)
     try:
+        until(lambda: len(lab.plane.pods("job-name=train")) == 2, "pods of theirs")
         first = start(lab, 2)
-        assert len(set(first.places)) == 2 and lab.again().leases("job-1") == [first]
+        assert (
+            first.adopted and len(set(first.places)) == 2 and lab.again().leases("job-1") == [first]
+        )
         before = lab.plane.ask("GET", path)["spec"]["template"]
         lab.scheduler.show("job-1", {first.places[0]: [0], first.places[1]: [1]})
         labels = [one["metadata"]["labels"] for one in lab.plane.pods("job-name=train")]

@@ -308,6 +308,7 @@ def _lease(key: tuple[str, str], pods: list[Object]) -> Lease:
         kind=next((kind for kind in get_args(Kind) if kind == word), "queue"),
         places=[pod["spec"]["nodeName"] for pod in pods if pod["spec"].get("nodeName")],
         instead_of=notes.get(INSTEAD, ""),
+        adopted=all(map(is_foreign, pods)),
     )
 
 
