@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, until
+from test_slurm_adapter import nodes_of
 from test_slurm_jobs import SlurmJob, address, allocations, end, run, same_bits
-from test_slurm_rest import nodes_of
 
 from keepstep.orchestrator import registry
 

@@ -255,7 +255,7 @@ def launch(script: str, args: tuple[str, ...], **given: Any) -> None:
     check_spec(spec)
     release_orphans(scheduler, where)
     if there is None:
-        slurm_guard.begin(job)
+        slurm_guard.begin(where, job)
     lease = _allocate(scheduler, provision.constraints, job, len(layout.nodes), options)
     names = [node.name for node in layout.nodes]
     places = dict(zip(names, lease.places[: len(names)], strict=True))

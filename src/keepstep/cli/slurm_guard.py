@@ -4,16 +4,21 @@ Started beside a launcher that holds the orchestrator; stdin is a pipe whose oth
 launcher has. When that ends, whatever the reason (kill -9 too), nobody decides anything for the
 job any more, and nobody would give its nodes back: so they are. After an orderly end there is
 nothing left to do.
+
+A job may be launched once more under the same id. Launcher and guard hold a lock while they have
+to do with its allocations, so that a guard never gives back what is the next launcher's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from keepstep.adapters.schedule.slurm import SlurmScheduler
 from keepstep.errors import KeepstepError
@@ -23,11 +28,12 @@ LOOKS = 2  # without anything: a request may have been under way
 PATIENCE_S = 3600.0  # with a Slurm that does not answer
 
 
-def begin(job: str) -> int:
+def begin(home: Path, job: str) -> int:
     """Whoever calls it is who is watched: its end of the pipe is closed by nothing but its end."""
+    hold(home, job)
     read, _ = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "keepstep.cli.slurm_guard", job],
+        [sys.executable, "-P", "-m", "keepstep.cli.slurm_guard", str(home), job],
         stdin=read,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -37,10 +43,18 @@ def begin(job: str) -> int:
     return process.pid
 
 
-def main(job: str) -> None:
+def hold(home: Path, job: str) -> None:
+    """Until this process ends."""
+    path = home / "jobs" / job / "launch.lock"
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    fcntl.flock(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), fcntl.LOCK_EX)
+
+
+def main(home: Path, job: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.buffer.read()
+    hold(home, job)
     give_back(SlurmScheduler(), job)
 
 
@@ -57,4 +71,4 @@ def give_back(scheduler: SlurmScheduler, job: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -16,6 +16,7 @@ from cluster import RESERVED, Cluster, until
 from test_slurm_jobs import SCRIPT, SlurmJob, allocations
 
 from keepstep.adapters.schedule.slurm import SlurmScheduler
+from keepstep.cli import slurm_guard
 from keepstep.cli.main import invoke
 from keepstep.errors import NoSpare, TransientError, UsageError
 from keepstep.model.schedule import START, AgentStart, Ask, Constraints, Kind, Lease
@@ -67,6 +68,7 @@ def nodes_of(cluster: Cluster, allocation: str) -> list[str]:
     return cluster.ask("scontrol", "show", "hostnames", said).split()
 
 
+@slow
 def test_an_allocation_that_was_adopted_is_left_as_it_was_found(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -89,6 +91,7 @@ def test_an_allocation_that_was_adopted_is_left_as_it_was_found(
     assert "keepstep-" not in cluster.ask("squeue", "-h", "-s", "-o", "%j")
 
 
+@slow
 def test_the_node_of_a_batch_script_is_not_given_back(cluster: Cluster) -> None:
     mine = users_own(cluster, "sbatch", "--no-kill")
     scheduler = SlurmScheduler()
@@ -141,7 +144,7 @@ def test_a_reservation_that_replaces_is_full_again_at_once(cluster: Cluster) -> 
 @slow
 def test_a_controller_that_is_away_is_waited_for(cluster: Cluster, tmp_path: Path) -> None:
     scheduler = SlurmScheduler()
-    lease = scheduler.acquire(ask(START, "queue", count=2), 20)
+    lease = patiently(scheduler, ask(START, "queue", count=2))
     scheduler.start_agent(lease.places[0], agent(tmp_path, "n0"))
     given = time.time()
     saved = cluster.folder / "state" / "job_state"
@@ -161,7 +164,7 @@ def test_a_controller_that_is_away_is_waited_for(cluster: Cluster, tmp_path: Pat
 
 def test_a_node_that_comes_back_while_it_is_fenced_stays_away(cluster: Cluster) -> None:
     scheduler = SlurmScheduler()
-    (place,) = scheduler.acquire(ask(START, "queue"), 20).places
+    (place,) = patiently(scheduler, ask(START, "queue")).places
     cluster.crash_node(place)
     scheduler.taint(place, "fenced", "does not answer")
     cluster.start_node(place)
@@ -176,18 +179,21 @@ def test_a_node_that_comes_back_while_it_is_fenced_stays_away(cluster: Cluster) 
     until(lambda: cluster.states()[place] in ("idle", "allocated"), "the node")
 
 
-def test_a_guard_gives_back_what_its_launcher_cannot(cluster: Cluster) -> None:
-    SlurmScheduler().acquire(ask(START, "queue", count=2), 20)
-    code = "from keepstep.cli import slurm_guard as g; print(g.begin('job'), flush=True)\n"
-    code += "import time; time.sleep(600)"
-    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+def test_a_guard_gives_back_what_its_launcher_cannot(cluster: Cluster, tmp_path: Path) -> None:
+    patiently(SlurmScheduler(), ask(START, "queue", count=2))
+    code = "import sys, time; from pathlib import Path; from keepstep.cli import slurm_guard\n"
+    code += "print(slurm_guard.begin(Path(sys.argv[1]), 'job'), flush=True); time.sleep(600)"
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     assert launcher.stdout is not None
     guard = psutil.Process(int(launcher.stdout.readline()))
     assert allocations(cluster)
     launcher.kill()
     launcher.wait()
     until(lambda: not allocations(cluster), "the end of the allocation")
-    until(lambda: not guard.is_running() or guard.status() == "zombie", "the end of the guard")
+    slurm_guard.hold(tmp_path, "job")  # whoever launches it again waits for the guard
+    assert not guard.is_running() or guard.status() == "zombie"
 
 
 @pytest.mark.timeout(120)
@@ -198,3 +204,4 @@ def test_a_killed_launcher_leaves_no_allocation(cluster: Cluster, tmp_path: Path
     job.process.kill()
     job.process.wait()
     until(lambda: allocations(cluster) == {}, "the end of the allocation")
+    slurm_guard.hold(tmp_path / "home", "job")  # as the next launcher does
