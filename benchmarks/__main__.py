@@ -21,6 +21,7 @@ from benchmarks import (
     scale,
     schedulers,
     transfer,
+    transparent,
 )
 
 PARTS: dict[str, Callable[..., list[str]]] = {
@@ -35,6 +36,7 @@ PARTS: dict[str, Callable[..., list[str]]] = {
     "network": network.run,
     "redundancy": redundancy.run,
     "schedulers": schedulers.run,
+    "transparent": transparent.run,
 }
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,29 +20,17 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
-from harness import Job, Verdict, run_plain, wait_for
+from harness import Verdict, run_plain
+from moving import FAKE_CUDA, SCRIPT, Cuda, Faults, Transparent, missing
 
-from keepstep.agent import preflight
 from keepstep.errors import UsageError
 from keepstep.native import criu
 
-SCRIPT = Path(__file__).parent / "train.py"
-FAULTY = Path(__file__).parent / "faulty_criu.sh"
 NUMBERS = ("--layout", "--workers", "--accumulate", "--optimizers", "--epochs")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--transparent-all", action="store_true", help="every cell, not a sample")
-
-
-def missing() -> str:
-    """Why nothing can be moved as a whole here; empty if it can."""
-    trouble = preflight.host().trouble
-    if trouble:
-        return "; ".join(trouble)
-    words = ["unshare", "--pid", "--mount", "--fork", "--mount-proc", "true"]
-    done = subprocess.run(words, capture_output=True, text=True)
-    return "" if done.returncode == 0 else f"namespaces cannot be made here: {done.stderr.strip()}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -76,70 +63,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[di
     return get
 
 
-class Transparent:
-    """A job whose ranks move as images, and what is done to it."""
-
-    def __init__(
-        self, tmp_path: Path, *words: str, nodes: int = 2, each: int = 1, **more: Any
-    ) -> None:
-        self.job = Job(
-            *("--mode", "transparent", "--local-nodes", str(nodes), "--nproc-per-node", str(each)),
-            *("--spare-nodes", "1", *more.pop("options", ())),
-            script_args=[*words, "--destroy", "--slow", "yes"],
-            world=nodes * each,
-            script=SCRIPT,
-            out=tmp_path / "out",
-            **more,
-        )
-
-    def train(self) -> None:
-        """Until it trains and has a spare."""
-        self.job.until(lambda s: s["state"] == "running", "training")
-        self.job.spare_parked()
-        self.job.until_step(self.job.step() + 2)
-
-    def node(self, rank: int) -> str:
-        return str(self.job.rank(rank)["node"])
-
-    def migrate(self, rank: int) -> dict[str, Any]:
-        """Asked for, and its end."""
-        before = len(self.incidents())
-        answer = self.job.post("migrate", {"ranks": [rank], "reason": "test"})
-        assert answer.status_code < 300, answer.text
-        return self.ended(before)
-
-    def incidents(self) -> list[dict[str, Any]]:
-        client = self.job._connect()
-        assert client is not None
-        answer = client.get(f"/v1/jobs/{self.job.job}/watch", params={"since": 0, "wait_s": 0})
-        found: list[dict[str, Any]] = answer.json()["incidents"]
-        return sorted(found, key=lambda incident: incident["opened_at_ns"])
-
-    def ended(self, before: int) -> dict[str, Any]:
-        def done() -> dict[str, Any] | None:
-            self.job.status()
-            if self.job.process.poll() is not None:
-                raise AssertionError(f"the job has ended\n{self.job.output()[-6000:]}")
-            found = self.incidents()[before:]
-            over = bool(found) and all(i["outcome"] != "OPEN" for i in found)
-            return found[0] if over else None
-
-        incident: dict[str, Any] = wait_for(done, "the end of the move")
-        step = self.job.step()
-        self.job.until_step(step + 2)  # it trains
-        return incident
-
-    def moved(self, rank: int) -> dict[str, Any]:
-        """A move that must succeed."""
-        old = self.node(rank)
-        self.job.spare_parked()
-        incident = self.migrate(rank)
-        assert incident["outcome"] == "RESOLVED", incident
-        assert self.node(rank) != old
-        assert {"dump", "stream", "restore"} <= set(incident["timings_ms"]), incident
-        return incident
-
-
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., Transparent]]:
     started: list[Transparent] = []
@@ -158,29 +81,6 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Transparent]]:
 @pytest.fixture
 def verdict(request: pytest.FixtureRequest) -> Verdict:
     return Verdict(request.node.name)
-
-
-class Faults:
-    """A CRIU that fails as it is told: one word in a file, until it is taken back."""
-
-    def __init__(self, folder: Path) -> None:
-        self.file, self.struck = folder / "fault", folder / "struck"
-        program = folder / "criu"
-        program.write_text(FAULTY.read_text())
-        program.chmod(program.stat().st_mode | stat.S_IXUSR)
-        os.environ["KEEPSTEP_CRIU"] = str(program)
-        os.environ["FAULT_FILE"], os.environ["FAULT_STRUCK"] = str(self.file), str(self.struck)
-
-    def set(self, word: str) -> None:
-        self.struck.unlink(missing_ok=True)
-        self.file.write_text(word)
-
-    def clear(self) -> None:
-        assert self.struck.exists(), "the fault never fired"
-        self.file.unlink()
-
-    def until_struck(self) -> None:
-        wait_for(self.struck.exists, "the fault")
 
 
 @pytest.fixture
@@ -204,3 +104,19 @@ def small_tmpfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    tool = shutil.which("gcc") or shutil.which("cc")
+    if tool is None:
+        pytest.skip("there is no C compiler")
+    path = tmp_path / "libcuda.so.1"
+    subprocess.run([tool, "-shared", "-fPIC", str(FAKE_CUDA), "-o", str(path)], check=True)
+    shutil.copyfile(path, tmp_path / "libcudart.so.13")
+    fake = Cuda(tmp_path)
+    monkeypatch.setenv("KEEPSTEP_LIBCUDA", str(path))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    monkeypatch.setenv("FAKE_CUDA_FAIL_ONCE", str(fake.once))
+    monkeypatch.setenv("FAKE_CUDA_STATE", str(fake.state))
+    return fake

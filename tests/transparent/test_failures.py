@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from harness import Verdict, wait_for
+from harness import Verdict
 from test_orchestrator_crash import Brain
 
 Launch = Callable[..., Any]
@@ -164,13 +163,11 @@ def test_orchestrator_is_started_anew(
         faults.set(when)
         assert it.job.post("migrate", {"ranks": [1], "reason": "test"}).status_code < 300
         faults.until_struck()
+        step = it.job.step()  # where the ranks hold
         brain.process.kill()
         brain.process.wait()
         faults.clear()
         brain.start()
-        wait_for(lambda: it.job.status()["state"] == "running", "the orchestrator")
-        time.sleep(0.1)
-        step = it.job.step()
         it.job.until_step(step + 3)
         it.job.finish()
         assert before

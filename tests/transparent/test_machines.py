@@ -11,7 +11,6 @@ from harness import differences, results
 from machines import Lab, laboratory, why_not
 from test_several_machines import STALL_S, Cluster
 
-SCRIPT = Path(__file__).parent / "train.py"
 Reference = Callable[..., list[dict[str, Any]]]
 
 
@@ -24,15 +23,19 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
 
 
 @pytest.mark.timeout(290)
+@pytest.mark.parametrize("script", ["train.py", "pretend_gpu.py"])
 def test_ranks_move_to_other_machines_and_their_memory_is_never_seen(
-    lab: Lab, tmp_path: Path, reference: Reference
+    script: str, lab: Lab, tmp_path: Path, reference: Reference, request: pytest.FixtureRequest
 ) -> None:
+    if script == "pretend_gpu.py":
+        request.getfixturevalue("cuda")
     cluster = Cluster(lab, jobs_at=tmp_path / "out")
     cluster.out.mkdir()
     slow = tmp_path / "slow"
     slow.touch()
     words = ["run", "--orchestrator", cluster.url, "--stall-timeout", STALL_S, "--job-id", "job"]
-    words += ["--mode", "transparent", "--nnodes", "2", "--nproc-per-node", "1", str(SCRIPT)]
+    words += ["--mode", "transparent", "--nnodes", "2", "--nproc-per-node", "1"]
+    words += [str(Path(__file__).with_name(script))]
     words += ["--out", str(cluster.out), "--slow", str(slow), "--destroy"]
     secret = "a-word-of-the-environment"
     for machine, node in zip(cluster.others, ("n0", "n1"), strict=False):

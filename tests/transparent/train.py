@@ -20,16 +20,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
-def build(layout: str, world: int) -> nn.Module:
+def build(layout: str, world: int, device: str) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(32, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 64), nn.Linear(64, 10)
-    )
+    ).to(device)
     if layout == "ddp":
         return DistributedDataParallel(model)
     shape = (2, world // 2) if layout == "hsdp" else (world,)
     names = ("replicate", "shard") if layout == "hsdp" else ("shard",)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = init_device_mesh(device, shape, mesh_dim_names=names)
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
@@ -45,6 +45,7 @@ def main() -> None:
     options.add_argument("--accumulate", type=int, default=1)
     options.add_argument("--optimizers", type=int, default=1)
     options.add_argument("--epochs", type=int, default=8)
+    options.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options.add_argument("--slow", default="", help="take your time while this file is there")
     options.add_argument("--socket", action="store_true", help="have a socket of your own")
     options.add_argument("--child", action="store_true", help="have a child that is no loader")
@@ -55,7 +56,11 @@ def main() -> None:
     given = options.parse_args()
     listener = socket.create_server(("127.0.0.1", 0)) if given.socket else None
     child = subprocess.Popen(["sleep", "1000"]) if given.child else None
-    dist.init_process_group("gloo")
+    device = given.device
+    if device == "cuda":  # all ranks share one GPU, which NCCL must not notice
+        os.environ["NCCL_HOSTID"] = f"rank-{os.environ['RANK']}"
+        torch.cuda.set_device(0)
+    dist.init_process_group("gloo" if device == "cpu" else "nccl")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(7)
     data = TensorDataset(torch.randn(2400, 32), torch.randint(0, 10, (2400,)))
@@ -67,7 +72,7 @@ def main() -> None:
         num_workers=given.workers,
         persistent_workers=given.workers > 0,
     )
-    model = build(given.layout, world)
+    model = build(given.layout, world, device)
     parameters = list(model.parameters())
     parts = [parameters[i :: given.optimizers] for i in range(given.optimizers)]
     optimizers = [torch.optim.AdamW(part, lr=1e-3, foreach=False) for part in parts]
@@ -79,7 +84,8 @@ def main() -> None:
         for epoch in range(given.epochs):
             sampler.set_epoch(epoch)
             for x, y in loader:
-                loss = nn.functional.cross_entropy(model(x), y) / given.accumulate
+                guess = model(x.to(device))
+                loss = nn.functional.cross_entropy(guess, y.to(device)) / given.accumulate
                 loss.backward()
                 count += 1
                 losses.update(repr(loss.item()).encode())
@@ -97,9 +103,12 @@ def main() -> None:
     state = hashlib.sha256()
     for parameter in model.parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        state.update(local.detach().numpy().tobytes())
+        state.update(local.detach().cpu().numpy().tobytes())
     parts = {"steps": str(count), "state": state.hexdigest(), "losses": losses.hexdigest()}
     parts["random"] = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
+    if device == "cuda":
+        on_device = torch.cuda.get_rng_state().numpy().tobytes()
+        parts["random on the device"] = hashlib.sha256(on_device).hexdigest()
     whole = hashlib.sha256("".join(parts.values()).encode()).hexdigest()
     with open(os.path.join(given.out, f"rank-{rank}.json"), "w") as result:  # noqa: PTH123
         json.dump({"sha256": whole, "state": parts}, result)

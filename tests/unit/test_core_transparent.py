@@ -73,6 +73,19 @@ def test_ranks_that_cannot_hold_say_so_and_train_on() -> None:
     assert world.last.outcome == "ABORTED" and "uneven" in world.last.reason
 
 
+def test_ranks_that_held_for_nothing_connect_again_and_the_network_is_not_blamed() -> None:
+    world = trained()
+    world.say(
+        world.rank(0),
+        m.Failure(generation=0, error_kind="undone", error="a move was undone", version=5),
+    )
+    world.run()
+    world.assert_training()
+    last = world.last
+    assert (last.cause, last.victims, last.moves) == ("undone-move", [], [])
+    assert last.outcome == "RESOLVED" and last.reason.startswith("a move was undone")
+
+
 def test_a_dead_rank_ends_the_job_and_says_why() -> None:
     world = trained()
     world.die_silently(world.rank(2))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from keepstep.agent import preflight
 from keepstep.model.image import Host, ImageFacts
+from keepstep.model.messages import Gpu
 
 HOST = Host(kernel="6.18", machine="x86_64", features=["avx", "sse"], criu="4.2.1")
 FACTS = ImageFacts(
@@ -100,3 +102,66 @@ def test_the_other_end_of_a_unix_socket_is_known() -> None:
         ends = [os.fstat(one.fileno()).st_ino for one in (here, there)]
         peers = preflight.unix_peers()
         assert (peers[ends[0]], peers[ends[1]]) == (ends[1], ends[0])
+
+
+# ---------------------------------------------------------------------------------------------- GPU
+
+CARD = Gpu(uuid="a", name="NVIDIA H200", memory=140 << 30)
+WITH_GPU = msgspec.structs.replace(HOST, gpus=[CARD], cuda=13_000)
+ON_GPU = msgspec.structs.replace(FACTS, host=WITH_GPU, gpu="a", gpu_bytes=100 << 20)
+
+
+def test_an_equal_gpu_is_good() -> None:
+    other = msgspec.structs.replace(CARD, uuid="b")
+    assert compared(ON_GPU, WITH_GPU) == []
+    assert compared(ON_GPU, msgspec.structs.replace(WITH_GPU, gpus=[other])) == []
+    assert compared(FACTS, WITH_GPU) == []  # the process does not use it
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"gpus": []}, "there is no GPU here"),
+        ({"cuda": 12_080}, "CUDA 13.0 there, 12.8 here"),
+        (
+            {"gpus": [msgspec.structs.replace(CARD, name="NVIDIA B200")]},
+            "GPU NVIDIA H200 there and",
+        ),
+        ({"gpus": [msgspec.structs.replace(CARD, memory=1 << 30)]}, "less memory"),
+        ({"gpu_trouble": "the CUDA driver is too old"}, "GPU: the CUDA driver is too old"),
+    ],
+)
+def test_another_gpu_is_named(change: dict[str, object], words: str) -> None:
+    (said,) = compared(ON_GPU, msgspec.structs.replace(WITH_GPU, **change))
+    assert words in said
+
+
+def test_what_a_rank_moves_itself_is_not_twice_in_memory() -> None:
+    need = (120 << 20) + (100 << 20)
+    assert compared(ON_GPU, WITH_GPU, room=need, memory=2 * need) == []
+    (said,) = compared(ON_GPU, WITH_GPU, room=need, memory=2 * need - (100 << 20))
+    assert "of memory" in said
+    moves = msgspec.structs.replace(ON_GPU, offloads=True)
+    assert compared(moves, WITH_GPU, room=need, memory=2 * need - (100 << 20)) == []
+
+
+def test_gpus_that_cannot_be_moved_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert preflight.gpu_trouble(os.getpid(), "cuda", WITH_GPU) == []
+    (said,) = preflight.gpu_trouble(os.getpid(), "hip", WITH_GPU)
+    assert "amdgpu plugin was never run" in said
+    old = msgspec.structs.replace(WITH_GPU, gpu_trouble="the driver is too old")
+    assert preflight.gpu_trouble(os.getpid(), "cuda", old) == ["GPU: the driver is too old"]
+    (said,) = preflight.gpu_trouble(os.getpid(), "cuda", WITH_GPU, size=1 << 60)
+    assert "of memory are needed there" in said
+    (tmp_path / "control").touch()
+    monkeypatch.setattr(preflight, "MPS_FOLDER", str(tmp_path))
+    (said,) = preflight.gpu_trouble(os.getpid(), "cuda", WITH_GPU)
+    assert "MPS server" in said
+
+
+def test_names_beyond_the_file_system_are_found() -> None:
+    with socket.socket(socket.AF_UNIX) as named:
+        named.bind(f"\0keepstep-test-{os.getpid()}")
+        assert f"@keepstep-test-{os.getpid()}" in preflight.scan(os.getpid(), ours=0).names

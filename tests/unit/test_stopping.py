@@ -80,3 +80,21 @@ def test_a_script_that_ended_lets_the_others_go() -> None:
     assert not last(ranks[1], 1)
     ranks[1].never()
     assert not last(ranks[0], 2)
+
+
+def test_where_all_stand_they_wait_for_the_last() -> None:
+    keys = store()
+    ranks = [Stopping(keys, rank, 2) for rank in range(2)]
+    met = threading.Event()
+
+    def meet() -> None:
+        ranks[0].meet(10)
+        met.set()
+
+    waits = threading.Thread(target=meet)
+    waits.start()
+    assert not met.is_set()  # the other one has not come
+    ranks[1].meet(10)
+    waits.join(10)
+    assert met.is_set()
+    Stopping(store(), 0, 2).meet(0.05)  # not for ever

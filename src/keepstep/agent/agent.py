@@ -44,6 +44,8 @@ from keepstep.model.messages import (
     Hello,
     Inspect,
     Inspected,
+    Offload,
+    Offloaded,
     Release,
     Restored,
     StartWorker,
@@ -214,8 +216,8 @@ class Agent:
         self._handle(core.Lost(last_word_ns))
 
     def _said(self, worker: Worker, said: WorkerMessage) -> None:
-        if isinstance(said, Inspected):
-            self._images.inspected(said)
+        if isinstance(said, Inspected | Offloaded):
+            self._images.answered(said)
             return
         if isinstance(said, Restored):
             self._workers.restored(worker, said)
@@ -226,7 +228,7 @@ class Agent:
         found = (w for w in self._workers.live() if w.rank == rank and w.nested)
         return next(found, None)
 
-    def _ask(self, worker: str, command: Inspect) -> None:
+    def _ask(self, worker: str, command: Inspect | Offload) -> None:
         self._carry_out(core.Relay(worker, command))
 
     def _exited(self, exited: WorkerExited) -> None:

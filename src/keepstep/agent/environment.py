@@ -24,6 +24,7 @@ def worker_environment(
     job: str,
     bind: str,
     network: Path | None = None,
+    segments: Path | None = None,
 ) -> dict[str, str]:
     """What the job asks for beats what is inherited; what the protocol needs beats both."""
     env = {**base, **start.env}
@@ -53,6 +54,14 @@ def worker_environment(
     if start.transparent:
         env["KEEPSTEP_MODE"] = "transparent"
         env.setdefault("ONEDNN_JIT_PROFILE", "0")  # it keeps a file open that no other place has
+        # What no snapshot holds: multicast and shared allocations of NCCL, and connections that it
+        # keeps beyond its communicators. And NCCL remembers the machine on which it began: each
+        # rank is one of its own for it, wherever it goes.
+        for name in ("NVLS", "CUMEM", "CUMEM_HOST", "RAS"):
+            env.setdefault(f"NCCL_{name}_ENABLE", "0")
+        env.setdefault("NCCL_HOSTID", f"keepstep-{start.rank}")
+        if segments is not None:
+            env["KEEPSTEP_SEGMENTS"] = str(segments)
     if start.rank >= 0:
         env["RANK"] = str(start.rank)
         env["GROUP_RANK"] = str(start.rank // max(1, start.local_world))

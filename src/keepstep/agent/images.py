@@ -7,6 +7,10 @@ its control line, which it answers also while it holds.
 A rank that was dumped stands still as a whole tree, by SIGSTOP. It goes on when its agent relays
 Abort or Release to it, and not while CRIU is still at work in it. If the dump fails, it goes on at
 once: nobody can have its image.
+
+A rank that uses a GPU first moves what it has there into files, if it can (worker/device.py); the
+driver then takes its own part into the process's memory (gpu.py). On the way back the driver comes
+first, when the tree runs again, and the rank fetches its files when it hears that it may go on.
 """
 
 from __future__ import annotations
@@ -27,29 +31,35 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from keepstep.adapters.transport.blocking import relay
-from keepstep.agent import preflight
+from keepstep.agent import gpu, preflight
 from keepstep.agent.nest import image_folder, last_error
 from keepstep.agent.session import kill_group
+from keepstep.agent.tree import inner_pid, tree
 from keepstep.errors import KeepstepError, TransientError, UsageError
 from keepstep.model.image import (
+    PARTS_FOLDER,
     ImageBegun,
     ImageEnd,
     ImageFacts,
     ImageFile,
     ImageGet,
     ImagePages,
+    ImagePart,
     ImageRefused,
     ImageReply,
     ImageRequest,
 )
-from keepstep.model.messages import Inspect, Inspected
+from keepstep.model.messages import Inspect, Inspected, Offload, Offloaded
 from keepstep.model.wire import frame
 from keepstep.native import criu
 
 INSPECT_S = 10.0
+OFFLOAD_S = 120.0
 CLAIM_S = 60.0  # for the request that a line was opened for
 GHOST_LIMIT = "4G"  # files that are open and have no name any more, such as shared memory
 
@@ -78,7 +88,7 @@ class Images:
         token: str,
         job: str,
         rank_of: Callable[[int], Rank | None],
-        ask: Callable[[str, Inspect], None],
+        ask: Callable[[str, Inspect | Offload], None],
     ) -> None:
         self._token = token.encode()
         self._job = job
@@ -86,16 +96,18 @@ class Images:
         self._ask = ask
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
-        self._asked: dict[int, Future[Inspected]] = {}
+        self._asked: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()
         self._dumping: set[str] = set()
         self._stopped: dict[str, tuple[int, int]] = {}  # worker -> generation, its process
+        self._gpus: dict[str, gpu.Helper] = {}  # worker -> who calls the driver for it
+        self._parts: dict[int, Future[Path | None]] = {}  # rank -> what it had on the GPU
         self._over: dict[str, int] = {}  # worker -> generation up to which moves are over
         self._lines: dict[int, queue.Queue[socket.socket]] = {}  # rank -> where pages may go
 
     # ----------------------------------------------------------------- in the loop's thread
 
-    def inspected(self, said: Inspected) -> None:
+    def answered(self, said: Inspected | Offloaded) -> None:
         future = self._asked.pop(said.number, None)
         if future is not None and not future.done():
             future.set_result(said)
@@ -111,12 +123,20 @@ class Images:
             del self._stopped[worker]
         logger.info("%s goes on: its image is of no use any more", worker)
         wake(stopped[1])
+        if worker in self._gpus:  # it may take its driver seconds
+            args = (worker, stopped[1])
+            threading.Thread(
+                target=self._thaw, args=args, name="keepstep-thaw", daemon=True
+            ).start()
 
     def ended(self, worker: str) -> None:
         """Its process is gone: nothing of its images stays behind."""
         with self._lock:
             self._stopped.pop(worker, None)
             self._over.pop(worker, None)
+            helper = self._gpus.pop(worker, None)
+        if helper is not None:
+            helper.close()
         for what in ("dump", "restore"):
             shutil.rmtree(image_folder(self._job, worker, what), ignore_errors=True)
 
@@ -129,6 +149,9 @@ class Images:
         if isinstance(request, ImagePages):
             self._pass_pages(connection, request.rank)
             return
+        if isinstance(request, ImagePart):
+            self._send_part(connection, request)
+            return
         try:
             worker, inspected = self._find(request.rank)
             if isinstance(request, ImageGet):
@@ -137,56 +160,143 @@ class Images:
             reply: ImageReply = self._look(worker, inspected)
         except KeepstepError as error:
             reply = ImageRefused(error=str(error))
+            if isinstance(request, ImageGet):
+                self._no_parts(request.rank, error)
         connection.sendall(frame(reply))
+
+    def _no_parts(self, rank: int, error: KeepstepError) -> None:
+        """Nobody is kept waiting for what does not come."""
+        parts = self._parts.get(rank)
+        if parts is not None and not parts.done():
+            parts.set_exception(error)
 
     def _pass_pages(self, connection: socket.socket, rank: int) -> None:
         """Until the dump that needs this line is over, or none comes."""
         claimed = self._lines[rank] = queue.Queue(1)
+        self._parts[rank] = Future()
         connection.sendall(frame(ImageEnd(files=0)))
         with contextlib.suppress(queue.Empty), claimed.get(timeout=CLAIM_S) as local:
             relay(connection, local)
 
+    def _send_part(self, connection: socket.socket, request: ImagePart) -> None:
+        """When the rank has moved it out of the GPU; meanwhile the rank is dumped."""
+        try:
+            folder = self._parts[request.rank].result(OFFLOAD_S)
+        except (KeyError, TimeoutError, KeepstepError) as error:
+            connection.sendall(frame(ImageRefused(error=f"nothing came from the GPU: {error}")))
+            return
+        path = folder / f"part-{request.part}" if folder is not None else None
+        if path is None or not path.exists():
+            connection.sendall(frame(ImageEnd(files=0)))
+            return
+        with path.open("rb") as file:
+            connection.sendall(frame(ImageFile(name=path.name, size=path.stat().st_size)))
+            connection.sendfile(file)
+
     def _find(self, rank: int) -> tuple[Rank, Inspected]:
-        number, future = next(self._numbers), Future[Inspected]()
+        worker, inspected = self._exchange(rank, lambda number: Inspect(number=number), INSPECT_S)
+        assert isinstance(inspected, Inspected)
+        return worker, inspected
+
+    def _exchange(
+        self, rank: int, command: Callable[[int], Inspect | Offload], seconds_max: float
+    ) -> tuple[Rank, Inspected | Offloaded]:
+        number, future = next(self._numbers), Future[Inspected | Offloaded]()
 
         async def ask() -> Rank | None:
             worker = self._rank_of(rank)
             if worker is not None:
                 self._asked[number] = future
-                self._ask(worker.name, Inspect(number=number))
+                self._ask(worker.name, command(number))
             return worker
 
         worker = asyncio.run_coroutine_threadsafe(ask(), self._loop).result(INSPECT_S)
         if worker is None:
             raise UsageError(f"rank {rank} does not run on this node in a nest of its own")
         try:
-            return worker, future.result(INSPECT_S)
+            return worker, future.result(seconds_max)
         except TimeoutError as error:
             self._asked.pop(number, None)
             raise TransientError(f"rank {rank} did not answer its agent") from error
 
     def _inner(self, worker: Rank) -> int:
-        pid = preflight.inner_pid(worker.pid)
+        pid = inner_pid(worker.pid)
         if pid is None:
             raise TransientError(f"{worker.name} has ended")
         return pid
 
     def _look(self, worker: Rank, inspected: Inspected) -> ImageFacts:
-        found = preflight.scan(self._inner(worker), inspected.control)
+        pid = self._inner(worker)
+        found = preflight.scan(pid, inspected.control, bool(inspected.device))
+        offenders = [*inspected.foreign, *found.offenders]
+        host = preflight.host()
+        if inspected.device:
+            offenders += preflight.gpu_trouble(pid, inspected.device, host, inspected.gpu_bytes)
+            if not offenders:
+                self._helper(worker.name)  # its driver starts while training goes on
         return ImageFacts(
-            host=preflight.host(),
-            offenders=[*inspected.foreign, *found.offenders],
+            host=host,
+            offenders=offenders,
             files=found.files,
             paths=found.paths,
             image_bytes=found.image_bytes,
+            gpu=inspected.gpu,
+            gpu_bytes=inspected.gpu_bytes,
+            offloads=inspected.offloads,
         )
+
+    def _helper(self, worker: str) -> gpu.Helper:
+        with self._lock:
+            helper = self._gpus.get(worker)
+            if helper is None or not helper.alive:
+                helper = self._gpus[worker] = gpu.Helper()
+        helper.facts()
+        return helper
+
+    def _offload(self, request: ImageGet, inspected: Inspected) -> int:
+        """Nanoseconds that it took."""
+        if inspected.device and not request.gpu:
+            raise TransientError("it uses a GPU, and did not when it was looked at")
+        folder, took_ns = None, 0
+        if inspected.device:
+            worker, said = self._exchange(
+                request.rank,
+                lambda number: Offload(
+                    number=number, generation=request.generation, move=request.parts
+                ),
+                request.seconds_max,
+            )
+            assert isinstance(said, Offloaded)
+            took_ns = said.took_ns
+            if said.error:
+                logger.warning("%s: %s; its driver does it", worker.name, said.error)
+            elif said.moved:
+                folder = Path(f"/proc/{self._inner(worker)}/root{PARTS_FOLDER}")
+        parts = self._parts.get(request.rank)
+        if parts is not None and not parts.done():
+            parts.set_result(folder)
+        return took_ns
+
+    def _thaw(self, worker: str, pid: int) -> None:
+        """A process that does not get its GPU back would wait for it for ever, and all others for
+        it."""
+        try:
+            self._helper(worker).thaw(pid, gpu.THAW_S_MAX)
+        except KeepstepError as error:
+            logger.error("%s is lost: %s", worker, error)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _send(
         self, connection: socket.socket, request: ImageGet, worker: Rank, inspected: Inspected
     ) -> None:
         folder = image_folder(self._job, worker.name, "dump")
         try:
+            offload_ns = self._offload(request, inspected)
             begun = self._dump(request, worker, inspected, folder)
+            if inspected.device:
+                gpu_ns = {**begun.gpu_ns, "gpu-offload": offload_ns}
+                begun = msgspec.structs.replace(begun, gpu_ns=gpu_ns)
             connection.sendall(frame(begun))
             names = sorted(path for path in folder.iterdir() if path.suffix != ".log")
             for path in names:
@@ -202,13 +312,8 @@ class Images:
     def _dump(
         self, request: ImageGet, worker: Rank, inspected: Inspected, folder: Path
     ) -> ImageBegun:
-        began = time.monotonic_ns()
         pid = self._inner(worker)
         first, own = _numbers(pid)
-        found = preflight.scan(pid, inspected.control)
-        offenders = [*inspected.foreign, *found.offenders]
-        if offenders:
-            raise UsageError(f"it cannot be dumped: {'; '.join(offenders)}")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700, parents=True)
         with self._lock:
@@ -217,8 +322,14 @@ class Images:
             if self._over.get(worker.name, -1) >= request.generation:
                 raise TransientError(f"{worker.name} does not hold for this move any more")
             self._dumping.add(worker.name)
-        stopped = False
+        stopped, gpu_ns = False, dict[str, int]()
         try:
+            if inspected.device:
+                gpu_ns = self._helper(worker.name).freeze(pid, request.seconds_max)
+            began = time.monotonic_ns()
+            found = preflight.scan(pid, inspected.control)
+            if offenders := [*inspected.foreign, *found.offenders]:
+                raise UsageError(f"it cannot be dumped: {'; '.join(offenders)}")
             line = self._lines.pop(request.rank, None)
             if line is None:
                 raise UsageError("there is no line for its pages")
@@ -235,13 +346,17 @@ class Images:
                     self._stopped[worker.name] = (request.generation, pid)
             if not stopped:
                 wake(pid)
+                if inspected.device:
+                    self._thaw(worker.name, pid)
         return ImageBegun(
             pid=own,
             control=inspected.control,
             page=inspected.page,
             log=str(worker.log.resolve()),
             folders=found.folders,
+            names=found.names,
             dump_ns=time.monotonic_ns() - began,
+            gpu_ns=gpu_ns,
         )
 
 
@@ -258,6 +373,7 @@ def _run_criu(
     command = ["nsenter", "-t", str(first), "--pid", "--mount", *criu.find()[0], "dump"]
     command += ["-t", str(pid), "-D", str(folder), "-o", "dump.log", "--leave-stopped"]
     command += ["--external", f"unix[{control}]", "--file-locks", "--manage-cgroups=ignore"]
+    command += ["--tcp-close"]  # what a library forgot to close
     command += ["--ghost-limit", GHOST_LIMIT, "--timeout", str(max(1, int(seconds_max)))]
     command += ["--page-server", "--ps-socket", str(pages.fileno())]
     null = subprocess.DEVNULL
@@ -283,6 +399,6 @@ def _run_criu(
 
 def wake(pid: int) -> None:
     """The whole tree: CRIU has stopped every process of it."""
-    for one in preflight.tree(pid):
+    for one in tree(pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(one, signal.SIGCONT)

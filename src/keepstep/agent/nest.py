@@ -14,18 +14,17 @@ memory (tmpfs), for this user only, and is gone when the process lives or the ne
 
 from __future__ import annotations
 
-import ctypes
 import glob
 import os
-import select
 import shutil
 import signal
 import socket
+import string
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import NoReturn
@@ -34,24 +33,27 @@ import msgspec
 
 from keepstep.adapters.transport.blocking import PIECE_BYTES, Frames, relay, shut
 from keepstep.adapters.transport.tls import client_context
-from keepstep.agent import preflight
-from keepstep.errors import KeepstepError, RemoteProtocolError
+from keepstep.agent import gpu, preflight
+from keepstep.agent.namespaces import (
+    PR_SET_PDEATHSIG,
+    bind,
+    libc,
+    nested,
+    own_folder,
+    wait_for,
+)
+from keepstep.errors import KeepstepError, PermanentError, RemoteProtocolError
 from keepstep.model import image as i
 from keepstep.model import messages as m
 from keepstep.model import page, wire
 from keepstep.native import criu
 
-CLONE_NEWNS = 0x00020000
-CLONE_NEWPID = 0x20000000
-MS_PRIVATE_ALL = 1 << 18 | 1 << 14  # MS_PRIVATE | MS_REC
-PR_SET_PDEATHSIG = 1
-SOCKETS = "/run/keepstep-nest"  # the same path in every nest
 FIRST_PID = 1000  # CRIU and its helpers stay below
 CONNECT_S = 10.0
 FETCH_SILENCE_S = 120.0  # while the other side dumps
 DUMP_S_MIN, DUMP_S_MAX = 10.0, 60.0
+DUMP_BYTES_PER_S = 250e6  # at least, beyond that
 
-_libc = ctypes.CDLL(None, use_errno=True)
 _decoder: msgspec.msgpack.Decoder[m.WorkerCommand] = msgspec.msgpack.Decoder(m.WorkerCommand)
 _replies: msgspec.msgpack.Decoder[i.ImageReply] = msgspec.msgpack.Decoder(i.ImageReply)
 
@@ -66,102 +68,12 @@ def remove_images(job: str, node: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-# --------------------------------------------------------------------------------------- namespaces
-
-
-def _checked(result: int) -> None:
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-
-
-def _die_with(parent: int) -> None:
-    """`parent` is a pidfd."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if select.select([parent], [], [], 0)[0]:
-        os._exit(1)
-    os.close(parent)
-
-
-def nested(enter: Callable[[], int]) -> int:
-    """Fork the first process of new namespaces. There `enter` starts or wakes the rank and returns
-    its number; here the number of that first process is returned."""
-    own = os.pidfd_open(os.getpid())
-    _checked(_libc.unshare(CLONE_NEWPID | CLONE_NEWNS))
-    first = os.fork()
-    if first:
-        os.close(own)
-        return first
-    try:
-        _die_with(own)
-        _settle_in()
-        _mind(enter())
-    except BaseException as error:
-        os.write(2, f"keepstep: nest: {error}\n".encode())
-    os._exit(1)
-
-
-def _settle_in() -> None:
-    """The files of a process must have been opened in its own mount namespace to be dumped. And
-    named sockets between its processes must not meet those of its former self."""
-    _checked(_libc.mount(b"none", b"/", None, MS_PRIVATE_ALL, None))
-    _checked(_libc.mount(b"proc", b"/proc", b"proc", 0, None))
-    _own_folder(SOCKETS)
-    for number, flags in ((0, os.O_RDONLY), (1, os.O_WRONLY | os.O_APPEND)):
-        opened = os.open(os.readlink(f"/proc/self/fd/{number}"), flags)
-        os.dup2(opened, number)
-        os.close(opened)
-    os.dup2(1, 2)
-
-
-def _own_folder(path: str) -> None:
-    """An empty one that only this mount namespace sees."""
-    Path(path).mkdir(parents=True, exist_ok=True)
-    _checked(_libc.mount(b"tmpfs", path.encode(), b"tmpfs", 0, b"mode=0700"))
-
-
-def _mind(rank: int) -> NoReturn:
-    """Reap what comes until the rank ends, and end like it. A signal of the agent to the group of
-    the nest is for the rank."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda received, _: os.kill(rank, received))
-    while True:
-        pid, status = os.wait()
-        if pid == rank:
-            code = os.waitstatus_to_exitcode(status)
-            os._exit(code if code >= 0 else 128 - code)
-
-
-def wait_for(first: int) -> NoReturn:
-    """As the agent's child: end as the rank did."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    _, status = os.waitpid(first, 0)
-    code = os.waitstatus_to_exitcode(status)
-    killed = -code if code < 0 else code - 128
-    if 0 < killed < signal.NSIG:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), killed if killed != signal.SIGINT else signal.SIGTERM)
-    os._exit(code & 0xFF)
-
-
-def namespaces_trouble() -> str:
-    """Why no nest can be made here; empty if it can."""
-    child = os.fork()
-    if child == 0:
-        try:
-            _checked(_libc.unshare(CLONE_NEWPID | CLONE_NEWNS))
-            os._exit(0)
-        except OSError as error:
-            os._exit(error.errno or 1)
-    number = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return f"namespaces cannot be made: {os.strerror(number)}" if number else ""
-
-
 def run_rank(command: list[str], descriptors: list[int]) -> NoReturn:
     def enter() -> int:
         Path("/proc/sys/kernel/ns_last_pid").write_text(str(FIRST_PID))
-        os.environ["KEEPSTEP_SOCKETS"] = SOCKETS
+        os.environ["KEEPSTEP_SOCKETS"] = i.NEST
+        if library := os.environ.pop("KEEPSTEP_SEGMENTS", ""):
+            os.environ["LD_PRELOAD"] = library  # for the rank only
         # Its own session: CRIU cannot give one that belongs to somebody outside.
         rank = subprocess.Popen(command, pass_fds=descriptors, start_new_session=True)
         leave()
@@ -228,6 +140,10 @@ class Standby:
         self._welcome = welcome
         self._rank = -1
         self._folder = image_folder(welcome.job, welcome.worker, "restore")
+        self._parts = self._folder / "gpu"
+        self._facts: i.ImageFacts | None = None
+        self._gpu: gpu.Helper | None = None
+        self._places: list[tuple[str, str]] = []  # which GPU here for which there
 
     def run(self) -> NoReturn:
         _show_parked(self._page)
@@ -277,10 +193,19 @@ class Standby:
             return [facts.error if isinstance(facts, i.ImageRefused) else "a foreign answer"]
         if facts.offenders:
             return facts.offenders
+        self._facts = facts
         memory, room = preflight.free()
-        return preflight.compare(
-            facts, preflight.host(), memory=memory, room=room, size=preflight.file_size
-        )
+        here = preflight.host()
+        wrong = preflight.compare(facts, here, memory=memory, room=room, size=preflight.file_size)
+        if facts.gpu and not wrong:
+            slot = int(os.environ.get("LOCAL_RANK", "0"))
+            try:
+                self._places = gpu.pairs(facts.host.gpus, here.gpus, facts.gpu, slot)
+                self._gpu = self._gpu or gpu.Helper()  # its driver starts while training goes on
+                self._gpu.facts()
+            except PermanentError as error:
+                wrong.append(str(error))
+        return wrong
 
     # -------------------------------------------------------------------------------- the image
 
@@ -288,10 +213,14 @@ class Standby:
         try:
             first, restored = self._wake(command)
         except (OSError, KeepstepError) as error:
+            shutil.rmtree(self._folder, ignore_errors=True)
             self._failed(command.generation, "error", str(error))
             return
-        finally:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        for path in self._folder.iterdir():
+            if path != self._parts:  # the process itself fetches and removes those
+                path.unlink()
+        if self._gpu is not None:
+            self._gpu.close()
         self._line.send(restored)
         self._line.socket.close()  # it is the rank's from here on
         os.close(self._page)
@@ -311,14 +240,27 @@ class Standby:
         if words != "restored":
             os.waitpid(first, 0)
             raise KeepstepError(f"the image did not come to life: {words or 'no word from it'}")
+        restored = time.monotonic_ns()
+        gpu_ns = {**begun.gpu_ns, **self._thaw(first)}
         return first, m.Restored(
             generation=command.generation,
             page=begun.page,
             image_bytes=size,
             dump_ns=begun.dump_ns,
-            stream_ns=fetched - began - begun.dump_ns,
-            restore_ns=time.monotonic_ns() - fetched,
+            stream_ns=fetched - began - begun.dump_ns - sum(begun.gpu_ns.values()),
+            restore_ns=restored - fetched,
+            gpu_ns=gpu_ns,
         )
+
+    def _thaw(self, first: int) -> dict[str, int]:
+        if self._gpu is None or self._facts is None or not self._facts.gpu:
+            return {}
+        try:  # by the nest's number: this process does not see the rank's any more
+            return self._gpu.thaw_in(os.getpid(), gpu.THAW_S_MAX, self._places)
+        except KeepstepError:
+            os.kill(first, signal.SIGKILL)
+            os.waitpid(first, 0)
+            raise
 
     def _fetch(self, holder: m.Address, generation: int) -> tuple[i.ImageBegun, int]:
         with closing(_connect(self._welcome, holder)) as line:
@@ -327,7 +269,8 @@ class Standby:
                 raise RemoteProtocolError(f"{type(answer).__name__} in answer to ImagePages")
             line.settimeout(None)  # it ends with the dump, which has a limit
             ours, theirs = socket.socketpair()
-            with ours, theirs:
+            with ours, theirs, ThreadPoolExecutor(i.PARTS) as pool:
+                parts = self._fetch_parts(holder, pool)
                 command = [*criu.find()[0], "page-server", "-D", str(self._folder)]
                 command += ["-o", "pages.log", "--ps-socket", str(theirs.fileno())]
                 server = subprocess.Popen(command, pass_fds=[theirs.fileno()], umask=0o077)
@@ -340,18 +283,47 @@ class Standby:
                     shut(ours)
                     pages.join()
                     code = server.wait()
+                for part in parts:
+                    part.result()
         if code != 0:
             raise KeepstepError(f"its pages did not land: {last_error(self._folder / 'pages.log')}")
-        return begun, sum(path.stat().st_size for path in self._folder.iterdir())
+        return begun, sum(p.stat().st_size for p in self._folder.rglob("*") if p.is_file())
+
+    def _fetch_parts(self, holder: m.Address, pool: ThreadPoolExecutor) -> list[Future[None]]:
+        """What the process had on its GPU, while it is dumped. The pool must be gone before the
+        process is woken: that is done by a fork."""
+        if self._facts is None or not self._facts.offloads:
+            return []
+        self._parts.mkdir(mode=0o700)
+        return [pool.submit(self._fetch_part, holder, part) for part in range(i.PARTS)]
+
+    def _fetch_part(self, holder: m.Address, number: int) -> None:
+        with closing(_connect(self._welcome, holder)) as line:
+            ask = i.ImagePart(token=self._welcome.token, rank=self._rank, part=number)
+            line.sendall(wire.frame(ask))
+            frames = Frames(line, _replies)
+            match frames.receive():
+                case i.ImageFile() as part:
+                    self._receive(frames, part, self._parts)
+                case i.ImageEnd():
+                    pass  # it goes with the image
+                case i.ImageRefused() as refused:
+                    raise KeepstepError(refused.error)
+                case other:
+                    raise RemoteProtocolError(f"{type(other).__name__} in answer to ImagePart")
 
     def _fetch_files(self, holder: m.Address, generation: int) -> i.ImageBegun:
         with closing(_connect(self._welcome, holder)) as line:
             stall_s = self._welcome.stall_timeout_ns / 1e9
+            facts = self._facts
+            size = facts.image_bytes + facts.gpu_bytes if facts is not None else 0
             ask = i.ImageGet(
                 token=self._welcome.token,
                 rank=self._rank,
                 generation=generation,
-                seconds_max=min(max(stall_s, DUMP_S_MIN), DUMP_S_MAX),
+                seconds_max=min(max(stall_s, DUMP_S_MIN), DUMP_S_MAX) + size / DUMP_BYTES_PER_S,
+                gpu=facts is not None and bool(facts.gpu),
+                parts=facts is not None and facts.offloads,
             )
             line.sendall(wire.frame(ask))
             frames = Frames(line, _replies)
@@ -362,16 +334,16 @@ class Standby:
                 raise RemoteProtocolError(f"{type(begun).__name__} came before ImageBegun")
             count = 0
             while isinstance(part := frames.receive(), i.ImageFile):
-                self._receive(frames, part)
+                self._receive(frames, part, self._folder)
                 count += 1
             if not isinstance(part, i.ImageEnd) or part.files != count:
                 raise RemoteProtocolError("the image is not complete")
             return begun
 
-    def _receive(self, frames: Frames[i.ImageReply], part: i.ImageFile) -> None:
+    def _receive(self, frames: Frames[i.ImageReply], part: i.ImageFile, folder: Path) -> None:
         if "/" in part.name or part.name.startswith("."):
             raise RemoteProtocolError(f"{part.name!r} is no file of an image")
-        path = self._folder / part.name
+        path = folder / part.name
         piece = memoryview(bytearray(min(part.size, PIECE_BYTES)))
         with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
             left = part.size
@@ -381,13 +353,29 @@ class Standby:
                 file.write(view)
                 left -= len(view)
 
+    def _rename(self, names: list[str]) -> None:
+        """Names of sockets that are nowhere in the file system belong to the network, and the
+        process's former self may be here and still have them (CUDA's driver gives itself one). In
+        the image they become others of the same length: it has no sums."""
+        taken = set(preflight.unix_sockets(os.getpid()).values())
+        for name in taken.intersection(names):
+            others = (name[:-1] + letter for letter in string.ascii_letters)
+            free = next(other for other in others if other not in taken)
+            old, new = (b"\0" + one[1:].encode() for one in (name, free))
+            for path in (self._folder / "files.img", self._folder / "unixsk.img"):
+                if path.exists():
+                    path.write_bytes(path.read_bytes().replace(old, new))
+
     def _restore(self, begun: i.ImageBegun, tell: int) -> int:
         """In the new namespaces."""
-        for folder in set(begun.folders) - {SOCKETS}:
-            _own_folder(folder)
+        for folder in set(begun.folders) - {i.NEST}:
+            own_folder(folder)
+        if self._parts.exists():  # the process looks for them where it has put them
+            bind(self._parts, i.PARTS_FOLDER)
+        self._rename(begun.names)
         log, control = os.dup(1), self._line.socket.fileno()
         command = [*criu.find()[0], "restore", "-D", str(self._folder), "-o", "restore.log"]
-        command += ["-d", "--file-locks", "--manage-cgroups=ignore"]
+        command += ["-d", "--file-locks", "--manage-cgroups=ignore", "--tcp-close"]
         command += ["--inherit-fd", f"fd[{control}]:socket:[{begun.control}]"]
         command += ["--inherit-fd", f"fd[{log}]:{begun.log.lstrip('/')}"]
         done = subprocess.run(command, pass_fds=[log, control], capture_output=True, text=True)
@@ -416,7 +404,7 @@ def last_error(log: Path) -> str:
 
 def main() -> NoReturn:
     own = os.getppid()
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != own or own == 1:
         os._exit(1)
     control, page_fd = (int(os.environ[f"KEEPSTEP_{name}_FD"]) for name in ("CONTROL", "PAGE"))

@@ -22,7 +22,9 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from keepstep.errors import UsageError
+from keepstep.agent import gpu
+from keepstep.agent.tree import tree
+from keepstep.errors import KeepstepError, UsageError
 from keepstep.model.image import ImageFacts
 from keepstep.model.messages import Host
 from keepstep.native import criu
@@ -33,12 +35,16 @@ CAPABILITIES |= {"CAP_CHECKPOINT_RESTORE": 40}
 INET = ("tcp", "tcp6", "udp", "udp6", "raw", "raw6")
 HARMLESS_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 ANONYMOUS = ("eventpoll", "eventfd", "timerfd", "signalfd", "inotify", "pidfd")
+# What a process of CUDA has open while it runs, and not when the driver has taken its snapshot.
+NVIDIA = "/dev/nvidia"
+AMD = "an AMD GPU: CRIU's amdgpu plugin was never run with Keepstep"
 DEVICES = {
     "/dev/infiniband": "an RDMA device",
-    "/dev/nvidia": "a GPU: its driver's snapshot is not taken by this version",
-    "/dev/kfd": "an AMD GPU: CRIU's amdgpu plugin was never run with Keepstep",
-    "/dev/dri": "an AMD GPU: CRIU's amdgpu plugin was never run with Keepstep",
+    NVIDIA: "a GPU",
+    "/dev/kfd": AMD,
+    "/dev/dri": AMD,
 }
+MPS_FOLDER = "/tmp/nvidia-mps"
 # From linux/netlink.h, linux/sock_diag.h and linux/unix_diag.h.
 NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLM_DUMP = 4, 20, 0x301
 UDIAG_SHOW_PEER, UNIX_DIAG_PEER = 4, 2
@@ -75,13 +81,30 @@ def host() -> Host:
         trouble.append("there is no nsenter (hint: install util-linux)")
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), ":")
+    driver = _driver()
     return Host(
         kernel=platform.release(),
         machine=platform.machine(),
         features=sorted(flags.partition(":")[2].split()),
         criu=number,
         trouble=trouble,
+        gpus=driver.gpus,
+        cuda=driver.version,
+        gpu_trouble=driver.error,
     )
+
+
+def _driver() -> gpu.Facts:
+    """Of NVIDIA's GPUs, if there are any; its `error` says why processes on them cannot move."""
+    if not gpu.present():
+        return gpu.Facts()
+    helper = gpu.Helper()
+    try:
+        return helper.facts()
+    except KeepstepError as error:
+        return gpu.Facts(error=gpu.in_one_line(error))
+    finally:
+        helper.close()
 
 
 def compare(
@@ -100,12 +123,38 @@ def compare(
     if other:
         more = f" and {len(other) - 3} more" if len(other) > 3 else ""
         wrong.append(f"not the same here: {', '.join(other[:3])}{more}")
-    need = int(facts.image_bytes * SPARE_SHARE)
+    if facts.gpu:
+        wrong += compare_gpus(facts.host, here, facts.gpu)
+    need = int(facts.image_bytes * SPARE_SHARE) + facts.gpu_bytes
     if room < need:
         wrong.append(f"the image needs {need >> 20} MiB of tmpfs, {room >> 20} MiB are free")
-    if memory < 2 * need:  # the image, and the process made of it
-        wrong.append(f"{2 * need >> 20} MiB of memory are needed, {memory >> 20} MiB are free")
+    # The image, and the process made of it; what it fetches itself never is in its memory.
+    twice = 2 * need - (facts.gpu_bytes if facts.offloads else 0)
+    if memory < twice:
+        wrong.append(f"{twice >> 20} MiB of memory are needed, {memory >> 20} MiB are free")
     return wrong
+
+
+def compare_gpus(there: Host, here: Host, used: str = "") -> list[str]:
+    """`used`: the UUID of one; otherwise any of them may be meant."""
+    wrong = [f"GPU: {one}" for one in (there.gpu_trouble, here.gpu_trouble) if one]
+    if not here.gpus:
+        return [*wrong, "there is no GPU here"]
+    if there.cuda != here.cuda:
+        wrong.append(
+            f"the driver is of CUDA {_dotted(there.cuda)} there, {_dotted(here.cuda)} here"
+        )
+    moved = [one for one in there.gpus if not used or one.uuid == used]
+    theirs, ours = {one.name for one in moved}, {one.name for one in here.gpus}
+    if theirs - ours:
+        wrong.append(f"GPU {', '.join(sorted(theirs))} there and {', '.join(sorted(ours))} here")
+    elif max((one.memory for one in moved), default=0) > max(one.memory for one in here.gpus):
+        wrong.append("the GPU has less memory here")
+    return wrong
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def compare_hosts(there: Host, here: Host) -> list[str]:
@@ -132,46 +181,23 @@ def file_size(path: str) -> int:
 # --------------------------------------------------------------------------------------------- tree
 
 
-def children(pid: int) -> list[int]:
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            listed = Path(f"/proc/{pid}/task/{task}/children").read_text()
-            found += [int(child) for child in listed.split()]
-    return found
-
-
-def tree(pid: int) -> list[int]:
-    """It and all that came from it."""
-    return [pid, *(one for child in children(pid) for one in tree(child))]
-
-
-def inner_pid(nest: int) -> int | None:
-    """The rank inside a nest: the nest's child is the first process of the namespace, and its child
-    that leads a session is the rank."""
-    for first in children(nest):
-        for pid in children(first):
-            with contextlib.suppress(OSError):
-                if os.getsid(pid) == pid:
-                    return pid
-    return None
-
-
 @dataclass
 class Scan:
     offenders: list[str] = field(default_factory=list)
     files: list[tuple[str, int]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
     image_bytes: int = 0
 
 
-def scan(rank: int, ours: int) -> Scan:
+def scan(rank: int, ours: int, on_gpu: bool = False) -> Scan:
     """The tree of the process `rank`; `ours` is the inode of its control socket. Sockets of the
-    rank itself are its own to judge: it knows those of its process groups."""
+    rank itself are its own to judge: it knows those of its process groups. `on_gpu`: what it has
+    open of the CUDA driver is no trouble, because its driver will close that."""
     found = Scan()
     pids = tree(rank)
-    inet, named = _inet_sockets(rank), _unix_sockets(rank)
+    inet, named = _inet_sockets(rank), unix_sockets(rank)
     pipes: dict[str, int] = {}
     sockets: dict[int, int] = {}  # inode -> process
     for pid in pids:
@@ -181,10 +207,15 @@ def scan(rank: int, ours: int) -> Scan:
                 sockets[inode] = pid
                 if pid != rank and inode in inet:
                     found.offenders.append(f"{_who(pid)} has {inet[inode]} open (fd {number})")
-                if inode != ours and (folder := os.path.dirname(named.get(inode, ""))):
-                    found.folders.append(folder)
+                name = named.get(inode, "") if inode != ours else ""
+                if name.startswith("/"):
+                    found.folders.append(os.path.dirname(name))
+                elif name:
+                    found.names.append(name)
             elif target.startswith("pipe:"):
                 pipes[target] = pid
+            elif on_gpu and pid == rank and target.startswith(NVIDIA):
+                continue
             elif trouble := _trouble(target):
                 found.offenders.append(f"{_who(pid)} has {trouble} open: {target} (fd {number})")
             elif target.startswith("/") and os.path.exists(target):
@@ -203,6 +234,7 @@ def scan(rank: int, ours: int) -> Scan:
     found.files = sorted(set(found.files))
     found.paths = sorted({path for path in found.paths if not path.startswith(("/dev", "/proc"))})
     found.folders = sorted(set(found.folders))
+    found.names = sorted(set(found.names))
     return found
 
 
@@ -218,6 +250,27 @@ def _descriptors(pid: int) -> Iterator[tuple[int, str]]:
         for number in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
                 yield int(number), os.readlink(f"/proc/{pid}/fd/{number}")
+
+
+def gpu_trouble(pid: int, device: str, here: Host, size: int = 0) -> list[str]:
+    """Why the GPU's part of this process, `size` bytes, cannot be moved, from the looks of it."""
+    if device == "hip":
+        return [f"{_who(pid)} uses {AMD}"]
+    found = [f"GPU: {here.gpu_trouble}"] if here.gpu_trouble else []
+    folder = _environment(pid).get("CUDA_MPS_PIPE_DIRECTORY", MPS_FOLDER)
+    if os.path.exists(f"/proc/{pid}/root{folder}/control"):
+        found.append(f"an MPS server shares its GPU out ({folder})")
+    need, memory = int(size * SPARE_SHARE), free()[0]
+    if memory < need:  # it lands in memory, whoever moves it
+        found.append(f"{need >> 20} MiB of memory are needed there, {memory >> 20} MiB are free")
+    return found
+
+
+def _environment(pid: int) -> dict[str, str]:
+    with contextlib.suppress(OSError):
+        pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+        return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+    return {}
 
 
 def _trouble(target: str) -> str:
@@ -242,13 +295,13 @@ def _inet_sockets(pid: int) -> dict[int, str]:
     return found
 
 
-def _unix_sockets(pid: int) -> dict[int, str]:
-    """inode -> path of those that have one in the file system."""
+def unix_sockets(pid: int) -> dict[int, str]:
+    """inode -> name of those that have one: a path, or @ and something else."""
     found = {}
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]:
             fields = line.split(maxsplit=7)
-            if len(fields) == 8 and fields[7].startswith("/"):
+            if len(fields) == 8 and fields[7].startswith(("/", "@")):
                 found[int(fields[6])] = fields[7]
     return found
 

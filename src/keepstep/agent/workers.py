@@ -20,12 +20,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from keepstep.agent import gpu
 from keepstep.agent.channel import Channel
 from keepstep.agent.environment import worker_environment
 from keepstep.agent.keeper import Kept
 from keepstep.agent.page import PageReader
-from keepstep.agent.preflight import inner_pid
 from keepstep.agent.processes import Order, OwnProcesses, Process, Processes
+from keepstep.agent.tree import inner_pid
 from keepstep.errors import UsageError
 from keepstep.model.messages import (
     Address,
@@ -40,6 +41,7 @@ from keepstep.model.messages import (
     WorkerMessage,
 )
 from keepstep.model.wire import frame
+from keepstep.native import segments
 
 TAIL_LINES = 40
 TAIL_BYTES = 8 << 10
@@ -97,6 +99,18 @@ class Worker:
             os.kill(self.script_pid, number)
 
 
+def _segments(start: StartWorker) -> Path | None:
+    """What lets a rank move its device memory itself; without it the driver does, more slowly."""
+    wanted = start.transparent and start.rank >= 0 and gpu.present()
+    if not wanted or os.environ.get("KEEPSTEP_OFFLOAD") == "0":
+        return None
+    try:
+        return segments.ensure()
+    except UsageError as error:
+        logger.warning("moves of GPU ranks will be slow: %s", error)
+        return None
+
+
 def check_name(name: str) -> str:
     """Names become parts of file names."""
     if not _NAME.fullmatch(name):
@@ -148,7 +162,12 @@ class Workers:
             rank=start.rank,
             command=[*self._nest(start), *setting.command, *start.script],
             env=worker_environment(
-                os.environ, start, job=setting.job, bind=setting.bind, network=setting.network
+                os.environ,
+                start,
+                job=setting.job,
+                bind=setting.bind,
+                network=setting.network,
+                segments=_segments(start),
             ),
             log=str(log),
             greeting=self._greeting(start),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 import msgspec
 
-from keepstep.agent import nest, preflight
+from keepstep.agent import namespaces, preflight
 from keepstep.cli import find, operate, show
 from keepstep.cli.home import home
 from keepstep.errors import UsageError
@@ -29,6 +29,11 @@ def examined(one: Examined) -> list[Check]:
         Check(what="processor", found=f"{host.machine}, {len(host.features)} features", good=True),
         Check(what="free memory", found=f"{one.memory >> 20} MiB", good=one.memory > ROOM_MIN),
         Check(what="free for images", found=f"{one.room >> 20} MiB", good=one.room > ROOM_MIN),
+        *(
+            Check(what="GPU", found=f"{gpu.name}, {gpu.memory >> 30} GiB", good=True)
+            for gpu in host.gpus
+        ),
+        *([Check(what="GPU", found=host.gpu_trouble, good=False)] if host.gpu_trouble else []),
         *(Check(what="trouble", found=trouble, good=False) for trouble in host.trouble),
     ]
 
@@ -36,7 +41,7 @@ def examined(one: Examined) -> list[Check]:
 def here() -> list[Check]:
     memory, room = preflight.free()
     checks = examined(Examined(number=0, host=preflight.host(), memory=memory, room=room))
-    trouble = nest.namespaces_trouble()
+    trouble = namespaces.trouble()
     found = trouble or "can be made"
     return [*checks, Check(what="namespaces", found=found, good=not trouble)]
 
@@ -52,9 +57,11 @@ def there(which: find.Which, node: str) -> list[Check]:
     one = ask(node)
     checks = examined(one)
     for other in sorted({seat.node for seat in job.view.ranks} - {node}):
-        wrong = preflight.compare_hosts(
-            ask(other).host, msgspec.structs.replace(one.host, trouble=[])
-        )
+        theirs = ask(other).host
+        wrong = preflight.compare_hosts(theirs, msgspec.structs.replace(one.host, trouble=[]))
+        if theirs.gpus:
+            alone = msgspec.structs.replace(one.host, gpu_trouble="")
+            wrong += preflight.compare_gpus(theirs, alone)
         found = "; ".join(wrong) or "alike"
         checks.append(Check(what=f"ranks of {other}", found=found, good=not wrong))
     return checks

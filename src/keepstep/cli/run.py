@@ -15,7 +15,7 @@ from typing import Any, Literal
 import click
 
 from keepstep import native
-from keepstep.agent import nest, preflight
+from keepstep.agent import namespaces, preflight
 from keepstep.cli.checkpoints import AUTO, check_periodic, check_resume
 from keepstep.cli.client import AsyncClient
 from keepstep.cli.find import Reached, external
@@ -286,7 +286,7 @@ def log_to(path: Path) -> None:
 
 def check_transparent() -> None:
     """Agents of other machines say the same when a move is asked for."""
-    trouble = [*preflight.host().trouble, *filter(None, [nest.namespaces_trouble()])]
+    trouble = [*preflight.host().trouble, *filter(None, [namespaces.trouble()])]
     if trouble:
         raise UsageError(
             f"--mode transparent cannot work here: {'; '.join(trouble)}",

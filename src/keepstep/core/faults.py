@@ -63,7 +63,7 @@ def recover_from(job: Job, out: Out) -> None:
             job, out, trigger="unplanned", cause=cause, victims=dead, reason=reason
         )
     elif set(dead) - set(incident.victims) or job.alarm is not None or _again(previous, dead):
-        if incident.cause in ("connection", "user"):
+        if incident.cause in ("connection", "user", "undone-move"):
             incident.cause = cause  # the exceptions were the effect of this
         widen_incident(job, out, incident, cause, dead, reason)
     job.alarm = None

@@ -42,6 +42,8 @@ class Timeline:
         self.longest("dump", message.dump_ns)
         self.longest("stream", message.stream_ns)
         self.longest("restore", message.restore_ns)
+        for name, ns in message.gpu_ns.items():
+            self.longest(name, ns)
 
     def swapped(self, message: Swapped) -> None:
         self.longest("rewire", message.swap_ns)

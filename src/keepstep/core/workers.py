@@ -55,7 +55,7 @@ from keepstep.model.messages import (
 )
 from keepstep.model.records import CheckpointWritten
 
-CAUSES = {"comm": "connection", "device": "device-error", "user": "user"}
+CAUSES = {"comm": "connection", "device": "device-error", "user": "user", "undone": "undone-move"}
 
 
 def worker_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> None:
@@ -210,7 +210,7 @@ def _failure(job: Job, out: Out, worker: Worker, said: Failure) -> None:
     if said.generation < job.generation:
         return
     last = headline(said.error)
-    why = f"rank {worker.rank} raised {last}"
+    why = f"rank {worker.rank} raised {last}" if said.error_kind != "undone" else last
     if said.error_kind == "device":
         job.causes[worker.rank] = ("device-error", why)
         out.kill(worker)

@@ -113,7 +113,8 @@ class Failure(Message, frozen=True):
     """A rank's main thread raised outside any known incident. Reports follow after Abort."""
 
     generation: int
-    error_kind: Literal["comm", "device", "user"]
+    # undone: it held for a move that was undone, and has no connections any more
+    error_kind: Literal["comm", "device", "user", "undone"]
     error: str
     version: int
 
@@ -243,6 +244,19 @@ class Inspected(Message, frozen=True):
     foreign: list[str]  # connections that are the script's own, in words
     control: int  # inode of the control socket
     page: int  # descriptor of the progress page
+    device: Literal["", "cuda", "hip"] = ""  # what kind of GPU it has in use
+    gpu: str = ""  # which: its UUID
+    gpu_bytes: int = 0
+    offloads: bool = False  # it can move what is on the GPU itself
+
+
+class Offloaded(Message, frozen=True):
+    """Answer to Offload; taken by the agent. `error`: everything is where it was."""
+
+    number: int
+    moved: bool  # else the driver must
+    took_ns: int
+    error: str = ""
 
 
 class Restored(Message, frozen=True):
@@ -255,6 +269,7 @@ class Restored(Message, frozen=True):
     dump_ns: int
     stream_ns: int
     restore_ns: int
+    gpu_ns: dict[str, int] = {}  # what its GPU took, by name
 
 
 class InjectFired(Message, frozen=True):
@@ -287,6 +302,7 @@ WorkerMessage = (
     | BuddyLost
     | Done
     | Inspected
+    | Offloaded
     | Restored
     | InjectFired
 )
@@ -463,6 +479,16 @@ class Inspect(Message, frozen=True):
     number: int
 
 
+class Offload(Message, frozen=True):
+    """Transparent: this rank, which holds, is about to be dumped. It gives back what it does not
+    need on the GPU, and if `move`, and if it can, it moves the rest into files where its agent
+    finds them (keepstep.model.image). Sent by the agent."""
+
+    number: int
+    generation: int
+    move: bool
+
+
 class Finish(Message, frozen=True):
     """All ranks are done: exit now."""
 
@@ -493,6 +519,7 @@ WorkerCommand = (
     | Seal
     | Leave
     | Inspect
+    | Offload
     | Finish
     | Arm
 )
@@ -619,6 +646,14 @@ class PathsSeen(Message, frozen=True):
     paths: list[PathView]
 
 
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """As its driver names it."""
+
+    uuid: str
+    name: str
+    memory: int  # bytes
+
+
 class Host(msgspec.Struct, frozen=True, kw_only=True):
     """What must be alike where the image of a process is taken and where it is woken."""
 
@@ -627,6 +662,9 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     features: list[str]  # of the processor
     criu: str
     trouble: list[str] = []  # why nothing can be dumped or restored here at all
+    gpus: list[Gpu] = []
+    cuda: int = 0  # the driver's version of CUDA, as 13000
+    gpu_trouble: str = ""  # why processes that use a GPU cannot be moved here
 
 
 class Examined(Message, frozen=True):

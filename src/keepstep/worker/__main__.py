@@ -43,7 +43,9 @@ def _die_with_agent() -> None:
 
 def main() -> None:
     transparent = os.environ.get("KEEPSTEP_MODE") == "transparent"
-    if not transparent:  # else its whole namespace dies with the agent
+    if transparent:  # its whole namespace dies with the agent
+        os.environ.pop("LD_PRELOAD", None)  # it is loaded, and not for the script's children
+    else:
         _die_with_agent()
     from keepstep.worker.channel import Channel
     from keepstep.worker.page import Page

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
@@ -33,9 +34,13 @@ NCCL_SUCCESS, NCCL_IN_PROGRESS = 0, 7
 
 RealNccl: Any = getattr(c10d, "ProcessGroupNCCL", None)
 
-_lock = threading.Lock()  # guards the two below; never held while anything blocks
+DROP_S_MAX = 10.0
+
+used = False  # there was a backend in this process, at some time
+_lock = threading.Lock()  # guards the three below; never held while anything blocks
 _backends: dict[int, Any] = {}  # by id: in use, staged and being built
 _aborts: dict[int, threading.Thread] = {}
+_drops: list[threading.Thread] = []
 
 
 def is_real(backend: Any) -> bool:
@@ -57,6 +62,8 @@ def options(timeout: timedelta, like: Any = None) -> Any:
 
 def build(store: Any, rank: int, size: int, chosen: Any) -> Any:
     """A backend that connects when it is first used."""
+    global used
+    used = True
     backend = RealNccl(store, rank, size, chosen)
     cuda.ask_in_waits(failed)
     with _lock:
@@ -157,6 +164,16 @@ def wait_until_aborted() -> None:
         thread.join()  # each has its deadline
 
 
+def wait_until_dropped() -> None:
+    """Before a snapshot of the process: their destructors still use the device. Not for ever: a
+    snapshot that they are in the way of fails, and the process goes on."""
+    with _lock:
+        threads = list(_drops)
+    until = time.monotonic() + DROP_S_MAX
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+
+
 def drop(gone: list[Any]) -> None:
     """Let go of backends that nobody uses. They are aborted (without peers it is the only way to
     end one), and their destructors wait for torch's watchdog, which may take a minute after an
@@ -167,7 +184,10 @@ def drop(gone: list[Any]) -> None:
         for key in keys:
             _backends.pop(key, None)
     if gone:
-        _thread("drop", _drop, gone, pending).start()
+        thread = _thread("drop", _drop, gone, pending)
+        with _lock:
+            _drops[:] = [one for one in _drops if one.is_alive()] + [thread]
+            thread.start()
 
 
 def _drop(gone: list[Any], pending: list[threading.Thread | None]) -> None:

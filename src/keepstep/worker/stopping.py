@@ -13,6 +13,7 @@ rank to write has not contributed to the next step before.
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 from typing import Any
 
@@ -78,6 +79,15 @@ class Stopping:
         if self._round == ROUNDS_MAX:
             self._give_up(UNEVEN)
         return False
+
+    def meet(self, patience_s: float) -> None:
+        """Where all stand: until everybody has nothing more to give to the others, or for a while.
+        NCCL sends in the background, and does not when it is told to end."""
+        keys = PrefixStore("keepstep/stop", self._store)
+        with contextlib.suppress(RuntimeError):
+            if keys.add("calm", 1) == self._world:
+                keys.set("calm/all", "")
+            keys.wait(["calm/all"], timedelta(seconds=patience_s))
 
     def never(self) -> None:
         """The script has ended: it will not come to any goal."""

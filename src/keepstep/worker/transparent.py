@@ -9,7 +9,7 @@ point does at which nothing is in flight between ranks. Nothing is waited for in
 stop is wanted.
 
 If a move comes to nothing, nobody wants the rank to hold any more. It has no connections then, and
-says so like a rank that has lost them: the orchestrator makes all ranks connect again.
+says so, and the orchestrator makes all ranks connect again, as if they had lost them.
 
 Threads: the channel's answers Inspect and builds groups; everything else is the main thread's.
 """
@@ -37,7 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from keepstep.adapters.transport.tls import is_loopback
 from keepstep.errors import LocalProtocolError, PermanentError
 from keepstep.model import messages as m
-from keepstep.worker import fence, gloo, groups
+from keepstep.worker import cuda, device, fence, gloo, groups, nccl
 from keepstep.worker.channel import Channel
 from keepstep.worker.page import Page
 from keepstep.worker.seat import Stager
@@ -85,6 +85,7 @@ class Runtime:
         self._know_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         register_optimizer_step_post_hook(self._stepped)
         groups.install_destroy()
+        os.register_at_fork(after_in_child=device.after_fork)
         # Loader workers hand tensors over through named sockets: where every place has room.
         if folder := os.environ.get("KEEPSTEP_SOCKETS"):
             multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
@@ -173,9 +174,13 @@ class Runtime:
         self._page.where("held")
         self._page.set("hold", 1)
         if not groups.destroyed():
+            device.settle_in()
             groups.finish_collectives()
+            if self._stopping is not None:
+                self._stopping.meet(PATIENCE_S)
             groups.go_solo()
             groups.leave_stores()
+            nccl.wait_until_dropped()
         self._stopping = None
         gc.collect()  # store clients live as long as the last cycle that knows them
         self._held = True  # not before: an abort would cut what is still being finished
@@ -190,6 +195,8 @@ class Runtime:
     def _obey(self) -> bool:
         """One look. True: the script goes on."""
         channel = self._channel
+        if channel.hold_generation <= self.generation:
+            device.come_back()  # whoever wanted to take it away does not want to any more
         if channel.abort_generation > self.generation:
             asked, answer = channel.abort_generation, self._answered(m.Report)
             if answer != asked:
@@ -215,6 +222,8 @@ class Runtime:
                         f"rank {self._rank} at step {self.steps} told to go to {command.tick}"
                     )
                 self._say_held(command.generation)
+            case m.Offload():
+                self._offload(command)
             case m.Welcome():
                 self._arrive(command)
             case m.Swap() if command.generation > self.generation:
@@ -263,10 +272,23 @@ class Runtime:
         self._channel.send(
             m.Failure(
                 generation=self.generation,
-                error_kind="comm",
+                error_kind="undone",
                 error="a move was undone while the ranks held for it: they connect again",
                 version=self.steps,
             )
+        )
+
+    def _offload(self, command: m.Offload) -> None:
+        began, moved = time.monotonic_ns(), False
+        error = "the rank does not hold for this move any more"
+        if command.generation == self._channel.hold_generation:
+            try:
+                moved, error = device.offload(command.move), ""
+            except PermanentError as trouble:
+                error = str(trouble)
+        took_ns = time.monotonic_ns() - began
+        self._channel.send(
+            m.Offloaded(number=command.number, moved=moved, took_ns=took_ns, error=error)
         )
 
     def _arrive(self, welcome: m.Welcome) -> None:
@@ -275,7 +297,9 @@ class Runtime:
         self._moved = True
         if not is_loopback(welcome.interface):
             os.environ["GLOO_SOCKET_IFNAME"] = _interface(welcome.interface)
-        if int(torch.ones(64).sum()) != 64 or not os.path.isdir(os.getcwd()):
+        device.come_back()
+        where = cuda.home if device.kind() else None
+        if int(torch.ones(64, device=where).sum()) != 64 or not os.path.isdir(os.getcwd()):
             raise PermanentError("the restored process does not compute")
         self._channel.send(
             m.Copied(
@@ -294,6 +318,7 @@ class Runtime:
         channel, began = self._channel, time.monotonic_ns()
         if command.solo and self._world > 1:
             raise PermanentError("some ranks have ended, and this one is in the middle of its work")
+        device.come_back()
         entered = groups.destroyed() or self._enter(command.generation)
         self.generation = command.generation
         self._page.set("generation", command.generation)
@@ -344,9 +369,10 @@ class Runtime:
         self._channel.send(
             m.Inspected(
                 number=command.number,
-                foreign=foreign_sockets(),
+                foreign=[*foreign_sockets(), *device.trouble()],
                 control=os.fstat(self._channel.fileno()).st_ino,
                 page=self._page.fd,
+                **device.describe(),
             )
         )
 
@@ -366,13 +392,17 @@ def _interface(address: str) -> str:
 
 def foreign_sockets() -> list[str]:
     """Connections of this process that are not its process groups': those cannot be closed and
-    built anew by anybody but the script."""
+    built anew by anybody but the script. NCCL's cannot be told from those of other libraries: where
+    it was used, only what Python has opened is named."""
     meshes = gloo.watched()
     incoming = frozenset[gloo.Address]().union(*(mesh.incoming for mesh in meshes))
     outgoing = frozenset[gloo.Address]().union(*(mesh.outgoing for mesh in meshes))
     own = fence.addresses()
+    opened = python_sockets() if nccl.used else None
     found = []
     for number, sock in gloo.inet_sockets():
+        if opened is not None and number not in opened:
+            continue
         with contextlib.suppress(OSError):
             local = gloo.address(sock.getsockname())
             peer: gloo.Address | None = None
@@ -384,3 +414,10 @@ def foreign_sockets() -> list[str]:
             to = f" to {peer[0]}:{peer[1]}" if peer else ""
             found.append(f"the script has a {kind} socket open{to} (fd {number})")
     return found
+
+
+def python_sockets() -> set[int]:
+    """Descriptors."""
+    # type() and not isinstance: lazy proxies answer isinstance by importing things.
+    found = (thing for thing in gc.get_objects() if issubclass(type(thing), socket.socket))
+    return {sock.fileno() for sock in found}

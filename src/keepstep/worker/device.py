@@ -1,0 +1,150 @@
+"""What a rank of a transparent job has on a GPU: named, moved out of the way, and brought back.
+
+The driver's snapshot of a process copies device memory at a small part of the speed of the link. So
+the rank copies what torch has allocated itself, into files in its nest, and gives the memory back;
+the addresses stay reserved. The driver then finds little more than a context. The library that can
+do this (native/gpu) is loaded into the process by its nest; without it, and for allocations that it
+has not seen, the driver's snapshot takes everything.
+
+Everything here is for the main thread, except `describe`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from keepstep.errors import PermanentError
+from keepstep.model.image import PARTS, PARTS_FOLDER
+from keepstep.worker import cuda
+
+ERROR_BYTES = 500
+NVIDIA = "/dev/nvidia"
+
+_library = ctypes.CDLL(None)
+_here = hasattr(_library, "keepstep_segments_save")
+_away = False
+
+
+def kind() -> Literal["", "cuda", "hip"]:
+    """Of GPU that the script has in use."""
+    module: Any = torch.cuda  # untyped in part
+    if not module.is_initialized():
+        return ""
+    return "hip" if torch.version.hip else "cuda"
+
+
+def settle_in() -> None:
+    """Threads that build groups do not know which device the script has chosen."""
+    if kind():
+        cuda.home = torch.device("cuda", torch.cuda.current_device())
+
+
+def after_fork() -> None:
+    """In a child, a loader's worker for instance. It can never use the device, but has everything
+    open and mapped that its parent has; nobody could dump it so."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith(NVIDIA):
+                found.append(int(name))
+    if not found:
+        return
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for number in found:
+        os.dup2(null, number, inheritable=False)
+    os.close(null)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        where, *_, path = line.split(maxsplit=5)
+        if path.startswith(NVIDIA):
+            start, end = (int(number, 16) for number in where.split("-"))
+            _library.munmap(ctypes.c_void_p(start), ctypes.c_size_t(end - start))
+
+
+def describe() -> dict[str, Any]:
+    """Fields of Inspected."""
+    if not kind():
+        return {}
+    device = cuda.home or torch.device("cuda", torch.cuda.current_device())
+    properties: Any = torch.cuda.get_device_properties(device)
+    return {
+        "device": kind(),
+        "gpu": str(getattr(properties, "uuid", "")),
+        "gpu_bytes": torch.cuda.memory_reserved(device),
+        "offloads": _bytes()[0] > 0,
+    }
+
+
+def trouble() -> list[str]:
+    """What no snapshot holds, as far as the runtime was asked for it."""
+    if not kind() or not _here:
+        return []
+    managed, shared = ctypes.c_int(), ctypes.c_int()
+    _library.keepstep_segments_calls(ctypes.byref(managed), ctypes.byref(shared))
+    found = []
+    if managed.value:
+        found.append("the script has managed memory (UVM), which the driver cannot save")
+    if shared.value:
+        found.append("the script shares device memory with other processes (CUDA IPC)")
+    return found
+
+
+def _bytes() -> tuple[int, int]:
+    """Of segments: all, and those that are on the device."""
+    known, present = ctypes.c_ulonglong(), ctypes.c_ulonglong()
+    if _here:
+        _library.keepstep_segments_bytes(ctypes.byref(known), ctypes.byref(present))
+    return known.value, present.value
+
+
+def offload(move: bool) -> bool:
+    """Before the driver's snapshot: what is cached is given back in any case. False: there is
+    nothing that could be moved, or it shall stay. PermanentError: it failed, and everything is
+    where it was."""
+    global _away
+    if _away and move:
+        return True  # for a move that came to nothing; the files are all there is of it
+    come_back()
+    torch.cuda.synchronize(cuda.home)
+    torch.cuda.empty_cache()
+    if not move or not _bytes()[0]:
+        return False
+    os.makedirs(PARTS_FOLDER, mode=0o700, exist_ok=True)
+    _clear()
+    try:
+        _move("save")
+    except PermanentError:
+        known, present = _bytes()
+        if present < known:  # not before all of it was written
+            _move("load")
+        _clear()
+        raise
+    _away = True
+    return True
+
+
+def come_back() -> None:
+    """At once if nothing is away. PermanentError: it cannot be had back."""
+    global _away
+    if _away:
+        _move("load")
+        _away = False
+        _clear()
+
+
+def _clear() -> None:
+    """The folder itself may be where another one is mounted."""
+    for part in Path(PARTS_FOLDER).iterdir():
+        part.unlink()
+
+
+def _move(what: Literal["save", "load"]) -> None:
+    error = ctypes.create_string_buffer(ERROR_BYTES)
+    call = getattr(_library, f"keepstep_segments_{what}")
+    if call(PARTS_FOLDER.encode(), PARTS, error, ctypes.c_size_t(ERROR_BYTES)) != 0:
+        raise PermanentError(f"what is on the GPU could not be moved: {error.value.decode()}")

@@ -1,0 +1,67 @@
+"""Everything of a GPU rank's move but the GPU: a driver in host memory stands for CUDA's.
+
+What the real one does is tried in tests/gpu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Verdict
+from moving import Cuda
+from test_failures import holders, undone
+
+Launch = Callable[..., Any]
+Reference = Callable[..., list[dict[str, Any]]]
+
+SCRIPT = Path(__file__).parent / "pretend_gpu.py"
+
+
+def right(it: Any, world: int) -> None:
+    output = "".join(path.read_text() for path in it.job.home.rglob("*.log"))
+    assert output.count("device memory is right") == world, output[-3000:]
+
+
+@pytest.mark.always
+@pytest.mark.timeout(290)
+def test_device_memory_goes_along(
+    launch: Launch, reference: Reference, verdict: Verdict, cuda: Cuda
+) -> None:
+    it = launch(script=SCRIPT)
+    it.train()
+    for rank in (1, 1):
+        timings = it.moved(rank)["timings_ms"]
+        assert {"gpu-offload", "gpu-checkpoint", "gpu-restore"} <= set(timings), timings
+        assert cuda.state.read_text() == "0"
+    it.job.finish()
+    right(it, 2)
+    verdict.identical(it.job, reference(2), faults=0, incidents=2)
+
+
+@pytest.mark.timeout(290)
+def test_what_fails_is_undone_or_done_by_the_driver(
+    launch: Launch, reference: Reference, verdict: Verdict, cuda: Cuda, faults: Any
+) -> None:
+    it = launch(script=SCRIPT, options=("--stall-timeout", "10"))
+    it.train()
+    before = holders(it)
+    for call in ("cuCheckpointProcessCheckpoint", "cuCheckpointProcessRestore"):
+        cuda.fail_once(call)
+        it.job.spare_parked()
+        incident = it.migrate(1)
+        assert incident["outcome"] == "RESOLVED" and incident["attempts"] > 1, incident
+        cuda.struck()
+    before = holders(it)
+    faults.set("restore-fails")
+    undone(it, it.migrate(0), "did not come to life")
+    faults.clear()
+    assert holders(it) == before
+    cuda.fail_once("cuMemcpyDtoHAsync")
+    it.moved(0)
+    cuda.struck()
+    it.job.finish()
+    right(it, 2)
+    verdict.identical(it.job, reference(2), faults=4)

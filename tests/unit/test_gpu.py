@@ -1,0 +1,236 @@
+"""The GPU half of process images against a driver in host memory (fake_cuda.c)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from keepstep.agent import gpu
+from keepstep.errors import PermanentError, TransientError
+from keepstep.model.messages import Gpu
+from keepstep.native import segments
+
+FAKE = Path(__file__).parent / "fake_cuda.c"
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tool = shutil.which("gcc") or shutil.which("cc") or shutil.which("g++")
+    if tool is None:
+        pytest.skip("there is no C compiler")
+    folder = tmp_path_factory.mktemp("cuda")
+    path = folder / "libcuda.so.1"
+    language = ["-x", "c"] if not tool.endswith("g++") else ["-x", "c++", "-fpermissive"]
+    words = [tool, *language, "-shared", "-fPIC", "-Wall", "-Wextra", "-w", str(FAKE), "-o"]
+    subprocess.run([*words, str(path)], check=True)
+    shutil.copyfile(path, folder / "libcudart.so.13")
+    return path
+
+
+@pytest.fixture
+def fake(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
+    """A copy of its own, and so with its own state."""
+    copy = tmp_path / library.name
+    shutil.copyfile(library, copy)
+    monkeypatch.setenv("KEEPSTEP_LIBCUDA", str(copy))
+    return ctypes.CDLL(str(copy))
+
+
+def card(number: int, name: str = "one") -> Gpu:
+    return Gpu(uuid=str(uuid.UUID(int=number)), name=name, memory=1 << 30)
+
+
+# ------------------------------------------------------------------------------------------- driver
+
+
+def test_a_process_is_frozen_and_thawed(fake: ctypes.CDLL) -> None:
+    driver = gpu.Driver()
+    assert driver.state(7) == "RUNNING" and driver.restore_thread(7) == 8
+    assert set(driver.freeze(7, 1234)) == {"gpu-lock", "gpu-checkpoint"}
+    assert driver.state(7) == "CHECKPOINTED"
+    assert ctypes.c_uint.in_dll(fake, "fake_timeout_ms").value == 1234
+    assert set(driver.thaw(7)) == {"gpu-restore"}
+    assert driver.state(7) == "RUNNING"
+    assert driver.thaw(7) == {}  # it runs: nothing to do
+
+
+def test_gpus_have_their_names(fake: ctypes.CDLL) -> None:
+    first, second = gpu.Driver().gpus()
+    assert (first.name, first.memory) == ("Fake 0", 1 << 30)
+    assert second.uuid == str(uuid.UUID(bytes=b"\x11" * 16))
+
+
+@pytest.mark.parametrize("call", ["cuCheckpointProcessLock", "cuCheckpointProcessCheckpoint"])
+def test_who_cannot_be_frozen_runs_on(
+    call: str, fake: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = gpu.Driver()
+    monkeypatch.setenv("FAKE_CUDA_FAIL", f"{call}=600")
+    with pytest.raises(gpu.CudaError, match=f"{call}: CUDA_ERROR_NOT_READY .work on the GPU"):
+        driver.freeze(7)
+    assert driver.state(7) == "RUNNING"
+
+
+def test_a_driver_that_breaks_the_process_says_so(
+    fake: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = gpu.Driver()
+    failing = "cuCheckpointProcessCheckpoint=999,cuCheckpointProcessUnlock=999"
+    monkeypatch.setenv("FAKE_CUDA_FAIL", failing)
+    with pytest.raises(PermanentError, match="and it did not come back"):
+        driver.freeze(7)
+    ctypes.c_int.in_dll(fake, "fake_state").value = 3
+    with pytest.raises(PermanentError, match="in state FAILED"):
+        driver.thaw(7)
+
+
+def test_an_old_driver_is_refused(fake: ctypes.CDLL) -> None:
+    version = ctypes.c_int.in_dll(fake, "fake_version")
+    version.value = 12_040
+    with pytest.raises(PermanentError, match="too old"):
+        gpu.Driver()
+    version.value = 12_080
+    driver = gpu.Driver()
+    driver.freeze(7)
+    with pytest.raises(PermanentError, match="only on the GPU that it had"):
+        driver.thaw(7, [(card(1).uuid, card(2).uuid)])
+    driver.thaw(7)
+
+
+def test_pairs_reach_the_driver(fake: ctypes.CDLL) -> None:
+    driver = gpu.Driver()
+    driver.freeze(7)
+    driver.thaw(7, [(card(1).uuid, card(3).uuid), (card(2).uuid, card(4).uuid)])
+    assert ctypes.c_uint.in_dll(fake, "fake_pair_count").value == 2
+    raw = bytes((ctypes.c_ubyte * 64).in_dll(fake, "fake_pairs"))
+    assert [int.from_bytes(raw[at : at + 16]) for at in range(0, 64, 16)] == [1, 3, 2, 4]
+
+
+def test_every_gpu_gets_one_place() -> None:
+    there, here = [card(1), card(2), card(3)], [card(4), card(5), card(6)]
+    found = gpu.pairs(there, here, card(2).uuid, 0)
+    assert dict(found)[card(2).uuid] == card(4).uuid
+    assert sorted(old for old, _ in found) == [one.uuid for one in there]
+    assert sorted(new for _, new in found) == [one.uuid for one in here]
+    assert gpu.pairs(there, there[::-1], card(2).uuid, 0) == []
+    with pytest.raises(PermanentError, match="sees 3 GPUs, and here are 1"):
+        gpu.pairs(there, here[:1], card(2).uuid, 0)
+    with pytest.raises(PermanentError, match="slot 3"):
+        gpu.pairs(there, here, card(2).uuid, 3)
+
+
+# ------------------------------------------------------------------------------------------- helper
+
+
+def test_a_helper_calls_the_driver(fake: ctypes.CDLL) -> None:
+    helper = gpu.Helper()
+    facts = helper.facts()
+    assert facts.version == 13_000 and [one.name for one in facts.gpus] == ["Fake 0", "Fake 1"]
+    assert "gpu-checkpoint" in helper.freeze(7, 10)
+    with pytest.raises(TransientError, match="CUDA_ERROR_ILLEGAL_STATE"):
+        helper.freeze(7, 10)  # which put it back
+    assert helper.thaw(7, 10) == {}
+    helper.close()
+    assert not helper.alive
+
+
+def test_a_driver_that_hangs_is_left_alone(
+    fake: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_CUDA_FAIL", "hang=1")
+    helper = gpu.Helper()
+    helper.facts()
+    with pytest.raises(TransientError, match="did not freeze in 0 s"):
+        helper.freeze(7, 0.2)
+    assert not helper.alive
+    with pytest.raises(TransientError, match="ended the helper"):
+        helper.thaw(7, 10)
+
+
+def test_a_helper_without_a_driver_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEEPSTEP_LIBCUDA", "libno-such-cuda.so")
+    helper = gpu.Helper()
+    with pytest.raises(PermanentError, match="there is no CUDA driver"):
+        helper.facts()
+    helper.close()
+
+
+# ----------------------------------------------------------------------------------------- segments
+
+SEGMENTS = """
+import ctypes, os, sys
+folder, library = sys.argv[1], ctypes.CDLL(None)
+runtime = ctypes.CDLL("libcudart.so.13", ctypes.RTLD_GLOBAL)
+u64 = ctypes.c_ulonglong
+def allocate(size):
+    at = ctypes.c_void_p()
+    assert library.cudaMalloc(ctypes.byref(at), ctypes.c_size_t(size)) == 0
+    return at
+def move(what):
+    error = ctypes.create_string_buffer(500)
+    code = getattr(library, "keepstep_segments_" + what)(
+        folder.encode(), 3, error, ctypes.c_size_t(500))
+    return code, error.value.decode()
+def numbers():
+    known, present = u64(), u64()
+    library.keepstep_segments_bytes(ctypes.byref(known), ctypes.byref(present))
+    return known.value, present.value
+sizes = [40 << 20, 1 << 20, (17 << 20) + 5, 100]
+places = [allocate(size) for size in sizes]
+contents = [os.urandom(size) for size in sizes]
+for at, data in zip(places, contents):
+    ctypes.memmove(at, data, len(data))
+total = (40 << 20) + (2 << 20) + (18 << 20)
+assert numbers() == (total, total), numbers()
+os.environ["FAKE_CUDA_FAIL"] = ""
+libc = ctypes.CDLL(None)
+libc.setenv(b"FAKE_CUDA_FAIL", b"cuMemcpyDtoHAsync=700", 1)
+code, error = move("save")
+assert code == -1 and "cuMemcpyDtoHAsync" in error and numbers() == (total, total), error
+libc.setenv(b"FAKE_CUDA_FAIL", b"", 1)
+for name in os.listdir(folder):
+    os.unlink(os.path.join(folder, name))
+assert move("save") == (0, ""), "saved"
+assert numbers() == (total, 0)
+assert sum(os.path.getsize(os.path.join(folder, n)) for n in os.listdir(folder)) == total
+assert move("save")[0] == -1  # twice
+libc.setenv(b"FAKE_CUDA_FAIL", b"cuMemCreate=2", 1)
+code, error = move("load")
+assert code == -1 and "old address" in error, error
+libc.setenv(b"FAKE_CUDA_FAIL", b"", 1)
+assert move("load") == (0, ""), "loaded"
+assert numbers() == (total, total)
+for at, data in zip(places, contents):
+    assert ctypes.string_at(at, len(data)) == data
+for at in places:
+    assert library.cudaFree(at) == 0
+assert numbers() == (0, 0)
+managed, shared = ctypes.c_int(), ctypes.c_int()
+at = ctypes.c_void_p()
+library.cudaMallocManaged(ctypes.byref(at), ctypes.c_size_t(10), 1)
+library.keepstep_segments_calls(ctypes.byref(managed), ctypes.byref(shared))
+assert (managed.value, shared.value) == (1, 0)
+print("good")
+"""
+
+
+def test_segments_come_back_where_they_were(library: Path, tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": str(segments.ensure()),
+        "LD_LIBRARY_PATH": str(library.parent),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SEGMENTS, str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "good\n", done.stderr
