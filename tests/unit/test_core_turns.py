@@ -156,6 +156,18 @@ def test_whoever_was_refused_is_asked_for_before_one_behind_it() -> None:
     assert scheduler.got == ["first"] and trains(first) and second.view.state == "held"
 
 
+def test_the_patience_of_a_job_begins_with_its_turn() -> None:
+    first = launched("first", priority=5)
+    second = launched("second", beside=first)
+    first.kill_node("n1")
+    second.kill_node("n1")
+    for _ in range(4):  # the first one is asked for, and is late each time
+        second.run(100)
+    wanted = second.core.capacity("second")
+    assert wanted is not None and wanted.want is not None and wanted.want.op == "spare-1"
+    assert len(first.recorded(r.SpareWanted)) > 1
+
+
 def test_other_constraints_are_no_reason_to_wait() -> None:
     first = launched("first", priority=5, partition="a")
     second = launched("second", beside=first, partition="b")

@@ -160,6 +160,8 @@ def settle(jobs: Sequence[Job], outs: dict[str, Out]) -> list[Job]:
         ]
         if job.replayed:
             continue
+        if facts.want is not None and not facts.want.place and before(jobs, job, now):
+            facts.want.at = now  # its patience begins with its turn
         needy = provision.lacking(job) if job.mode == "running" else []
         came, facts.awaiting = facts.awaiting and not pending, bool(pending)
         if came and needy and facts.want is None:
