@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -80,7 +81,7 @@ class ControlPlane:
         self.start_server()
         self._http = httpx.Client(
             base_url=self.url,
-            verify=str(self._ca),
+            verify=self._trust(),
             headers={"Authorization": f"Bearer {self._tokens['admin']}"},
             timeout=20,
             trust_env=False,
@@ -119,9 +120,12 @@ class ControlPlane:
         with contextlib.suppress(OSError, httpx.HTTPError):
             headers = {"Authorization": f"Bearer {self._tokens['admin']}"}
             url = f"{self.url}/readyz"
-            said = httpx.get(url, verify=str(self._ca), headers=headers, trust_env=False)
+            said = httpx.get(url, verify=self._trust(), headers=headers, trust_env=False)
             return said.status_code == 200
         return False
+
+    def _trust(self) -> ssl.SSLContext:
+        return ssl.create_default_context(cafile=self._ca)  # the server has made it
 
     def stop_server(self) -> None:
         self._kill("kube-apiserver")

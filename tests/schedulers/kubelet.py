@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -43,7 +44,7 @@ class Kubelet:
         self._labels["topology.kubernetes.io/rack"] = rack
         self._http = httpx.Client(
             base_url=server,
-            verify=ca,
+            verify=ssl.create_default_context(cafile=ca),
             headers={"Authorization": f"Bearer {token}"},
             timeout=10,
             trust_env=False,

@@ -176,7 +176,8 @@ def test_the_server_takes_the_manifests_and_we_take_their_options(plane: Control
             (container,) = one["spec"]["template"]["spec"]["containers"]
             words = [*container["command"], *container["args"]]
             assert words[:2] == ["keepstep", "orchestrator"]
-            given = orchestrator.make_context("orchestrator", words[2:]).params
+            names = {"help_option_names": ["-h", "--help"]}
+            given = orchestrator.make_context("orchestrator", words[2:], **names).params
             assert (given["scheduler"], given["namespace"]) == ("kubernetes", NAMESPACE)
         if one["kind"] == "ConfigMap":
             assert yaml.safe_load(one["data"]["pod.yaml"])["spec"]["containers"][0]["image"]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from cluster import until
 from control_plane import NAMESPACE, ControlPlane
@@ -231,6 +232,29 @@ def test_an_orchestrator_killed_with_a_spare_in_hand_leaks_nothing(
     finally:
         end(first, job.process, *second)
     same_bits(job, tmp_path)
+
+
+@ALL
+def test_a_killed_launcher_leaves_no_pod(
+    plane: ControlPlane, job: KubernetesJob, tmp_path: Path
+) -> None:
+    job.until_step(1)
+    assert len(ranks(plane)) == WORLD
+    guards = _guards(tmp_path)
+    job.process.kill()
+    until(lambda: ranks(plane) == {}, "the end of all pods")
+    until(lambda: not any(one.is_running() for one in guards), "the end of who did that")
+
+
+def _guards(folder: Path) -> list[psutil.Process]:
+    found = [
+        one
+        for one in psutil.process_iter(["cmdline"])
+        if "keepstep.cli.slurm_guard" in (words := one.info["cmdline"] or [])
+        and str(folder / "home") in words
+    ]
+    assert len(found) == 1
+    return found
 
 
 @ALL

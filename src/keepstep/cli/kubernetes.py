@@ -19,7 +19,7 @@ import msgspec
 
 from keepstep import native
 from keepstep.adapters.schedule.kubernetes import KubernetesScheduler, Settings
-from keepstep.cli import show
+from keepstep.cli import show, slurm_guard
 from keepstep.cli.checkpoints import check_periodic, check_resume
 from keepstep.cli.find import Reached, external
 from keepstep.cli.home import home
@@ -200,6 +200,8 @@ def _launch(scheduler: KubernetesScheduler, script: list[str], options: Options)
         policy=options.policy(),
     )
     check_spec(spec)
+    if there is None:
+        slurm_guard.begin(where, job, scheduler.settings)
     try:
         names = [node.name for node in layout.nodes]
         provision = _hold(scheduler, provision, job, names, options.queue_s)

@@ -68,7 +68,7 @@ class KubernetesScheduler:
     name = "kubernetes"
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+        self.settings = settings
         self._api = Api(settings.kubeconfig, settings.context)
         self._pods = Pods(self._api)
         self._records = Records(self._api, settings.namespace)
@@ -86,7 +86,7 @@ class KubernetesScheduler:
         taint = self._api.may("patch", "nodes")
         lacks = [] if taint else [NO_TAINT]
         lacks += [] if self._records.can_write() else [NO_RECORDS]
-        preempt = self._has_class(self._settings.preempting_class)
+        preempt = self._has_class(self.settings.preempting_class)
         return Capabilities(taint=taint, preempt=preempt, shrink=True, lacks=lacks)
 
     def _has_class(self, name: str) -> bool:
@@ -132,8 +132,8 @@ class KubernetesScheduler:
                     f"Kubernetes does not let us {verb} {what} in namespace {space}",
                     hint="see deploy/kubernetes/rbac.yaml for the rights",
                 )
-        names = [self._settings.priority_class]
-        names += [self._settings.preempting_class] if "preempt" in kinds else []
+        names = [self.settings.priority_class]
+        names += [self.settings.preempting_class] if "preempt" in kinds else []
         for name in names:
             if not self._has_class(name):
                 raise UsageError(
@@ -142,7 +142,7 @@ class KubernetesScheduler:
                 )
 
     def _space(self, limits: Constraints) -> str:
-        return limits.partition or self._settings.namespace
+        return limits.partition or self.settings.namespace
 
     def places(self) -> list[Place]:
         return [one.place for one in self._pods.machines().values()]
@@ -212,7 +212,7 @@ class KubernetesScheduler:
 
     def _priority(self) -> int:
         try:
-            name = self._settings.preempting_class
+            name = self.settings.preempting_class
             return int(self._api.call(self._api.scheduling.read_priority_class, name)["value"])
         except NotThere:
             return 0  # there is nobody whom nobody may preempt
@@ -304,16 +304,16 @@ class KubernetesScheduler:
 
     def _create(self, ask: Ask, kind: Kind, terms: list[Object]) -> None:
         preempts = kind == "preempt"
-        named = ask.constraints.qos or self._settings.priority_class
+        named = ask.constraints.qos or self.settings.priority_class
         for index in range(ask.count):
             pod = objects.agent_pod(
-                self._settings.template,
+                self.settings.template,
                 name=objects.name_of("keepstep", ask.job, ask.op, str(index)),
                 job=ask.job,
                 op=ask.op,
                 kind=kind,
                 index=index,
-                priority_class=self._settings.preempting_class if preempts else named,
+                priority_class=self.settings.preempting_class if preempts else named,
                 limits=ask.constraints,
                 terms=terms,
                 pool=ask.constraints.reservation if kind == "reserved" else "",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -55,12 +56,13 @@ class Api:
         self._failures: tuple[type[Exception], ...] = (OSError, http.exceptions.HTTPError)
         self._refused: type[Exception] = client.exceptions.ApiException
         try:
-            if kubeconfig or context:
+            in_pod = "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ
+            if in_pod and not kubeconfig and not context:
+                config.load_incluster_config(client_configuration=settings)
+            else:
                 config.load_kube_config(
                     kubeconfig or None, context=context or None, client_configuration=settings
                 )
-            else:
-                config.load_config(client_configuration=settings)
         except Exception as error:  # whatever is wrong with a file that is not ours
             raise UsageError(
                 f"no cluster of Kubernetes can be found: {error}",
