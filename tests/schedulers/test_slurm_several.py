@@ -1,4 +1,5 @@
-"""Two jobs of one orchestrator on a small cluster, and a job in an allocation of somebody else."""
+"""Two jobs of one orchestrator on a small cluster, a job in an allocation of somebody else, and one
+whose Slurm goes away."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,39 @@ def test_a_job_in_an_adopted_allocation_uses_its_spare_and_gets_another(
         assert spare not in (a, b, c)
         job.finish()
         assert allocations(cluster) == {} and nodes_of(cluster, mine) == [b, c]
+    finally:
+        end(job.process)
+    same_bits(job, tmp_path)
+
+
+def test_a_node_is_lost_while_slurm_is_away(cluster: Cluster, tmp_path: Path) -> None:
+    """Training goes on without it, and what is needed is asked for until it answers."""
+    job = SlurmJob(tmp_path)
+    try:
+        job.until_step(3)
+        said = cluster.ask("squeue", "-h", "-o", "%S")
+        began = time.mktime(time.strptime(said, "%Y-%m-%dT%H:%M:%S"))
+        saved = cluster.folder / "state" / "job_state"
+        until(lambda: saved.stat().st_mtime > began + 1, "what Slurm knows on disk")
+        (a, b, c) = allocations(cluster)["start:queue"]
+        cluster.stop_controller()
+        try:
+            view = job.view()
+            assert view is not None
+            job.until_step(view.committed_step + 3)
+            cluster.crash_node(b)
+            job.until(
+                lambda: (v := job.view()) and any("slurm" in note.text for note in v.notes),
+                "a note that Slurm does not answer",
+            )
+            job.until(lambda: (v := job.view()) and v.state == "held", "a job that holds")
+        finally:
+            cluster.start_controller()
+        (lost,) = job.until(job.resolved, "the move of rank 1")
+        assert lost.victims == [1] and lost.steps_lost == 0
+        job.until(lambda: allocations(cluster)["start:queue"] == [a, c], "the swap in squeue")
+        job.finish()
+        assert allocations(cluster) == {}
     finally:
         end(job.process)
     same_bits(job, tmp_path)
