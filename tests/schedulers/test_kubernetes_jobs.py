@@ -86,6 +86,11 @@ def migrations(plane: ControlPlane) -> dict[str, tuple[str, str, str, str]]:
     }
 
 
+def events(plane: ControlPlane) -> list[str]:
+    found = plane.ask("GET", f"/api/v1/namespaces/{NAMESPACE}/events")["items"]
+    return [one["message"] for one in found]
+
+
 def taints(plane: ControlPlane, node: str) -> set[str]:
     return {one["key"] for one in plane.node(node)["spec"].get("taints") or []}
 
@@ -131,8 +136,8 @@ def test_a_node_is_lost_and_another_one_cordoned(
     assert "keepstep.dev/fenced" in taints(plane, a)
     done = {"job-spare-1": ("Done", "idle", a, d)}
     job.until(lambda: migrations(plane) == done, "the swap in the migrations")
-    events = plane.ask("GET", f"/api/v1/namespaces/{NAMESPACE}/events")["items"]
-    assert f"job job: {d} has taken the place of {a}" in [one["message"] for one in events]
+    swapped = f"job job: {d} has taken the place of {a}"
+    job.until(lambda: swapped in events(plane), "the swap in the events")
 
     plane.apply(replica_set())
     (e,) = job.until(lambda: low_runs_on(plane), "somebody else's pod")
