@@ -200,8 +200,7 @@ def _launch(scheduler: KubernetesScheduler, script: list[str], options: Options)
         policy=options.policy(),
     )
     check_spec(spec)
-    if there is None:
-        slurm_guard.begin(where, job, scheduler.settings)
+    guard = slurm_guard.begin(where, job, scheduler.settings) if there is None else None
     try:
         names = [node.name for node in layout.nodes]
         provision = _hold(scheduler, provision, job, names, options.queue_s)
@@ -213,6 +212,8 @@ def _launch(scheduler: KubernetesScheduler, script: list[str], options: Options)
         with contextlib.suppress(KeepstepError):
             for left in scheduler.leases(job):
                 scheduler.release(left)
+            if guard is not None:
+                guard.dismiss()
 
 
 def _lay_out(options: Options) -> Layout:

@@ -254,8 +254,7 @@ def launch(script: str, args: tuple[str, ...], **given: Any) -> None:
     )
     check_spec(spec)
     release_orphans(scheduler, where)
-    if there is None:
-        slurm_guard.begin(where, job)
+    guard = slurm_guard.begin(where, job) if there is None else None
     lease = _allocate(scheduler, provision.constraints, job, len(layout.nodes), options)
     names = [node.name for node in layout.nodes]
     places = dict(zip(names, lease.places[: len(names)], strict=True))
@@ -266,8 +265,9 @@ def launch(script: str, args: tuple[str, ...], **given: Any) -> None:
         sys.exit(asyncio.run(_run(spec, where, there, options.host, output, scheduler)))
     finally:
         with contextlib.suppress(KeepstepError):
-            for left in scheduler.leases(job):
-                _release(scheduler, left)
+            done = [_release(scheduler, left) for left in scheduler.leases(job)]
+            if guard is not None and all(done):
+                guard.dismiss()
 
 
 def _adopting(options: Options) -> Options:
@@ -286,11 +286,13 @@ def release_orphans(scheduler: SlurmScheduler, where: Path) -> None:
             _release(scheduler, lease)
 
 
-def _release(scheduler: SlurmScheduler, lease: Lease) -> None:
+def _release(scheduler: SlurmScheduler, lease: Lease) -> bool:
     try:
         scheduler.release(lease)
     except KeepstepError as error:
         show.words(f"allocation {lease.id} is not given back: {error.message}")
+        return False
+    return True
 
 
 def _lay_out(options: Options) -> Layout:

@@ -2,8 +2,8 @@
 
 Started beside a launcher that holds the orchestrator; stdin is a pipe whose other end only the
 launcher has. When that ends, whatever the reason (kill -9 too), nobody decides anything for the
-job any more, and nobody would give its nodes back: so they are. After an orderly end there is
-nothing left to do.
+job any more, and nobody would give its nodes back: so they are. A launcher that has given all back
+itself says so. Where the cluster's own configuration is gone there is nobody to give to.
 
 A job may be launched once more under the same id. Launcher and guard hold a lock while they have
 to do with its allocations, so that a guard never gives back what is the next launcher's.
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -33,11 +34,21 @@ LOOKS = 2  # without anything: a request may have been under way
 PATIENCE_S = 3600.0  # with a scheduler that does not answer
 
 
-def begin(home: Path, job: str, kubernetes: Settings | None = None) -> int:
-    """Whoever calls it is who is watched: its end of the pipe is closed by nothing but its end."""
+class Guard(NamedTuple):
+    pid: int
+    pipe: int  # closed by nothing but the end of whoever has it
+
+    def dismiss(self) -> None:
+        """All is given back."""
+        with contextlib.suppress(OSError):
+            os.write(self.pipe, b".")
+
+
+def begin(home: Path, job: str, kubernetes: Settings | None = None) -> Guard:
+    """Whoever calls it is who is watched."""
     hold(home, job)
     more = [msgspec.json.encode(kubernetes).decode()] if kubernetes is not None else []
-    read, _ = os.pipe()
+    read, write = os.pipe()
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "keepstep.cli.slurm_guard", str(home), job, *more],
         stdin=read,
@@ -46,7 +57,7 @@ def begin(home: Path, job: str, kubernetes: Settings | None = None) -> int:
         start_new_session=True,
     )
     os.close(read)
-    return process.pid
+    return Guard(process.pid, write)
 
 
 def hold(home: Path, job: str) -> None:
@@ -59,18 +70,22 @@ def hold(home: Path, job: str) -> None:
 def main(home: Path, job: str, kubernetes: str = "") -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    sys.stdin.buffer.read()
+    if sys.stdin.buffer.read():
+        return
     hold(home, job)
     if kubernetes:
         settings = msgspec.json.decode(kubernetes, type=Settings)
-        give_back(KubernetesScheduler(settings), job)
+        give_back(KubernetesScheduler(settings), job, settings.kubeconfig)
     else:
-        give_back(SlurmScheduler(), job)
+        give_back(SlurmScheduler(), job, os.environ.get("SLURM_CONF", ""))
 
 
-def give_back(scheduler: Scheduler, job: str) -> None:
+def give_back(scheduler: Scheduler, job: str, configuration: str = "") -> None:
+    """`configuration`: a file that is there as long as the cluster is."""
     end, empty = time.monotonic() + PATIENCE_S, 0
     while empty < LOOKS and time.monotonic() < end:
+        if configuration and not Path(configuration).exists():
+            return
         with contextlib.suppress(KeepstepError):  # it is asked again
             left = [one for one in scheduler.leases(job) if not _stays(scheduler, one)]
             empty = 0 if left else empty + 1
