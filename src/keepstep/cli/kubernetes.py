@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import os
-import shutil
-import socket
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import click
-import msgspec
 
-from keepstep import native
 from keepstep.adapters.schedule.kubernetes import KubernetesScheduler, Settings
-from keepstep.cli import show, slurm_guard
-from keepstep.cli.checkpoints import check_periodic, check_resume
-from keepstep.cli.find import Reached, external
-from keepstep.cli.home import home
-from keepstep.cli.layout import Layout, check_counts, lay_out
-from keepstep.cli.output import Output
-from keepstep.cli.run import attend, check_script, embed, new_job_id
-from keepstep.cli.slurm import FOR_EVER_S, Options
+from keepstep.cli.run import check_script
+from keepstep.cli.scheduled import Options, address_towards, check_times, start
 from keepstep.cli.slurm import launch as slurm
-from keepstep.core.operator import check_spec
-from keepstep.errors import KeepstepError, UsageError
-from keepstep.model.job import JobSpec
-from keepstep.model.schedule import START, Ask, Provision
-from keepstep.orchestrator.registry import check_id, prepare_home
-from keepstep.orchestrator.requests import Info
+from keepstep.errors import UsageError
+from keepstep.model.schedule import Lease, Provision
 
 AS_SLURM = {
     *("nproc", "spare_nodes", "idle", "preempt", "spare_s", "replenish", "within", "priority"),
@@ -147,151 +128,33 @@ def launch(
     )
     check_script(script, given["module"])
     options = Options(adopt="", partition=namespace, account="", qos="", **given)
-    _check_times(options)
+    check_times(options)
     words = (["-m", script] if options.module else [script]) + list(args)
-    _launch(scheduler, words, options)
+    start(_Kubernetes(scheduler), words, options)
 
 
 # What means the same on every scheduler, before SCRIPT and ARGS.
 launch.params[-2:-2] = [one for one in slurm.params if one.name in AS_SLURM]
 
 
-def _check_times(options: Options) -> None:
-    for name, value, least in (
-        ("stall-timeout", options.stall_s, 1e-9),
-        ("spare-timeout", options.spare_s, 1e-9),
-        ("back-after", options.back_s, 0.0),
-        ("quiet-after", options.quiet_s, 0.0),
-        ("grace", options.grace_s, 0.0),
-    ):
-        if not least <= value < 1e9:
-            raise UsageError(f"--{name} is {value:g}: seconds, and not below {least:g}")
-    if options.replenish and not options.spare_nodes:
-        raise UsageError("--replenish: there are no spare nodes", hint="--spare-nodes 1")
+class _Kubernetes:
+    title = "Kubernetes"
+    held_by = "pods"
 
+    def __init__(self, scheduler: KubernetesScheduler) -> None:
+        self.scheduler = scheduler
+        self.settings = scheduler.settings
 
-def _launch(scheduler: KubernetesScheduler, script: list[str], options: Options) -> None:
-    layout = _lay_out(options)
-    provision = msgspec.structs.replace(options.provision(), scheduler=scheduler.name)
-    _check(scheduler, provision, len(layout.nodes))
-    where = home()
-    prepare_home(where)
-    job = options.job_id or new_job_id(script[1 if options.module else 0])
-    check_id(job)
-    resume = check_resume(options.resume, layout.world)
-    periodic = check_periodic(options.checkpoint_dir, options.interval, None, job, resume)
-    native.store_host_path()
-    named = options.orchestrator
-    there = _named(where, named) if named is not None else None
-    log_dir = Path(options.log_dir).absolute() if options.log_dir else where / "jobs" / job
-    spec = JobSpec(
-        job=job,
-        world=layout.world,
-        local_world=layout.local_world,
-        nodes=layout.nodes,
-        spares=layout.spares,
-        stall_timeout_ns=int(options.stall_s * 1e9),
-        script=script,
-        directory=str(log_dir),
-        resume=resume,
-        checkpoints=periodic.directory,
-        checkpoint_interval_ns=periodic.interval_ns,
-        provision=provision,
-        policy=options.policy(),
-    )
-    check_spec(spec)
-    guard = slurm_guard.begin(where, job, scheduler.settings) if there is None else None
-    try:
-        names = [node.name for node in layout.nodes]
-        provision = _hold(scheduler, provision, job, names, options.queue_s)
-        spec = msgspec.structs.replace(spec, provision=provision)
-        host = options.host or (_own_address(scheduler.server) if there is None else "")
-        output = Output(quiet=options.quiet)
-        sys.exit(asyncio.run(_run(spec, where, there, host, output, scheduler)))
-    finally:
-        with contextlib.suppress(KeepstepError):
-            for left in scheduler.leases(job):
-                scheduler.release(left)
-            if guard is not None:
-                guard.dismiss()
+    def check(self, provision: Provision, count: int) -> None:
+        self.scheduler.check(provision.constraints, provision.kinds, count)
 
+    def before(self, where: Path) -> None:
+        """Pods of launchers that have ended are their guards' business."""
 
-def _lay_out(options: Options) -> Layout:
-    nodes = options.nodes or 1
-    check_counts(
-        nnodes=nodes,
-        nproc=options.nproc,
-        spares=0,
-        local_nodes=None,
-        spare_nodes=options.spare_nodes,
-        external=True,
-    )
-    return lay_out(
-        local_nodes=nodes, nproc=options.nproc, spares=0, spare_nodes=options.spare_nodes
-    )
+    def adopt(self, job: str, count: int) -> Lease | None:
+        return None
 
-
-def _check(scheduler: KubernetesScheduler, provision: Provision, count: int) -> None:
-    """Everything that can be known to be wrong, before anything is made."""
-    scheduler.check(provision.constraints, provision.kinds, count)
-    for sentence in scheduler.capabilities().lacks:
-        show.words(f"note: {sentence}")
-
-
-def _named(where: Path, orchestrator: str) -> Reached:
-    there = external(where, orchestrator, os.environ.pop("KEEPSTEP_TOKEN", ""))
-    if there.client().get("/v1/orchestrator", Info).scheduler != KubernetesScheduler.name:
-        raise UsageError(
-            f"orchestrator {orchestrator} knows no Kubernetes",
-            hint="start it with keepstep orchestrator --scheduler kubernetes",
-        )
-    return there
-
-
-def _hold(
-    scheduler: KubernetesScheduler,
-    provision: Provision,
-    job: str,
-    nodes: list[str],
-    queue_s: float | None,
-) -> Provision:
-    show.words(f"waiting for {len(nodes)} nodes of Kubernetes")
-    began = time.monotonic()
-    limits = provision.constraints
-    ask = Ask(job=job, op=START, constraints=limits, kinds=["queue"], count=len(nodes))
-    lease = scheduler.acquire(ask, queue_s or FOR_EVER_S)
-    waited = time.monotonic() - began
-    show.words(f"pods on {', '.join(lease.places)} after {waited:.1f} s")
-    places = dict(zip(nodes, lease.places, strict=True))
-    return msgspec.structs.replace(provision, places=places)
-
-
-async def _run(
-    spec: JobSpec,
-    where: Path,
-    there: Reached | None,
-    host: str,
-    output: Output,
-    scheduler: KubernetesScheduler,
-) -> int:
-    if there is not None:
-        return await attend(spec, where, there, output, agents=False)
-    embedded = await embed(spec.job, where, host=host, scheduler=scheduler)
-    try:
-        there = await asyncio.to_thread(external, where, spec.job, "")
-        return await attend(spec, where, there, output, embedded=embedded, agents=False)
-    finally:
-        shutil.rmtree(where / "authorities" / spec.job, ignore_errors=True)
-
-
-def _own_address(server: str) -> str:
-    """Of the interface that leads to the API server: nodes are where it is."""
-    there = urlsplit(server)
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((there.hostname or "", there.port or 443))  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise UsageError(
-            f"cannot find this machine's address: {error}", hint="name it with --host"
-        ) from error
+    def own_address(self) -> str:
+        """Nodes are where the API server is."""
+        there = urlsplit(self.scheduler.server)
+        return address_towards(there.hostname or "", there.port or 443)
