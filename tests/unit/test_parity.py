@@ -279,6 +279,27 @@ def test_a_rank_that_loses_the_holder_goes_on_and_begins_with_common_bases_at_th
         assert all(len(member.said) == 1 for member in members)
 
 
+def test_a_former_holder_that_can_not_help_does_not_hide_the_new_one() -> None:
+    """It still has a parity, from bases that no vault has any more."""
+    with nodes() as where, nodes(0) as other, ranks(where) as members:
+        for version in range(3):
+            for member in members:
+                member.step(version)
+        for member in members:
+            parity = member.seat.channel.parity
+            member.seat.channel.parity = Parity(holder=other.holder, members=parity.members)
+            member.retried(2)
+            member.begin(2, always=True)
+        for member in members:
+            member.fence(2)
+        expected = plain(fetch(where.addresses[1], "t", 1, 3, 2))
+        where.servers[2].vault.forget_before(2)  # a newcomer's: it begins with the last base
+        where.lose(1)
+        found, words = rebuild([*where.alive, other.holder], "t", 1, 3)
+        assert plain(found) == expected
+        assert f":{other.holder.port}" in words
+
+
 def test_a_former_holder_is_asked_to_forget_when_all_are_at_the_new_one() -> None:
     with nodes() as where, nodes(0) as other, ranks(where) as members:
         for member in members:

@@ -288,7 +288,7 @@ def _lie(world: World, process: Rank, length_ns: int, lost: bool) -> None:
         rank=process.rank,
         version=process.version,
         tick=process.tick,
-        marks=process.marks,
+        marks=process.marks - process.tick_marks,
         where="compute",
         heartbeat_age_ns=0,
         stopped=False,

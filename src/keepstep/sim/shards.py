@@ -225,20 +225,19 @@ def _from_vaults(
 
 
 def _from_parity(nodes: Sequence[SimNode], rank: int, version: int) -> Content | None:
-    bases, tried = [-1], set[int]()
-    while bases:
-        wanted = bases.pop(0)
-        for node in nodes:
-            try:
-                parity, segments = node.parity.fetch(rank, version, wanted)
-            except Refusal:
-                continue
-            tried |= {wanted, parity.bases[0] if wanted < 0 else wanted}
-            bases += [one for one in parity.bases if one not in tried and one not in bases]
-            found = _taken_apart(nodes, parity, b"".join(segments), rank, version)
-            if found is not None:
-                return found
-            break
+    """Whoever kept the parity before may still have it: each is asked, for all of its bases."""
+    waiting = [(node, -1) for node in nodes]
+    while waiting:
+        node, base = waiting.pop(0)
+        try:
+            parity, segments = node.parity.fetch(rank, version, base)
+        except Refusal:
+            continue
+        if base < 0:
+            waiting += [(node, other) for other in parity.bases[1:]]
+        found = _taken_apart(nodes, parity, b"".join(segments), rank, version)
+        if found is not None:
+            return found
     return None
 
 

@@ -37,21 +37,22 @@ class _Cell:
 def rebuild(holders: Sequence[Address], token: str, rank: int, version: int) -> tuple[Fetched, str]:
     """What `rank` had in the vault that was lost, and how, in words. Raises NotRebuilt, or OSError
     if somebody did not answer who might have made it possible."""
-    bases, why, silent = [-1], "no node keeps a parity", ""
-    tried: set[int] = set()
-    while bases:
-        base = bases.pop(0)
-        tried.add(base)
+    why, silent = f"no parity that rank {rank} has a part in is kept", ""
+    # Whoever kept the parity before may still have it, and of what it is made up no more: so each
+    # is asked, for its best base first and then for its others.
+    waiting = [(holder, -1) for holder in holders]
+    while waiting:
+        at, base = waiting.pop(0)
         try:
-            at, reply, cells = _fetch_parity(holders, token, rank, version, base)
-            tried.add(reply.bases[0] if base < 0 else base)
-            bases += [one for one in reply.bases if one not in tried and one not in bases]
+            reply, cells = _fetch_parity(at, token, rank, version, base)
+            if base < 0:
+                waiting += [(at, other) for other in reply.bases[1:]]
             others = sorted({r for cell in reply.cells for r in cell.parts if r != rank})
             for other in others:
                 _take_out(holders, token, other, version, cells)
             fetched = _assembled(reply.layout, rank, cells)
         except (VaultLacks, DigestMismatch) as error:
-            why = str(error)
+            why = why if "kept here" in str(error) else str(error)
         except OSError as error:
             silent = str(error)
         else:
@@ -64,28 +65,20 @@ def rebuild(holders: Sequence[Address], token: str, rank: int, version: int) -> 
 
 
 def _fetch_parity(
-    holders: Sequence[Address], token: str, rank: int, version: int, base: int
-) -> tuple[Address, v.VaultParity, dict[_Key, _Cell]]:
+    holder: Address, token: str, rank: int, version: int, base: int
+) -> tuple[v.VaultParity, dict[_Key, _Cell]]:
     ask = v.VaultFetch(token=token, rank=rank, version=version, base=base, parity=True)
-    why: Exception = VaultLacks(f"no node keeps a parity with rank {rank}")
-    for holder in holders:
-        try:
-            with asking(holder, ask) as frames:
-                reply = frames.receive()
-                if not isinstance(reply, v.VaultParity):
-                    raise_refusal(reply, rank)
-                cells = {}
-                for cell in reply.cells:
-                    memory = landing(_checked(cell, rank))
-                    for part in pieces(memory):
-                        frames.receive_into(part)
-                    cells[cell.kind, cell.version] = _Cell(cell, memory)
-                return holder, reply, cells
-        except VaultLacks as error:
-            why = error if not isinstance(why, OSError) else why
-        except OSError as error:
-            why = error
-    raise why
+    with asking(holder, ask) as frames:
+        reply = frames.receive()
+        if not isinstance(reply, v.VaultParity):
+            raise_refusal(reply, rank)
+        cells = {}
+        for cell in reply.cells:
+            memory = landing(_checked(cell, rank))
+            for part in pieces(memory):
+                frames.receive_into(part)
+            cells[cell.kind, cell.version] = _Cell(cell, memory)
+        return reply, cells
 
 
 def _checked(cell: v.ParityCell, rank: int) -> int:
