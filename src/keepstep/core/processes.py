@@ -118,8 +118,10 @@ def crash(job: Job, out: Out, node: Node, slot: int) -> None:
 
 
 def ask_holders_again(job: Job) -> None:
-    """A node came back, or will never: newcomers that lack their side state look once more."""
+    """A node came back, or will never: newcomers that lack their side state look once more. What
+    they hear about a question from before does not count as the last word."""
     for worker in job.special.values():  # newcomers are
+        worker.missing = 0
         if worker.lacks_holders:
             worker.lacks_holders = False
             look_again(worker)
