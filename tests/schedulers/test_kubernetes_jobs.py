@@ -41,7 +41,7 @@ class KubernetesJob(SlurmJob):
     ) -> None:
         self.out, self.slow, self._log = folder / "out", folder / "slow", folder / "launch.log"
         self._home, self._id, self.id = folder / "home", orchestrator, "job"
-        self.world = WORLD
+        self.world, self.seen, self._plane = WORLD, {}, plane
         self.out.mkdir()
         self.slow.touch()
         command = ["-m", "keepstep", "kubernetes", "launch", "-N", str(WORLD)]
@@ -50,6 +50,9 @@ class KubernetesJob(SlurmJob):
         command += [str(SCRIPT), "--out", str(self.out), *STEPS]
         command += ["--slow", str(self.slow), "--slow-s", "1"]
         self.process = run(self._log, self._home, *command)
+
+    def held(self) -> str:
+        return f"pods: {ranks(self._plane)}"
 
     def drain(self, node: str) -> None:
         entry = registry.read(self._home, self._id)

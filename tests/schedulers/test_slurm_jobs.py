@@ -6,6 +6,7 @@ machine has an address beyond loopback.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -66,6 +67,7 @@ class SlurmJob:
         self.out, self.slow, self._log = folder / "out", folder / "slow", folder / "launch.log"
         self._home, self._id, self.id = home or folder / "home", orchestrator or job, job
         self.world = world
+        self.seen: dict[str, None] = {}  # what was to be seen while it was waited for, in order
         self.out.mkdir(parents=True)
         self.slow.touch()  # until `finish` it takes its time: what is done to it happens meanwhile
         command = [sys.executable, "-m", "keepstep", "slurm", "launch", "-N", str(world)]
@@ -76,7 +78,20 @@ class SlurmJob:
         self.process = run(self._log, self._home, *command[1:])
 
     def words(self) -> str:
-        return self._log.read_text()[-6000:]
+        seen = "\n".join(list(self.seen)[-20:])
+        return f"{self._log.read_text()[-6000:]}\nseen meanwhile:\n{seen}"
+
+    def _look(self) -> None:
+        view = self.view()
+        self.seen |= {f"note: {note.text}": None for note in (view.notes if view else ())}
+        with contextlib.suppress(Exception):  # it may be away, too
+            self.seen[self.held()] = None
+
+    def held(self) -> str:
+        """What the scheduler itself says of the job."""
+        command = ["squeue", "-h", "-o", "%i %T %N %k"]
+        rows = subprocess.run(command, capture_output=True, text=True, timeout=2)
+        return f"squeue: {rows.stdout.strip()}"
 
     def _ask(self, path: str, kind: Any) -> Any:
         entry = registry.read(self._home, self._id)
@@ -96,7 +111,9 @@ class SlurmJob:
     def until(self, condition: Callable[[], Any], what: str) -> Any:
         def check() -> Any:
             assert self.process.poll() is None, f"it ended before {what}\n{self.words()}"
-            return condition()
+            if not (found := condition()):
+                self._look()
+            return found
 
         try:
             return until(check, what, JOB_S)
