@@ -31,6 +31,7 @@ from keepstep.core import (
     recovery,
     rewire,
     start,
+    stragglers,
     timers,
     triage,
     understudies,
@@ -177,6 +178,10 @@ def _blame_the_best(old: Any, stalled: Any, timeout: int) -> Any:
     ranks, reason = old(stalled, timeout)
     others = tuple(rank for rank in sorted(stalled) if rank not in ranks)
     return (others[:1], reason) if ranks and others else (ranks, reason)
+
+
+def _the_fastest(old: Any, own: Any, *more: Any) -> Any:
+    return {min(own, key=own.__getitem__): 2.0} if old(own, *more) else {}
 
 
 def _lose_at_once(old: Any, job_: Job, out: Out, name: str, why: str) -> None:
@@ -568,6 +573,10 @@ NAMED: dict[str, Patch] = {
     "assign: two newcomers for one rank": lambda: wrap(migration.assign_row, _two_newcomers),
     "hang: everyone is blamed": lambda: wrap(triage.hang_culprits, _blame_everyone),
     "hang: the healthy are blamed": lambda: wrap(triage.hang_culprits, _blame_the_best),
+    "stragglers: nobody stands out": lambda: replace(stragglers.stand_out, lambda *_: {}),
+    "stragglers: the fastest stands out": lambda: wrap(stragglers.stand_out, _the_fastest),
+    "stragglers: none is moved": lambda: replace(operator.leave, nothing),
+    "stragglers: no rest after a move": lambda: replace(stragglers._why_not, lambda *_: ""),
     "rejoin: what was asked counts as heard": lambda: wrap(job._adopt, _no_answers_cleared),
     "ranks: one of a node is never told": lambda: method(
         machine.AgentMachine, "_tell_ranks", _one_is_missed
@@ -885,6 +894,7 @@ def every_mutant() -> list[Mutant]:
 HINTS: dict[str, tuple[str, ...]] = {
     **{name: ("understudies",) for name in NAMED if name.startswith("understudies: ")},
     **{name: ("parity",) for name in NAMED if name.startswith("parity: ")},
+    **{name: ("straggler",) for name in NAMED if name.startswith("stragglers: ")},
     "timer forgotten: rehearse": ("understudies",),
     **{
         f"generation: any {answer} counts": ("late-answers",)

@@ -14,6 +14,7 @@ from keepstep.adapters.schedule import slurm_cli
 from keepstep.adapters.schedule.slurm import SlurmScheduler
 from keepstep.cli import show
 from keepstep.cli.checkpoints import AUTO
+from keepstep.cli.policies import straggler_options
 from keepstep.cli.run import STALL_S_DEFAULT, check_script
 from keepstep.cli.scheduled import Options, address_towards, check_times, release, start
 from keepstep.errors import UsageError
@@ -89,6 +90,7 @@ def slurm() -> None:
     "--back-after", "back_s", type=float, default=0.0, metavar="S",
     help="Move back to a node that was lost when it has been idle for so long [default: never].",
 )  # fmt: skip
+@straggler_options
 @click.option(
     "--queue-timeout", "queue_s", type=float, default=None, metavar="S",
     help="Give up if Slurm gives no nodes within this time [default: wait].",

@@ -99,6 +99,10 @@ def _check_policy(spec: JobSpec, refuse: Callable[[str, str], None]) -> None:
         refuse("spare nodes or priority are out of range", f"priorities are up to {PRIORITY_MAX}")
     if not 0 <= policy.grace_ns <= STALL_NS_MAX or not 0 <= policy.quiet_ns <= STALL_NS_MAX:
         refuse("grace or quiet time are out of range", "give them in seconds")
+    if not 1.0 < policy.straggler_factor <= 1000.0:
+        refuse(f"a straggler takes {policy.straggler_factor:g} times the median", "more than 1")
+    if not 0 < policy.straggler_after_ns <= STALL_NS_MAX:
+        refuse("the time after which a rank is a straggler is out of range", "give it in seconds")
     cheap = by is not None and any(kind != "preempt" for kind in by.kinds)
     if policy.dedicated and not cheap:
         refuse(
@@ -191,6 +195,22 @@ def migrate(job: Job, out: Out, request: Migrate) -> None:
         cause="migrate",
         victims=request.ranks,
         reason=request.reason,
+    )
+
+
+def leave(job: Job, out: Out, worker: Worker, cause: str, reason: str) -> None:
+    """Nobody asked for it: the rank's place is not good enough, and nothing may start there."""
+    node = job.nodes[worker.node]
+    target = node.name if node.slots == 1 else worker.place
+    _taint(job, out, target, reason)
+    open_incident(
+        job,
+        out,
+        trigger="planned",
+        cause=cause,
+        victims=[worker.rank],
+        reason=reason,
+        target=target,
     )
 
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from keepstep.core.capacity import Capacity
+from keepstep.core.pace import Pace
 from keepstep.core.ranks import Ranks, Tally, Told
 from keepstep.core.saves import Saves
 from keepstep.core.timeline import Timeline
@@ -115,6 +116,8 @@ class WorkerFacts:
     generation: int = 0
     where: str = ""
     steps_per_s: float = 0.0
+    own_ns: int = 0  # of its last steps: what it does alone
+    own_steps: int = 0  # how many were measured
     stalled: Stalled | None = None
     # standby, understudy and newcomer
     parked: str = ""
@@ -362,6 +365,7 @@ class Job:
     due: int | None = None  # no timer before that
     due_known: bool = False
     cursor: int = 0  # rank that was last seen to get on
+    pace: Pace = field(default_factory=Pace)  # who is slower than the others
 
     def __post_init__(self) -> None:
         self.resume, self.saves = self.spec.resume, Saves(self.spec)

@@ -22,6 +22,7 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     committed_step: int
     state: str  # starting, running, holding, joining, dead, done
+    own_ms: float = 0.0  # of a step, what it does before it meets other ranks; 0: not known
 
 
 class UnderstudyView(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +72,7 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     trigger: Literal["planned", "pre-emptive", "unplanned"]
     # process-exit, node-lost, hang, device-error, connection, user, preempted; drain, migrate,
-    # taint, resume;
+    # straggler, taint, resume;
     # start
     cause: str
     victims: list[int]
@@ -168,3 +169,4 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     stall_timeout_ns: int = 0
     checkpoints: CheckpointsView | None = None
     priority: int = 0  # among the jobs of one orchestrator
+    stragglers: list[str] = []  # a sentence for each

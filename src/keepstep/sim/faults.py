@@ -141,7 +141,7 @@ def _hit_process(world: World, process: Rank, fault: Fault) -> None:
         process.stop()
         world.after(fault.length_ns, process.resume)
     elif fault.kind == "slow-down":
-        process.slow = SLOWER
+        process.slow, process.was_slow = SLOWER, True
         world.after(fault.length_ns, setattr, process, "slow", 1)
     elif fault.kind == "freeze":  # stopped beyond the limit
         process.stop()
@@ -366,6 +366,16 @@ def _disk(world: World, fault: Fault) -> str:
     return f"of {node.name}"
 
 
+def _place(world: World, fault: Fault) -> str:
+    """From now on whichever rank is there takes longer than the others."""
+    for process in _bystander(world):
+        place = f"{process.node.name}/{process.slot}"
+        world.dragged[place] = 2 + world.random.randrange(2)
+        world.were_dragged.add(place)
+        return place
+    return ""
+
+
 def _slot(world: World, fault: Fault) -> str:
     for process in _spare(world):
         place = f"{process.node.name}/{process.slot}"
@@ -478,6 +488,7 @@ STRIKES: dict[str, Callable[[World, Fault], str]] = {
     "store": _store,
     "disk": _disk,
     "slot": _slot,
+    "place": _place,
     "echo": _echoes,
     "everyone": _everyone,
     "spare-node": _spare_node,

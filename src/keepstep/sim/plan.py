@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from keepstep.model.job import JobSpec, NodeSpec
 from keepstep.model.schedule import Policy, Provision
@@ -26,6 +27,7 @@ class Fault:
 FOREVER_NS = 1 << 60
 SAVED = "/saved/j"
 PROCESSES = ("victim", "source", "spare", "bystander", "understudy", "waiting", "asking")
+STRAGGLER_NS = 10 * SECOND
 CRASHES = ("crash", "record", "effect", "full")
 
 
@@ -53,6 +55,7 @@ class Plan:
     answers: tuple[str, ...] = ()  # of a scheduler: give, refuse, late, silent; (): there is none
     pool: int = 0  # nodes without ranks to keep, by asking the scheduler
     racks: int = 0  # nodes stand in so many, and ranks stay within theirs
+    stragglers: Literal["report", "move"] = "report"
     migration: str = "unplanned"  # planned, pre-emptive, unplanned: what is going on
     faults: tuple[Fault, ...] = field(default_factory=tuple)
     job: str = "j"
@@ -119,5 +122,10 @@ class Plan:
             checkpoints=SAVED if self.checkpoint_ns else "",
             checkpoint_interval_ns=self.checkpoint_ns,
             provision=provision if self.answers else None,
-            policy=Policy(dedicated=self.pool, within=["rack"] if self.racks else []),
+            policy=Policy(
+                dedicated=self.pool,
+                within=["rack"] if self.racks else [],
+                stragglers=self.stragglers,
+                straggler_after_ns=STRAGGLER_NS,
+            ),
         )

@@ -103,6 +103,8 @@ class Run:
             self._check_gone()
             return
         if not plan.from_start:
+            if plan.stragglers == "move":
+                self._must(self._relieved, QUIET_NS, "a straggler stays where it is")
             world.checker.prompt.deferred()
             self._heal()
         steps_ns = 5 * plan.step_ns
@@ -134,6 +136,16 @@ class Run:
             why = f"{view.state}: {view.reason}" if view is not None else "no orchestrator"
             phase = job.attempt.phase if job is not None and job.attempt is not None else "-"
             raise Violation(f"{what} within {ns // SECOND} virtual seconds ({why}; phase {phase})")
+
+    def _relieved(self) -> bool:
+        """No rank is in a place that makes it slow, or there was no better one for it."""
+        job = faults.facts(self.world)
+        if job is None or self.world.over:
+            return job is not None
+        slow = [worker for worker in job.seated() if worker.place in self.world.dragged]
+        reasons = [one.stays for one in job.pace.slow.values()]
+        stays = any(why and "within" not in why for why in reasons)  # that one is for a while
+        return not job.incidents and (not slow or stays)
 
     def _understudied(self) -> bool:
         """Some are ready, or there is no place for any."""
@@ -237,6 +249,7 @@ class Run:
             node.resume()
             node.disk = ""
         world.bad_slots.clear()
+        world.dragged.clear()
         for process in list(world.ranks.values()):
             process.resume()
             process.slow = 1

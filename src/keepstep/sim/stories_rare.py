@@ -14,8 +14,9 @@ LAST_HOLDERS = "last-holders"
 PARITY = "parity"
 PARITY_START = "parity-start"
 COME_BACK = "come-back"
+STRAGGLER = "straggler"
 # In the common draw these would change the worlds of all other seeds.
-APART = frozenset({FALL_BACK, LAST_HOLDERS, PARITY, PARITY_START, COME_BACK})
+APART = frozenset({FALL_BACK, LAST_HOLDERS, PARITY, PARITY_START, COME_BACK, STRAGGLER})
 
 
 def _full_disk(seed: int, draw: random.Random) -> Plan:
@@ -299,6 +300,23 @@ def _parity_start(seed: int, draw: random.Random) -> Plan:
     return Plan(seed=seed, migration="", missing=draw.randrange(4), parity=True, faults=(fault,))
 
 
+def _straggler(seed: int, draw: random.Random) -> Plan:
+    """A place is slow, and whichever rank is there is moved. Something else may happen meanwhile,
+    or there is no spare, or the next place is slow, too."""
+    slow = Fault("place", "drag", at_ns=draw.randrange(3 * SECOND), length_ns=60 * SECOND)
+    at = draw.randrange(60 * SECOND)
+    others = (
+        Fault("orchestrator", draw.choice(("crash", "effect")), at_ns=at),
+        Fault("bystander", "crash", at_ns=at),
+        Fault("agent", "crash", at_ns=at),
+        Fault("place", "drag", at_ns=at, length_ns=60 * SECOND),
+    )
+    more = draw.choice(((), (), others[:1], others[1:2], others[2:3], others[3:]))
+    plan = Plan(seed=seed, migration="", step_ns=200 * MS, faults=(slow, *more))
+    lonely = draw.random() < 0.1
+    return replace(plan, stragglers="move", spares=0 if lonely else 2)
+
+
 RARE: dict[str, Callable[[int, random.Random], Plan]] = {
     "full-disk": _full_disk,
     "no-spare": _no_spare,
@@ -323,4 +341,5 @@ RARE: dict[str, Callable[[int, random.Random], Plan]] = {
     PARITY_START: _parity_start,
     COME_BACK: _come_back,
     FALL_BACK: _fall_back,
+    STRAGGLER: _straggler,
 }

@@ -23,6 +23,7 @@ from keepstep.sim.check import Checker, Violation
 from keepstep.sim.net import MS, SECOND, Net
 from keepstep.sim.node import SimNode
 from keepstep.sim.orchestrator import SimOrchestrator
+from keepstep.sim.pace import Stragglers
 from keepstep.sim.plan import Plan
 from keepstep.sim.rank import Rank
 from keepstep.sim.saver import Saved
@@ -47,6 +48,7 @@ class World:
         self.truth = training.undisturbed(plan.ranks, 64)
         self.target = 1 << 40  # the tick at which the script ends, once that is known
         self.checker = Checker(self)
+        self.stragglers = Stragglers(self.checker)
         self.net = Net(self)
         self.ranks: dict[str, Rank] = {}
         self.nodes: dict[str, SimNode] = {}
@@ -59,6 +61,8 @@ class World:
         self.said: set[str] = set()  # reasons of decisions
         self.spawn_failures = 0
         self.echoes = False  # old answers arrive once more in the next attempt
+        self.dragged: dict[str, int] = {}  # place -> how much slower a rank is there
+        self.were_dragged: set[str] = set()
         self.bad_slots: dict[str, int] = {}  # place -> how many have been started there
         self.parts: dict[int, dict[int, Saved]] = {}  # on a shared disk: tick -> rank -> part
         self.saved: dict[str, dict[int, Saved]] = {}  # complete ones, by path
@@ -153,6 +157,7 @@ class World:
         line = _short(given)
         for record in outcome.records:
             line += f" | {type(record).__name__}"
+            self.stragglers.decided(record)
             for field in SAYING:
                 said = getattr(record, field, "")
                 if said:
