@@ -158,3 +158,28 @@ def test_a_straggler_is_found_and_moved(
     assert (seen[0]["trigger"], seen[0]["cause"]) == ("planned", "straggler")
     assert (seen[0]["victims"], seen[0]["outcome"]) == ([1], "RESOLVED")
     assert " x the median of " in seen[0]["reason"]
+
+
+@pytest.mark.cost(40)
+def test_ranks_part_when_a_node_is_free_again(
+    start: Start, reference: Reference, verdict: Verdict
+) -> None:
+    job = start(
+        "--local-nodes", "3", "--nproc-per-node", "1", "--spares", "1", script_args=ARGS
+    )  # fmt: skip
+    job.until_step(3)
+    job.spare_parked()
+    assert job.cli_json("rebalance", "--plan-only")["moves"] == []
+    home = job.status()["spares"][0]["node"]
+    drained = next(node for node in ("n0", "n1", "n2") if node != home)
+    assert job.cli("drain", drained).returncode == 0
+    nodes = [rank["node"] for rank in job.status()["ranks"]]
+    assert nodes.count(home) == 2, nodes
+    job.post("untaint", {"target": drained}).raise_for_status()
+    (move,) = job.cli_json("rebalance", "--plan-only")["moves"]
+    assert move["to"].startswith(f"{drained}/") and "has 2 ranks" in move["reason"], move
+    done = job.cli_json("rebalance")
+    assert (done["cause"], done["outcome"]) == ("rebalance", "RESOLVED")
+    assert sorted(rank["node"] for rank in job.status()["ranks"]) == ["n0", "n1", "n2"]
+    job.finish()
+    verdict.identical(job, reference(3, *ARGS), faults=2, incidents=2)

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from keepstep.core import (
+    balance,
     breaker,
     faults,
     incidents,
@@ -573,6 +574,8 @@ NAMED: dict[str, Patch] = {
     "assign: two newcomers for one rank": lambda: wrap(migration.assign_row, _two_newcomers),
     "hang: everyone is blamed": lambda: wrap(triage.hang_culprits, _blame_everyone),
     "hang: the healthy are blamed": lambda: wrap(triage.hang_culprits, _blame_the_best),
+    "rebalance: nothing is better": lambda: replace(balance.moves, lambda _: []),
+    "rebalance: no spare is started": lambda: replace(processes.aimed_at, lambda _: set()),
     "stragglers: nobody stands out": lambda: replace(stragglers.stand_out, lambda *_: {}),
     "stragglers: the fastest stands out": lambda: wrap(stragglers.stand_out, _the_fastest),
     "stragglers: none is moved": lambda: replace(operator.leave, nothing),
@@ -728,6 +731,7 @@ TIMERS = [
     "member",
     "members",
     "give-up",
+    "balance",
 ]
 
 
@@ -894,6 +898,8 @@ def every_mutant() -> list[Mutant]:
 HINTS: dict[str, tuple[str, ...]] = {
     **{name: ("understudies",) for name in NAMED if name.startswith("understudies: ")},
     **{name: ("parity",) for name in NAMED if name.startswith("parity: ")},
+    **{name: ("rebalance",) for name in NAMED if name.startswith("rebalance: ")},
+    "timer forgotten: balance": ("rebalance",),
     **{name: ("straggler",) for name in NAMED if name.startswith("stragglers: ")},
     "timer forgotten: rehearse": ("understudies",),
     **{

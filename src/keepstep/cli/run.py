@@ -23,7 +23,7 @@ from keepstep.cli.home import home
 from keepstep.cli.launcher import Launcher
 from keepstep.cli.layout import check_counts, compose_job_id, lay_out, parse_inject
 from keepstep.cli.output import Output
-from keepstep.cli.policies import check_stragglers, straggler_options
+from keepstep.cli.policies import check_policy, policy_options
 from keepstep.core.placement import parity_trouble
 from keepstep.errors import UsageError
 from keepstep.model.job import InjectSpec, JobSpec
@@ -100,7 +100,7 @@ class _Run(click.Command):
     "--within", multiple=True, metavar="LABEL",
     help="Ranks stay in the domain of this label of `keepstep agent --label` (repeatable).",
 )  # fmt: skip
-@straggler_options
+@policy_options
 @click.option("--resume", metavar="DIR", help="Start from a checkpoint, or the newest one in DIR.")
 @click.option(
     "--checkpoint-dir", "--checkpoint_dir", metavar="DIR",
@@ -145,6 +145,8 @@ def run(
     stall_s: float,
     orchestrator: str | None,
     within: tuple[str, ...],
+    rebalance: Literal["never", "when-free"],
+    quiet_s: float,
     stragglers: Literal["off", "report", "move"],
     straggler_factor: float,
     straggler_s: float,
@@ -175,7 +177,7 @@ def run(
     check_script(script, module)
     if not 0 < stall_s < 1e9:
         raise UsageError(f"--stall-timeout is {stall_s:g}: it must be above 0")
-    check_stragglers(straggler_factor, straggler_s)
+    check_policy(straggler_factor, straggler_s, quiet_s)
     injects = [parse_inject(text, f"inject-{i}") for i, text in enumerate(inject, 1)]
     if net is not None:
         check_mode(net)
@@ -208,6 +210,8 @@ def run(
         inject=injects,
         policy=Policy(
             within=list(within),
+            quiet_ns=int(quiet_s * 1e9),
+            rebalance=rebalance,
             stragglers=stragglers,
             straggler_factor=straggler_factor,
             straggler_after_ns=int(straggler_s * 1e9),

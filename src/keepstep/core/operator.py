@@ -130,7 +130,7 @@ def check_open(job: Job) -> None:
         )
 
 
-def _check_running(job: Job) -> None:
+def check_running(job: Job) -> None:
     check_open(job)
     if job.mode != "running":
         raise UsageError(
@@ -176,7 +176,7 @@ def _moving(job: Job) -> set[int]:
 
 
 def check_migrate(job: Job, request: Migrate) -> None:
-    _check_running(job)
+    check_running(job)
     if not request.ranks or len(set(request.ranks)) != len(request.ranks):
         raise UsageError("name each rank to migrate once", hint="--rank 2 --rank 3")
     for rank in request.ranks:
@@ -216,7 +216,7 @@ def leave(job: Job, out: Out, worker: Worker, cause: str, reason: str) -> None:
 
 def check_drain(job: Job, request: Drain) -> list[int]:
     """The ranks that would move."""
-    _check_running(job)
+    check_running(job)
     node = _node(job, request.node)
     if node.state == "dead":
         raise UsageError(f"node {node.name} is dead", hint="its ranks are replaced anyway")

@@ -213,6 +213,7 @@ class Incident:
     timeline: Timeline
     pending: list[int] = field(default_factory=list)  # planned: ranks still to be moved
     target: str = ""  # planned: node or slot being emptied
+    toward: dict[int, str] = field(default_factory=dict)  # rank -> slot: there, or not at all
     moves: list[str] = field(default_factory=list)
     generation: int = 0
     attempts: int = 0
@@ -232,6 +233,11 @@ class Incident:
     no_understudies: bool = False  # one could not be led on to where the job is
     interrupted: bool = False  # by a restart of the orchestrator
     committed: int | None = None  # generation
+
+    @property
+    def wants_spares(self) -> bool:
+        """Any will do for it."""
+        return self.cause != "resume" and not self.toward
 
     def also(self, reason: str, joint: str = "; ") -> None:
         """Goes on with the story; what was told already is not told again."""
@@ -365,6 +371,7 @@ class Job:
     due: int | None = None  # no timer before that
     due_known: bool = False
     cursor: int = 0  # rank that was last seen to get on
+    balance_at: int = 0  # not before that, if ranks are moved to better places
     pace: Pace = field(default_factory=Pace)  # who is slower than the others
 
     def __post_init__(self) -> None:

@@ -72,7 +72,7 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     trigger: Literal["planned", "pre-emptive", "unplanned"]
     # process-exit, node-lost, hang, device-error, connection, user, preempted; drain, migrate,
-    # straggler, taint, resume;
+    # rebalance, straggler, taint, resume;
     # start
     cause: str
     victims: list[int]
@@ -122,7 +122,7 @@ class PlanView(msgspec.Struct, frozen=True, kw_only=True):
     """What a request would lead to now; nothing was changed. Word for word `--plan-only --json`."""
 
     job: str
-    asked: str  # "migrate rank 2", "drain n1"
+    asked: str  # "migrate rank 2", "drain n1", "rebalance"
     moves: list[MoveView]
     rejected: list[RejectedView]  # alternatives, and why they are not used
     offers: list[OfferView] = []  # for moves that need the scheduler

@@ -27,6 +27,7 @@ class Fault:
 FOREVER_NS = 1 << 60
 SAVED = "/saved/j"
 PROCESSES = ("victim", "source", "spare", "bystander", "understudy", "waiting", "asking")
+QUIET_NS = 20 * SECOND
 STRAGGLER_NS = 10 * SECOND
 CRASHES = ("crash", "record", "effect", "full")
 
@@ -55,6 +56,8 @@ class Plan:
     answers: tuple[str, ...] = ()  # of a scheduler: give, refuse, late, silent; (): there is none
     pool: int = 0  # nodes without ranks to keep, by asking the scheduler
     racks: int = 0  # nodes stand in so many, and ranks stay within theirs
+    extra: int = 0  # slots of each node beyond those for its ranks
+    rebalance: bool = False
     stragglers: Literal["report", "move"] = "report"
     migration: str = "unplanned"  # planned, pre-emptive, unplanned: what is going on
     faults: tuple[Fault, ...] = field(default_factory=tuple)
@@ -103,6 +106,10 @@ class Plan:
     def rank_nodes(self) -> int:
         return self.ranks // self.per_node
 
+    @property
+    def slots(self) -> int:
+        return self.per_node + self.extra
+
     def spec(self) -> JobSpec:
         names = [f"n{index}" for index in range(self.rank_nodes + self.spare_nodes)]
         places = {name: f"p-{name}" for name in names}
@@ -111,7 +118,7 @@ class Plan:
             job=self.job,
             world=self.ranks,
             local_world=self.per_node,
-            nodes=[NodeSpec(name=name, slots=self.per_node) for name in names],
+            nodes=[NodeSpec(name=name, slots=self.slots) for name in names],
             spares=self.spares,
             understudies=self.understudies,
             redundancy="parity" if self.parity else "auto",
@@ -125,6 +132,8 @@ class Plan:
             policy=Policy(
                 dedicated=self.pool,
                 within=["rack"] if self.racks else [],
+                rebalance="when-free" if self.rebalance else "never",
+                quiet_ns=QUIET_NS,
                 stragglers=self.stragglers,
                 straggler_after_ns=STRAGGLER_NS,
             ),

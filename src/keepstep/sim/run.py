@@ -28,6 +28,7 @@ from keepstep.sim.losses import covered, recoverable
 from keepstep.sim.net import SECOND
 from keepstep.sim.plan import Fault, Plan
 from keepstep.sim.reasons import heard
+from keepstep.sim.seats import balanced, relieved
 from keepstep.sim.shards import RENEW
 from keepstep.sim.world import World
 
@@ -84,9 +85,9 @@ class Run:
             if index == plan.missing:
                 continue
             if wait:
-                world.after(wait, world.join_node, f"n{index}", plan.per_node)
+                world.after(wait, world.join_node, f"n{index}", plan.slots)
             else:
-                world.add_node(f"n{index}", plan.per_node)
+                world.add_node(f"n{index}", plan.slots)
         world.submit()
         if plan.from_start:
             self._disturb()
@@ -104,7 +105,9 @@ class Run:
             return
         if not plan.from_start:
             if plan.stragglers == "move":
-                self._must(self._relieved, QUIET_NS, "a straggler stays where it is")
+                self._must(lambda: relieved(world), QUIET_NS, "a straggler stays where it is")
+            if plan.rebalance:
+                self._must(lambda: balanced(world), QUIET_NS, "ranks share a node, another is free")
             world.checker.prompt.deferred()
             self._heal()
         steps_ns = 5 * plan.step_ns
@@ -136,16 +139,6 @@ class Run:
             why = f"{view.state}: {view.reason}" if view is not None else "no orchestrator"
             phase = job.attempt.phase if job is not None and job.attempt is not None else "-"
             raise Violation(f"{what} within {ns // SECOND} virtual seconds ({why}; phase {phase})")
-
-    def _relieved(self) -> bool:
-        """No rank is in a place that makes it slow, or there was no better one for it."""
-        job = faults.facts(self.world)
-        if job is None or self.world.over:
-            return job is not None
-        slow = [worker for worker in job.seated() if worker.place in self.world.dragged]
-        reasons = [one.stays for one in job.pace.slow.values()]
-        stays = any(why and "within" not in why for why in reasons)  # that one is for a while
-        return not job.incidents and (not slow or stays)
 
     def _understudied(self) -> bool:
         """Some are ready, or there is no place for any."""

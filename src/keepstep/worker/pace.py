@@ -63,8 +63,8 @@ class OwnTime:
         if self._timing and self._events is not None:
             first, last = self._events
             self._timing = False
-            if last.query():
-                self._note(self._waited_ns + int(first.elapsed_time(last) * 1e6))
+            if first.query() and last.query():
+                self._note(self._waited_ns + max(0, int(first.elapsed_time(last) * 1e6)))
         self._since_ns = time.monotonic_ns()
 
     def disturbed(self) -> None:
