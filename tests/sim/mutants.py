@@ -35,6 +35,7 @@ from keepstep.core import (
     stragglers,
     timers,
     triage,
+    turns,
     understudies,
     workers,
 )
@@ -179,6 +180,16 @@ def _blame_the_best(old: Any, stalled: Any, timeout: int) -> Any:
     ranks, reason = old(stalled, timeout)
     others = tuple(rank for rank in sorted(stalled) if rank not in ranks)
     return (others[:1], reason) if ranks and others else (ranks, reason)
+
+
+def _no_priority(old: Any, job_: Job) -> Any:
+    idle, _, *rest = old(job_)
+    return (idle, 0, *rest)
+
+
+def _no_count(old: Any, job_: Job) -> Any:
+    idle, level, _, *rest = old(job_)
+    return (idle, level, 0, *rest)
 
 
 def _the_fastest(old: Any, own: Any, *more: Any) -> Any:
@@ -576,6 +587,11 @@ NAMED: dict[str, Patch] = {
     "hang: the healthy are blamed": lambda: wrap(triage.hang_culprits, _blame_the_best),
     "rebalance: nothing is better": lambda: replace(balance.moves, lambda _: []),
     "rebalance: no spare is started": lambda: replace(processes.aimed_at, lambda _: set()),
+    "several: all are served at once": lambda: replace(turns.before, lambda *_: []),
+    "several: nobody looks at priorities": lambda: wrap(turns._rank, _no_priority),
+    "several: nobody counts what others got": lambda: wrap(turns._rank, _no_count),
+    "several: ranks end without a look at the others": lambda: replace(turns._may_lose, always),
+    "several: a node is given up for ever": lambda: replace(turns.grace_is_over, nothing),
     "stragglers: nobody stands out": lambda: replace(stragglers.stand_out, lambda *_: {}),
     "stragglers: the fastest stands out": lambda: wrap(stragglers.stand_out, _the_fastest),
     "stragglers: none is moved": lambda: replace(operator.leave, nothing),
@@ -900,6 +916,7 @@ HINTS: dict[str, tuple[str, ...]] = {
     **{name: ("parity",) for name in NAMED if name.startswith("parity: ")},
     **{name: ("rebalance",) for name in NAMED if name.startswith("rebalance: ")},
     "timer forgotten: balance": ("rebalance",),
+    **{name: ("several-jobs",) for name in NAMED if name.startswith("several: ")},
     **{name: ("straggler",) for name in NAMED if name.startswith("stragglers: ")},
     "timer forgotten: rehearse": ("understudies",),
     **{

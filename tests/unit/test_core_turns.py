@@ -100,6 +100,8 @@ class Scheduler:
                 pass
             next(iter(self.worlds.values())).run(1)
             for world in self.worlds.values():
+                world.step()
+                world.progress()
                 world.pump()
                 world.now = max(one.now for one in self.worlds.values())
             any_world = next(iter(self.worlds.values()))
@@ -236,6 +238,27 @@ def test_a_job_without_a_spare_holds_its_state_and_goes_on_when_there_is_room(
     scheduler.run(40)
     assert trains(low) and trains(high)
     low.assert_training()
+    assert all(view.steps_lost == 0 for view in low.incidents)
+
+
+def test_a_job_that_has_lost_a_node_itself_keeps_what_it_was_to_yield() -> None:
+    low = launched("low")
+    high = launched("high", priority=5, kinds=BOTH, beside=low)
+    high.kill_node("n1")
+    scheduler = Scheduler(low, high)
+    scheduler.run(5)
+    assert low.view.nodes[1].taints
+    mine = low.rank(1)
+    low.now += 60 * SECOND  # no step is made: n0 is dead, and nobody knows yet
+    low.run(60)
+    assert mine.alive, "it may be the only one that has the state"
+    low.kill_node("n0")
+    low.run(20)
+    assert mine.alive and not low.view.nodes[1].taints
+    assert any("n1 is kept: job low has lost others" in note.text for note in low.view.notes)
+    scheduler.free += ["new-0", "new-1"]
+    scheduler.run(60)
+    assert trains(low) and trains(high)
     assert all(view.steps_lost == 0 for view in low.incidents)
 
 

@@ -310,7 +310,7 @@ def _take_back(world: World, process: Rank) -> None:
 
 
 def _hear(world: World, node: str, said: AgentSaid) -> None:
-    if node in world.orchestrator.peers:
+    if (world.plan.job, node) in world.orchestrator.peers:
         world.orchestrator.submit(said)
 
 

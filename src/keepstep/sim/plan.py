@@ -28,6 +28,7 @@ FOREVER_NS = 1 << 60
 SAVED = "/saved/j"
 PROCESSES = ("victim", "source", "spare", "bystander", "understudy", "waiting", "asking")
 QUIET_NS = 20 * SECOND
+GRACE_NS = 15 * SECOND
 STRAGGLER_NS = 10 * SECOND
 CRASHES = ("crash", "record", "effect", "full")
 
@@ -62,6 +63,10 @@ class Plan:
     migration: str = "unplanned"  # planned, pre-emptive, unplanned: what is going on
     faults: tuple[Fault, ...] = field(default_factory=tuple)
     job: str = "j"
+    priority: int = 0
+    preempts: bool = False  # it may take nodes from jobs of lower priority
+    beside: tuple[Plan, ...] = ()  # other jobs of the same orchestrator (several.py)
+    free: int = 0  # places that nobody uses; only with others
 
     @property
     def only_processes(self) -> bool:
@@ -110,10 +115,18 @@ class Plan:
     def slots(self) -> int:
         return self.per_node + self.extra
 
+    def place(self, node: str) -> str:
+        return f"p-{node}" if self.job == "j" else f"p-{self.job}-{node}"
+
     def spec(self) -> JobSpec:
         names = [f"n{index}" for index in range(self.rank_nodes + self.spare_nodes)]
-        places = {name: f"p-{name}" for name in names}
-        provision = Provision(scheduler="sim", places=places, kinds=["idle"], back_after_ns=1)
+        places = {name: self.place(name) for name in names}
+        provision = Provision(
+            scheduler="sim",
+            places=places,
+            kinds=["idle", "preempt"] if self.preempts else ["idle"],
+            back_after_ns=1,
+        )
         return JobSpec(
             job=self.job,
             world=self.ranks,
@@ -130,6 +143,8 @@ class Plan:
             checkpoint_interval_ns=self.checkpoint_ns,
             provision=provision if self.answers else None,
             policy=Policy(
+                priority=self.priority,
+                grace_ns=GRACE_NS,
                 dedicated=self.pool,
                 within=["rack"] if self.racks else [],
                 rebalance="when-free" if self.rebalance else "never",

@@ -29,6 +29,7 @@ from keepstep.sim.net import SECOND
 from keepstep.sim.plan import Fault, Plan
 from keepstep.sim.reasons import heard
 from keepstep.sim.seats import balanced, relieved
+from keepstep.sim.several import Several
 from keepstep.sim.shards import RENEW
 from keepstep.sim.world import World
 
@@ -448,7 +449,7 @@ def run_plan(
     tracing: Callable[[str], None] | None = None,
     given: str = "",
 ) -> Result:
-    run = Run(plan, tracing)
+    run = Several(plan, tracing) if plan.beside else Run(plan, tracing)
     violation = ""
     try:
         run.play()
