@@ -262,6 +262,25 @@ def test_a_job_that_has_lost_a_node_itself_keeps_what_it_was_to_yield() -> None:
     assert all(view.steps_lost == 0 for view in low.incidents)
 
 
+def test_a_spare_that_has_copies_is_yielded_after_the_next_step() -> None:
+    low = launched("low", spares=1)
+    high = launched("high", priority=5, kinds=BOTH, beside=low)
+    assert low.core.state("low").workers[low.rank(1).id].buddy == "n2"
+    high.kill_node("n1")
+    scheduler = Scheduler(low, high)
+    while not low.recorded(r.NodeYielded):
+        assert scheduler.tour() or low.now < 2_000 * SECOND
+    low.now += 20 * SECOND
+    low.run(20)
+    view = low.core.capacity("low")
+    assert view is not None and not view.leave, "no step was made since others were told"
+    low.step()
+    low.progress()
+    low.pump()
+    view = low.core.capacity("low")
+    assert view is not None and sorted(view.leave) == ["n2"]
+
+
 @pytest.mark.parametrize(
     ("policy", "why"),
     [

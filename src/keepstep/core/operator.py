@@ -242,6 +242,7 @@ def drain(job: Job, out: Out, request: Drain) -> None:
         for _, owner in job.owning():
             if owner.buddy == node.name and owner.usable and not owner.done:
                 tell_buddy(job, out, owner)
+                node.copied_until = out.now
         close_incident(job, out, incident, "RESOLVED", "")
 
 

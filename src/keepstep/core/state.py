@@ -84,6 +84,7 @@ class Node:
     session: int = 0
     gone_at: int = 0
     fenced_at: int = 0  # unreachable: from then on nothing of it runs any more
+    copied_until: int = 0  # others were told then to put their copies elsewhere
     taints: list[str] = field(default_factory=list)
     slot_taints: dict[int, list[str]] = field(default_factory=dict)
     crashes: dict[int, int] = field(default_factory=dict)  # slot -> without training in between
