@@ -37,6 +37,7 @@ from keepstep.adapters.store.sqlite import SqliteLedger, lock_file, lock_path
 from keepstep.adapters.transport.tls import is_loopback, server_context
 from keepstep.core.orchestrator import Core
 from keepstep.errors import PermanentError, UsageError
+from keepstep.model.job import JobSpec
 from keepstep.model.messages import PROTOCOL, Address, TlsFiles
 from keepstep.model.schedule import AgentStart
 from keepstep.model.views import JobView
@@ -276,7 +277,7 @@ class Orchestrator:
     def agent_start(self, job: str, node: str) -> AgentStart:
         """On whatever machine: beyond loopback with a token for this one node."""
         spec = self.driver.core.state(job).spec
-        slots = next((one.slots for one in spec.nodes if one.name == node), spec.local_world)
+        slots = slots_of(spec, node)
         where, env = self.id, {"KEEPSTEP_HOME": str(self.home)}
         if self._identity is not None:
             where = self.url
@@ -313,7 +314,15 @@ class Orchestrator:
             tokens=self._identity.tokens,
             peers=self._peers,
             jobs=self.live_jobs,
+            ended=lambda job: self.driver.core.knows(job) and job not in self.driver.core.live(),
+            awaited=self._awaited,
         )
+
+    def _awaited(self, job: str, place: str) -> tuple[str, int]:
+        view = self.driver.core.capacity(job)
+        nodes = view.start.items() if view is not None else ()
+        node = next((node for node, at in nodes if at == place), "")
+        return node, slots_of(self.driver.core.state(job).spec, node)
 
     async def _keep_entry(self) -> None:
         """The file lists live jobs; refresh it when that list changes."""
@@ -357,6 +366,10 @@ class Orchestrator:
 
     def _peers(self) -> list[Peer]:
         return [Peer(id=m.id, url=m.url, stream=m.stream) for m in self.terms.members]
+
+
+def slots_of(spec: JobSpec, node: str) -> int:
+    return next((one.slots for one in spec.nodes if one.name == node), spec.local_world)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -75,6 +75,8 @@ class Api:
         self.scheduling = client.SchedulingV1Api(self._http)
         self.authorization = client.AuthorizationV1Api(self._http)
         self.custom = client.CustomObjectsApi(self._http)
+        self.coordination = client.CoordinationV1Api(self._http)
+        self._groups = client.ApisApi(self._http)
 
     def call(self, function: Callable[..., Any], *given: Any, **named: Any) -> Object:
         for wait_s in (*SURE_S, None):
@@ -127,6 +129,13 @@ class Api:
         }
         create = self.authorization.create_self_subject_access_review
         return bool(self.call(create, body).get("status", {}).get("allowed"))
+
+    def preferred(self, group: str) -> str:
+        """The version of an API group that the server likes best; empty if it has none."""
+        for one in self.call(self._groups.get_api_versions).get("groups") or []:
+            if one["name"] == group:
+                return str(one["preferredVersion"]["version"])
+        return ""
 
     def _ask(self, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
         try:

@@ -37,9 +37,7 @@ class Pods:
         with contextlib.suppress(Conflict):  # it is there already: the name says what for
             self._api.call(self._api.core.create_namespaced_pod, space, pod)
 
-    def note(
-        self, pod: Object, notes: dict[str, str], labels: dict[str, str] | None = None
-    ) -> None:
+    def note(self, pod: Object, notes: Object, labels: Object | None = None) -> None:
         meta = pod["metadata"]
         body: Object = {"metadata": {"annotations": notes}}
         if labels:
@@ -73,7 +71,7 @@ class Pods:
         if grace_s is not None:
             body["gracePeriodSeconds"] = grace_s
         with contextlib.suppress(NotThere, Conflict):  # gone, or another one of that name
-            if objects.owner(pod) is not None and grace_s is None:
+            if objects.is_foreign(pod) and grace_s is None:
                 # Theirs: their controllers are told that it is a disruption, not a failure.
                 self._evict(meta)
                 return
