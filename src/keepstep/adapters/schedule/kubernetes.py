@@ -160,7 +160,7 @@ class KubernetesScheduler:
                 Mirror(self._api, core.list_pod_for_all_namespaces),
             )
         nodes, pods = (mirror.look() for mirror in self._mirrors)
-        known = objects.machines(nodes, pods)
+        known = objects.machines(nodes, pods, self._pods.devices.look())
         self._records.pools(known)
         now = {name: one.place for name, one in known.items()}
         news = [place for name, place in now.items() if self._seen.get(name) != place]

@@ -137,6 +137,17 @@ class Api:
                 return str(one["preferredVersion"]["version"])
         return ""
 
+    def served(self, group: str) -> dict[str, str]:
+        """Resources of an API group, and the best version that has each."""
+        found: dict[str, str] = {}
+        for one in self.call(self._groups.get_api_versions).get("groups") or []:
+            for version in one["versions"] if one["name"] == group else ():
+                name = version["version"]
+                said = self.call(self.custom.get_api_resources, group, name)
+                for resource in said.get("resources") or []:
+                    found.setdefault(resource["name"], name)
+        return found
+
     def _ask(self, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
         try:
             response = function(*given, _preload_content=False, **named)

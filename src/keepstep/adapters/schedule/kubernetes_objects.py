@@ -152,15 +152,20 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def machines(nodes: list[Object], pods: list[Object]) -> dict[str, Machine]:
+def machines(
+    nodes: list[Object], pods: list[Object], devices: dict[str, list[str]] | None = None
+) -> dict[str, Machine]:
+    """`devices`: node -> what is wrong with them."""
     there: dict[str, list[Occupant]] = defaultdict(list)
     for pod in pods:
         if (one := occupant(pod)) is not None:
             there[one.node].append(one)
-    return {node["metadata"]["name"]: _machine(node, there) for node in nodes}
+    names = {node["metadata"]["name"]: node for node in nodes}
+    bad = devices or {}
+    return {name: _machine(node, there, bad.get(name, [])) for name, node in names.items()}
 
 
-def _machine(node: Object, there: dict[str, list[Occupant]]) -> Machine:
+def _machine(node: Object, there: dict[str, list[Occupant]], devices: list[str]) -> Machine:
     meta, spec, status = node["metadata"], node.get("spec", {}), node.get("status", {})
     labels = meta.get("labels") or {}
     gpus = sum(
@@ -173,7 +178,7 @@ def _machine(node: Object, there: dict[str, list[Occupant]]) -> Machine:
         one for one in there[meta["name"]] if one.ours or (one.gpus > 0 if gpus else not one.daemon)
     ]
     taints = spec.get("taints") or []
-    state, reason, ours = _health(meta, spec, status, taints)
+    state, reason, ours = _health(meta, spec, status, devices)
     return Machine(
         place=Place(
             name=meta["name"],
@@ -191,8 +196,9 @@ def _machine(node: Object, there: dict[str, list[Occupant]]) -> Machine:
     )
 
 
-def _health(meta: Object, spec: Object, status: Object, taints: list[Object]) -> Any:
+def _health(meta: Object, spec: Object, status: Object, devices: list[str]) -> Any:
     """("", "", False) if nothing is wrong: how bad it is, why, and whether only we say so."""
+    taints = spec.get("taints") or []
     keys = {one["key"] for one in taints}
     said = str((meta.get("annotations") or {}).get(REASON, ""))
     conditions = {one["type"]: one for one in status.get("conditions") or []}
@@ -218,6 +224,7 @@ def _health(meta: Object, spec: Object, status: Object, taints: list[Object]) ->
         for kind, one in conditions.items()
         if FAULTS.match(kind) and one.get("status") == "True"
     ]
+    theirs += devices
     if theirs:
         return "degraded", "; ".join(theirs), False
     if DEGRADED in keys:
