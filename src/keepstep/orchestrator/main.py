@@ -46,6 +46,7 @@ from keepstep.orchestrator.broker import Broker
 from keepstep.orchestrator.requests import Info, Peer
 from keepstep.orchestrator.server import AgentServer
 from keepstep.orchestrator.terms import Terms, enroll
+from keepstep.ports.election import Election
 from keepstep.ports.ledger import LedgerStore, Member
 from keepstep.ports.schedule import Scheduler
 from keepstep.runtime.driver import Driver
@@ -114,6 +115,7 @@ class Orchestrator:
         identity: Identity | None = None,
         tls: TlsFiles | None = None,
         scheduler: Scheduler | None = None,
+        election: Election | None = None,
     ) -> None:
         self.id = id
         self.home = home
@@ -127,7 +129,8 @@ class Orchestrator:
         self._tls = tls
         self._agents = AgentServer(token, tls)
         self.driver = Driver(Core(), store, self._agents)
-        self.terms = Terms(store, self.driver, self._agents, me)
+        self._election = election
+        self.terms = Terms(store, self.driver, self._agents, me, election=election)
         self.broker: Broker | None = None
         if scheduler is not None:
             self.broker = Broker(self.driver, scheduler, self.agent_start)
@@ -150,6 +153,7 @@ class Orchestrator:
         store: str = "",
         lease_s: float = LEASE_S,
         scheduler: Scheduler | None = None,
+        election: Callable[[Member, str], Election] | None = None,
     ) -> Orchestrator:
         """Listen, replay the ledger (or stand by), and write HOME/orchestrators/<id>.json."""
         registry.check_id(id)
@@ -191,6 +195,7 @@ class Orchestrator:
                 identity=identity,
                 tls=identity.authority.serve_as(names_of(host)) if identity is not None else None,
                 scheduler=scheduler,
+                election=election(me, shared) if election is not None else None,
             )
             await self.terms.begin()
             if self.terms.role == "active":
@@ -233,6 +238,8 @@ class Orchestrator:
             await asyncio.gather(self._web_task, return_exceptions=True)
         self._store.release()
         self._store.close()
+        if self._election is not None:
+            await asyncio.to_thread(self._election.resign)
         if self._identity is not None:
             self._identity.close()
         if self.embedded or not live:

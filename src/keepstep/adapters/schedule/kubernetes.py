@@ -29,6 +29,7 @@ from keepstep.adapters.schedule.kubernetes_api import (
     NotThere,
     Object,
 )
+from keepstep.adapters.schedule.kubernetes_lease import LeaseElection
 from keepstep.adapters.schedule.kubernetes_objects import Machine
 from keepstep.adapters.schedule.kubernetes_owners import Owners
 from keepstep.adapters.schedule.kubernetes_pods import LOOK_S, Pods
@@ -46,6 +47,7 @@ from keepstep.model.schedule import (
     Place,
     Spare,
 )
+from keepstep.ports.ledger import Member
 
 AT_ONCE_S = 5.0  # what is free or reserved is given at once, or somebody was faster
 FENCE_S = 2.0  # a kubelet that lives has ended a pod by then
@@ -82,6 +84,12 @@ class KubernetesScheduler:
     @property
     def server(self) -> str:
         return self._api.server
+
+    def election(self, me: Member, secret: str, lease_s: float) -> LeaseElection:
+        """Among the orchestrators of this namespace."""
+        name = f"{me.id}_{me.instance}"
+        space = self.settings.namespace
+        return LeaseElection(self._api, space, name, secret=secret, lease_s=lease_s)
 
     # ----------------------------------------------------------------------- looking
 

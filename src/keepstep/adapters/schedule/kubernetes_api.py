@@ -79,9 +79,10 @@ class Api:
         self._groups = client.ApisApi(self._http)
 
     def call(self, function: Callable[..., Any], *given: Any, **named: Any) -> Object:
+        named.setdefault("_request_timeout", CALL_S)
         for wait_s in (*SURE_S, None):
             try:
-                response = self._ask(function, *given, _request_timeout=CALL_S, **named)
+                response = self._ask(function, *given, **named)
                 break
             except NoRight:
                 if wait_s is None:
