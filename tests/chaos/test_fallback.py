@@ -1,4 +1,7 @@
-"""State that is nowhere any more: back to a periodic checkpoint, and the same numbers again."""
+"""State that is nowhere any more: back to a periodic checkpoint, and the same numbers again.
+
+And jobs that hold for want of a spare: what they write then is all that is needed to go on.
+"""
 
 from __future__ import annotations
 
@@ -119,3 +122,35 @@ def test_shards_come_from_a_checkpoint(
     assert (second["outcome"], second["steps_lost"]) == ("RESOLVED", 0), second
     assert differences(job.results(), reference(world, *args, script=LAYOUTS)) == []
     verdict.note(2, f"fell back, {first['steps_lost']} steps computed again, bit-identical")
+
+
+HELD = [(layout, "auto") for layout in SHAPES] + [("fsdp", "parity")]
+
+
+@pytest.mark.cost(50)
+@pytest.mark.parametrize(("layout", "redundancy"), HELD)
+def test_sharded_ranks_that_hold_write_all_shards(
+    layout: str, redundancy: str, start: Start, reference: Reference, verdict: Verdict
+) -> None:
+    """Those of the lost rank too, as they were kept for it; no step is lost."""
+    world, replicas = SHAPES[layout]
+    args = ["--layout", layout, "--steps", "40", "--slow", "yes", "--ema"]
+    options = ["--local-nodes", str(world), "--nproc-per-node", "1", "--redundancy", redundancy]
+    script: dict[str, Any] = {"script": LAYOUTS, "script_args": args, "world": world}
+    job = start(*options, **script)
+    job.until_step(7)
+    kill_nodes(job, "n1")
+    job.until(lambda s: s["state"] == "held" and s["checkpoint"], "a held job with a checkpoint")
+    checkpoint = Path(job.status()["checkpoint"])
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    assert manifest["step"] >= 7
+    written = {path.name for path in checkpoint.iterdir()}
+    assert {"state", "rank-1.state"}.isdisjoint(written) and "rank-0.state" in written
+    assert ("rank-1.vault" in written) == (not replicas), written
+    job.process.send_signal(signal.SIGTERM)
+    job.finish(code=143)
+    again = start(*options, "--resume", str(checkpoint), **script)
+    again.finish()
+    assert f"resumed from {checkpoint}" in again.incidents()[0]["reason"]
+    assert differences(again.results(), reference(world, *args, script=LAYOUTS)) == []
+    verdict.note(1, f"held at step {manifest['step']}, resumed there, bit-identical")

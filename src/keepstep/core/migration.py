@@ -455,6 +455,9 @@ def hold_without_spare(job: Job, out: Out, attempt: Attempt) -> None:
     holding = members(job, attempt)
     lead = min((w.rank for w in holding), default=-1)
     path = checkpoint_path(job, tick)
+    gone = sorted(attempt.moving)
+    dead = {rank: side_state_holders(job, rank) for rank in gone}
+    kept = [rank for rank in gone if (owner := job.owner(rank)) and owner.kept_bytes]
     for worker in holding:
         if worker.checkpointed == attempt.generation:
             continue
@@ -464,9 +467,9 @@ def hold_without_spare(job: Job, out: Out, attempt: Attempt) -> None:
             lead=worker.rank == lead,
             tick=tick,
             world=job.spec.world,
-            dead={r: side_state_holders(job, r) for r in attempt.moving}
-            if worker.rank == lead
-            else {},
+            dead=dead if worker.rank == lead else {},
+            gone=gone,
+            kept=kept if worker.rank == lead else [],
         )
         out.ask(worker, "checkpoint", attempt.generation, command)
 

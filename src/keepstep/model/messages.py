@@ -438,8 +438,9 @@ class Release(Message, frozen=True):
 class Checkpoint(Message, frozen=True):
     """Held with no spare: write the state of the held tick to `path` (just-in-time checkpoint).
 
-    Every held rank writes its own side state; `lead` also writes the replicated state and the
-    dead ranks' side state, asked from `holders` (rank -> blob servers)."""
+    Every held rank writes its own side state, and its shards if it is the first that has them of
+    those that are not `gone`; `lead` also writes the replicated state, the side state of the dead
+    (rank -> blob servers) and what vaults have of those whose shards were `kept` there."""
 
     generation: int
     path: str
@@ -447,6 +448,8 @@ class Checkpoint(Message, frozen=True):
     tick: int
     world: int
     dead: dict[int, list[Address]] = {}
+    gone: list[int] = []
+    kept: list[int] = []
 
 
 class Snapshot(Message, frozen=True):
