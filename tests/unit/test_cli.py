@@ -306,6 +306,10 @@ def test_registry_ignores_dead_processes_and_files_others_can_read(state: Path) 
     reused = msgspec.structs.replace(mine, id="b", pid_started=1)
     registry.write(state, reused)
     assert registry.live(state) == [mine]
+    elsewhere = msgspec.structs.replace(reused, id="c", host="another-machine")
+    registry.write(state, elsewhere)
+    assert registry.live(state) == [elsewhere, mine]  # a pid says nothing there
+    registry.remove(state, "c")
     registry.entry_path(state, "a").chmod(0o644)
     assert registry.live(state) == []
 
