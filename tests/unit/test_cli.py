@@ -254,7 +254,7 @@ def test_status_and_incidents_work_after_the_end(state: Path, capsys: Captured) 
     assert invoke(["jobs", "--all", "--json"]) == 0
     assert [one["job"] for one in json.loads(capsys.readouterr().out)] == ["new", "old"]
     assert invoke(["jobs"]) == 0
-    assert "old  done   0         7" in capsys.readouterr().out
+    assert "new  done   0         7" in capsys.readouterr().out
 
 
 def test_without_any_job_there_is_no_data_and_no_error(capsys: Captured) -> None:
