@@ -3,6 +3,7 @@ of its pods and into others, and it stays as it is. What of it is real, workload
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,11 +13,14 @@ from typing import Any
 import pytest
 from cluster import until
 from control_plane import NAMESPACE, ControlPlane
+from kubernetes_lab import KubernetesLab
 from test_kubernetes_jobs import ALL, KubernetesJob, access, migrations, ranks
 from test_slurm_jobs import SCRIPT, address, end, run, same_bits
 from workloads import Workload, workload
 
 from keepstep.cli.main import invoke
+from keepstep.errors import NoSpare, UsageError
+from keepstep.model.schedule import Ask, Constraints
 from keepstep.orchestrator import registry
 
 KINDS = ["Job", *(pytest.param(kind, marks=ALL) for kind in ("JobSet", "TrainJob", "PyTorchJob"))]
@@ -135,6 +139,65 @@ def _waits(theirs: Workload, taken: set[str]) -> bool:
         place not in taken and pod["status"]["phase"] == "Running"
         for place, pod in theirs.pods().items()
     )
+
+
+def plain_job(name: str, **spec: Any) -> dict[str, Any]:
+    """Of three pods in which nothing runs."""
+    limits = {"nvidia.com/gpu": "4"} if "nodeSelector" not in spec else {}
+    container = {"name": "c", "image": "none", "resources": {"limits": limits}}
+    pod = {"containers": [container], "restartPolicy": "Never", **spec}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name, "namespace": NAMESPACE},
+        "spec": {"parallelism": 3, "completions": 3, "template": {"spec": pod}},
+    }
+
+
+def of(job: str, op: str, owner: str, count: int = 1) -> Ask:
+    limits = Constraints(owner=owner)
+    return Ask(job=job, op=op, constraints=limits, kinds=["reserved"], count=count)
+
+
+def test_pods_of_a_workload_are_claimed_once_and_let_go(plane: ControlPlane) -> None:
+    jobs = f"/apis/batch/v1/namespaces/{NAMESPACE}/jobs"
+    scheduler = KubernetesLab(plane).scheduler
+    plane.apply(plain_job("one"))
+    try:
+        first = scheduler.acquire(of("a", "start", "job/one", 2), 30)
+        assert first.adopted and len(set(first.places)) == 2
+        assert scheduler.acquire(of("a", "start", "job/one", 2), 30) == first
+        with pytest.raises(NoSpare, match="1 of 2 pods of job/one"):
+            scheduler.acquire(of("b", "start", "job/one", 2), 1)
+        until(lambda: all(_runs(pod) for pod in plane.pods("job-name=one")), "their pods")
+        (offer,) = scheduler.spares(of("a", "spare-1", "job/one"))
+        spare = scheduler.acquire(of("a", "spare-1", "job/one"), 30)
+        assert (spare.places, spare.kind) == ([offer.place], "reserved")
+        assert scheduler.acquire(of("a", "spare-1", "job/one"), 30) == spare
+        with pytest.raises(NoSpare):
+            scheduler.acquire(of("a", "spare-2", "job/one"), 1)
+        for lease in scheduler.leases("a"):
+            scheduler.release(lease)
+        assert scheduler.leases() == []
+        marks = [
+            key
+            for pod in plane.pods("job-name=one")
+            for name in ("labels", "annotations")
+            for key in pod["metadata"].get(name, {})
+        ]
+        assert not [key for key in marks if "keepstep" in key]
+
+        plane.apply(plain_job("two", nodeSelector={"kubernetes.io/hostname": plane.nodes[0]}))
+        with pytest.raises(UsageError, match="several pods of job/two are on one node"):
+            scheduler.acquire(of("b", "start", "job/two", 2), 30)
+    finally:
+        for name in ("one", "two"):
+            with contextlib.suppress(AssertionError):
+                plane.ask("DELETE", f"{jobs}/{name}", propagationPolicy="Background")
+
+
+def _runs(pod: Any) -> bool:
+    return bool(pod["status"].get("phase") == "Running")
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,43 @@ def test_a_rank_leaves_a_node_that_somebody_worries_about(
     same_bits(job, tmp_path)
 
 
+@ALL
+@pytest.mark.timeout(290)
+def test_one_rank_leaves_early_and_then_the_first_node_is_lost(
+    plane: ControlPlane, tmp_path: Path
+) -> None:
+    """Two ranks on each node, and one node of warm spares."""
+    options = ["-N", "2", "--nproc-per-node", "2", "--spare-nodes", "1"]
+    job = KubernetesJob(tmp_path, plane, *options)
+    job.world = 4
+    try:
+        job.until_step(3)
+        job.until(lambda: sorted(filter(None, ranks(plane).values())) == ["0-1", "2-3"], "labels")
+        where = {label: place for place, label in ranks(plane).items()}
+        a, b, c = where["0-1"], where["2-3"], where[""]
+        job.signal("n1/1", "gpu-ecc", "32 uncorrected")
+        assert job.moves(1) == [["rank 3: n1/1 -> n2/0"]]
+        assert job.resolved()[0].trigger == "pre-emptive"
+        job.until(lambda: ranks(plane) == {a: "0-1", b: "2", c: "3"}, "the move in the labels")
+
+        plane.crash_node(a)
+        moved = job.moves(2)[1]
+        assert sorted(move.partition(":")[0] for move in moved) == ["rank 0", "rank 1"]
+        assert all(one.steps_lost == 0 for one in job.resolved())
+        job.until(lambda: a not in ranks(plane), "the end of the old pod")
+        job.until(lambda: len([label for label in ranks(plane).values() if label]) == 3, "labels")
+        assert "keepstep.dev/fenced" in taints(plane, a)
+        job.finish()
+    finally:
+        end(job.process)
+    until(lambda: ranks(plane) == {}, "the end of all pods")
+    same_bits(job, tmp_path)
+
+
+def _shown(plane: ControlPlane) -> dict[str, str]:
+    return ranks(plane)
+
+
 def _forgive(plane: ControlPlane, nodes: list[str]) -> None:
     for node in nodes:
         plane.change_condition(node, "GpuNvlinkWatch", "False", "")

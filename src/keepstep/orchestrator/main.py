@@ -159,23 +159,25 @@ class Orchestrator:
         registry.check_id(id)
         registry.prepare_home(home)
         registry.forget_dead(home)
-        # The lock of the id guards the file with the token: first the lock, then the look.
-        # A ledger of its own has that lock already.
-        id_lock = lock_file(lock_path(registry.ledger_path(home, id)), f"id {id}") if store else -1
-        opened: list[socket.socket] = []
-        ledger: LedgerStore | None = None
-        identity: Identity | None = None
-        try:
+        with contextlib.ExitStack() as undo:  # what was begun, if the rest fails
+            # The lock of the id guards the file with the token: first the lock, then the look.
+            # A ledger of its own has that lock already.
+            id_lock = -1
+            if store:
+                id_lock = lock_file(lock_path(registry.ledger_path(home, id)), f"id {id}")
+                undo.callback(os.close, id_lock)
             ledger = open_store(home, id, store, lease_s)
+            undo.callback(ledger.close)
+            undo.callback(ledger.release)
             before = registry.read(home, id)
             if before is not None:
                 port = port or int(before.url.rpartition(":")[2])
                 stream_port = stream_port or before.stream.port
-            rest = listen(host, port)
-            opened.append(rest)
-            stream = listen(host, stream_port)
-            opened.append(stream)
+            rest = undo.enter_context(listen(host, port))
+            stream = undo.enter_context(listen(host, stream_port))
             identity = None if is_loopback(host) else open_identity(home, id, store)
+            if identity is not None:
+                undo.callback(identity.close)
             scheme = "http" if identity is None else "https"
             me = Member(
                 id=id,
@@ -184,6 +186,9 @@ class Orchestrator:
                 stream=Address(host, stream.getsockname()[1]),
             )
             shared = await enroll(ledger, me)
+            elected = election(me, shared) if election is not None else None
+            if elected is not None:
+                undo.callback(elected.resign)
             kept = before.token if before is not None else secrets.token_urlsafe(32)
             self = cls(
                 id=id,
@@ -195,23 +200,13 @@ class Orchestrator:
                 identity=identity,
                 tls=identity.authority.serve_as(names_of(host)) if identity is not None else None,
                 scheduler=scheduler,
-                election=election(me, shared) if election is not None else None,
+                election=elected,
             )
             await self.terms.begin()
             if self.terms.role == "active":
                 check_history(ledger, before, self.jobs())
             await self._serve(rest, stream)
-        except BaseException:
-            for one in opened:
-                one.close()
-            if ledger is not None:
-                ledger.release()
-                ledger.close()
-            if identity is not None:
-                identity.close()
-            if id_lock >= 0:
-                os.close(id_lock)
-            raise
+            undo.pop_all()
         self._id_lock = id_lock
         log.info("orchestrator %s at %s is %s", id, self.url, self.terms.role)
         return self

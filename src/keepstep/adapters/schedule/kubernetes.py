@@ -369,7 +369,9 @@ class KubernetesScheduler:
         if not pods:
             raise TransientError(f"job {agent.job} has no pod on {place}")
         pod = pods[0]
-        if objects.is_foreign(pod):
+        (lease,) = objects.leases([pod])
+        if objects.is_foreign(pod):  # it asks by itself
+            self._records.migration(agent.job, lease.op, "Started", node=agent.node)
             return
         phase = pod.get("status", {}).get("phase")
         told = pod["metadata"].get("annotations", {}).get(objects.NODE)
@@ -384,7 +386,6 @@ class KubernetesScheduler:
         except Conflict:  # told before, but it has not begun: the token may be too old by now
             self._api.call(core.patch_namespaced_secret, pod["metadata"]["name"], space, secret)
         self._pods.note(pod, {objects.NODE: agent.node}, {objects.NODE: objects.label(agent.node)})
-        lease = objects.leases([pod])[0]
         self._records.migration(agent.job, lease.op, "Started", node=agent.node)
 
     def stop_agent(self, job: str, node: str) -> None:

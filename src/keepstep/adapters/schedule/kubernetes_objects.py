@@ -296,13 +296,17 @@ def _lease(key: tuple[str, str], pods: list[Object]) -> Lease:
 
 
 def order(pod: Object) -> tuple[int, int, str]:
-    """Of pods of one lease: as we have said, else as their controllers number them. A JobSet has
-    one Job with an index for each pod, or several Jobs; a PyTorchJob a master before its workers.
-    """
+    """Of pods of one lease: as we have said, else as their controllers number them."""
+    meta = pod["metadata"]
+    index = (meta.get("annotations") or {}).get(INDEX)
+    return numbered(pod) if index is None else (int(index), 0, meta["name"])
+
+
+def numbered(pod: Object) -> tuple[int, int, str]:
+    """By its controller. A JobSet has one Job with an index for each pod, or several Jobs; a
+    PyTorchJob has a master before its workers."""
     meta = pod["metadata"]
     said = {**(meta.get("labels") or {}), **(meta.get("annotations") or {})}
-    if INDEX in said:
-        return int(said[INDEX]), 0, meta["name"]
     if (replica := said.get("training.kubeflow.org/replica-index")) is not None:
         worker = said.get("training.kubeflow.org/replica-type") == "worker"
         return int(worker), int(replica), meta["name"]

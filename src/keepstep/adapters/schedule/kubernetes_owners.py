@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 
 from keepstep.adapters.schedule import kubernetes_objects as objects
-from keepstep.adapters.schedule.kubernetes_api import Api, NotThere, Object
+from keepstep.adapters.schedule.kubernetes_api import Api, Conflict, NotThere, Object
 from keepstep.adapters.schedule.kubernetes_objects import Machine
 from keepstep.adapters.schedule.kubernetes_pods import LOOK_S, Pods
 from keepstep.errors import KeepstepError, NoSpare, UsageError
@@ -109,28 +109,29 @@ class Owners:
         end = time.monotonic() + timeout_s
         while True:
             mine = [pod for pod in self._pods.find(ask.job, ask.op) if _is_claimed(pod)]
+            if len(mine) >= ask.count:
+                (lease,) = objects.leases(mine)
+                return lease
             free = self._free(ask, space) if ask.op == START else []
-            chosen = sorted([*mine, *free], key=objects.order)[: ask.count]
-            if len(chosen) >= ask.count:
-                break
-            if time.monotonic() > end:
+            chosen = sorted([*mine, *free], key=objects.numbered)[: ask.count]
+            if len(chosen) == ask.count:
+                self._claim_all(ask, chosen)
+            elif time.monotonic() > end:
                 whose = ask.constraints.owner or f"with the label of job {ask.job}"
                 raise NoSpare(f"{len(chosen)} of {ask.count} pods of {whose} are on nodes")
-            time.sleep(LOOK_S)
-        places = [pod["spec"]["nodeName"] for pod in chosen]
+            else:
+                time.sleep(LOOK_S)
+
+    def _claim_all(self, ask: Ask, pods: list[Object]) -> None:
+        places = [pod["spec"]["nodeName"] for pod in pods]
         if len(set(places)) < len(places):
             raise UsageError(
                 f"several pods of {ask.constraints.owner or ask.job} are on one node",
                 hint="give them a podAntiAffinity, or all GPUs of a node each",
             )
-        for index, pod in enumerate(chosen):
-            if not _is_claimed(pod):
-                self._claim(pod, ask, "queue", index)
-        return next(
-            lease
-            for lease in objects.leases(self._pods.find(ask.job, ask.op), ask.job)
-            if lease.op == ask.op
-        )
+        for index, pod in enumerate(pods):
+            if not self._claim(pod, ask, "queue", index):
+                return  # it is another one now
 
     def _free(self, ask: Ask, space: str) -> list[Object]:
         """Pods on nodes that nobody has claimed."""
@@ -155,19 +156,23 @@ class Owners:
             for pod in self._free(ask, space)
             if pod.get("status", {}).get("phase") == "Running"
             and (place := pod["spec"]["nodeName"]) in known
-            and known[place].place.state == "used"  # by this very pod, and nothing is wrong
+            and known[place].place.state in ("used", "free")
             and known[place].suits(ask)
             and place not in ours
         ]
 
     def take(self, ask: Ask, space: str, known: dict[str, Machine]) -> bool:
         found = self.spares(ask, space, known)
-        for pod in found[:1]:
-            self._claim(pod, ask, "reserved", 0)
-        return bool(found)
+        return any(self._claim(pod, ask, "reserved", 0) for pod in found)
 
-    def _claim(self, pod: Object, ask: Ask, kind: Kind, index: int) -> None:
-        self._pods.note(pod, *objects.claim(pod, ask.job, ask.op, kind, index))
+    def _claim(self, pod: Object, ask: Ask, kind: Kind, index: int) -> bool:
+        """Only as it was read: another job may look at it, too."""
+        try:
+            marks = objects.claim(pod, ask.job, ask.op, kind, index)
+            self._pods.note(pod, *marks, unchanged=True)
+        except (Conflict, NotThere):
+            return False
+        return True
 
     def let_go(self, pods: list[Object]) -> None:
         """They are not ours to end."""

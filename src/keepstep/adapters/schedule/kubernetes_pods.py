@@ -40,9 +40,14 @@ class Pods:
         with contextlib.suppress(Conflict):  # it is there already: the name says what for
             self._api.call(self._api.core.create_namespaced_pod, space, pod)
 
-    def note(self, pod: Object, notes: Object, labels: Object | None = None) -> None:
+    def note(
+        self, pod: Object, notes: Object, labels: Object | None = None, *, unchanged: bool = False
+    ) -> None:
+        """`unchanged`: raise Conflict if the pod is not as it was read."""
         meta = pod["metadata"]
         body: Object = {"metadata": {"annotations": notes}}
+        if unchanged:
+            body["metadata"]["resourceVersion"] = meta["resourceVersion"]
         if labels:
             body["metadata"]["labels"] = labels
         self._api.call(self._api.core.patch_namespaced_pod, meta["name"], meta["namespace"], body)
