@@ -21,6 +21,7 @@ constexpr Nanos kStateLazyLarge = kMillisecond / 10;
 constexpr Nanos kStateElsewhere = 5 * kMillisecond;  // a second copy, over the other paths
 constexpr uint64_t kStateMessages = kMessagesOpen / 4;
 constexpr uint64_t kStateLarge = 2;
+constexpr uint64_t kCopiedMax = 16 * 1024;  // to copy more takes longer than an answer does
 constexpr uint64_t kCopyBytes = kStashBytes;
 constexpr uint64_t kGather = 32 * 1024;
 
@@ -60,7 +61,7 @@ abi::Result Comm::isend(const void* data, uint64_t size, void** result) {
   Nanos now = monotonic();
   polled_ = now;
   Request* request = free_request(out_->posted());
-  bool small = size <= kEagerBytes;
+  bool small = size <= kCopiedMax;
   const auto* from = static_cast<const uint8_t*>(data);
   if (request && out_->room() && small) from = copy(data, size);
   if (!request || !out_->room() || (small && !from)) {
@@ -283,7 +284,7 @@ Comm::Io Comm::consume(int i, Nanos now) {
   Path& path = path_[static_cast<size_t>(i)];
   for (;;) {
     size_t have = path.in_end - path.in_begin;
-    if (in_->in_chunk(i)) {
+    if (in_->in_frame(i)) {
       if (have == 0) break;
       size_t n = std::min<size_t>(have, in_->wanted(i));
       if (uint8_t* target = in_->target(i)) {
@@ -344,7 +345,7 @@ void Comm::note_arrival(Nanos now) {
   bool differs = fresh.posted != told_.posted || fresh.done != told_.done;
   uint64_t large = 0, bytes = 0;  // the sender holds a buffer of its user for each large one
   for (uint64_t id = told_.done; id < fresh.done; ++id) {
-    large += in_->size(id) > kEagerBytes;
+    large += in_->size(id) > kCopiedMax;
     bytes += in_->size(id);
   }
   for (int i = 0; i < fresh.paths && !differs; ++i) {
