@@ -162,7 +162,7 @@ void Comm::progress(Nanos now, const Request* wanted) {
   for (int k = 0; k < count; ++k) {
     int i = (first + k) % count;
     if (path_[static_cast<size_t>(i)].socket < 0) continue;
-    if (read_data(i, now) == Io::Moved) last_ = i;
+    if (read_data(i, now, wanted) == Io::Moved) last_ = i;
     if (!all && wanted && in_->complete(wanted->message)) break;
   }
   note_arrival(now);
@@ -304,21 +304,23 @@ Comm::Io Comm::consume(int i, Nanos now) {
   return Io::Moved;
 }
 
-Comm::Io Comm::read_data(int i, Nanos now) {
+// Until the kernel has no more, or the wanted message is whole: its user waits, and while we read
+// on nobody would tell the peer that it may send.
+Comm::Io Comm::read_data(int i, Nanos now, const Request* wanted) {
   Path& path = path_[static_cast<size_t>(i)];
   Io result = Io::Nothing;
   for (size_t total = 0; total < kTurnBytes;) {
     // Payload goes straight to its place; behind it the next header, or many small frames.
-    uint64_t wanted = in_->wanted(i);
-    uint8_t* target = wanted ? in_->target(i) : nullptr;
+    uint64_t rest = in_->wanted(i);
+    uint8_t* target = rest ? in_->target(i) : nullptr;
     iovec vectors[2];
     int count = 0;
     size_t direct = 0;
     if (target) {
-      direct = wanted;
+      direct = rest;
       vectors[count++] = {target, direct};
     }
-    size_t ahead = path.small_frames || (wanted && !target) ? kReadAhead : kHeaderBytes;
+    size_t ahead = path.small_frames || (rest && !target) ? kReadAhead : kHeaderBytes;
     ahead = std::max(ahead, path.in_end) - path.in_end;
     vectors[count++] = {path.in.get() + path.in_end, ahead};
     ssize_t got = readv(path.socket, vectors, count);
@@ -334,6 +336,7 @@ Comm::Io Comm::read_data(int i, Nanos now) {
     if (n > direct) path.in_end += n - direct;
     if (consume(i, now) == Io::Lost) return Io::Lost;
     if (n < direct + ahead) return result;  // a short read: the kernel has no more
+    if (wanted && in_->complete(wanted->message)) return result;
   }
   return result;
 }
