@@ -71,6 +71,34 @@ def test_owner_and_buddy_lost_go_back_to_a_checkpoint(
     verdict.note(1, f"fell back, {incident['steps_lost']} steps computed again, bit-identical")
 
 
+@pytest.mark.cost(50)
+def test_a_damaged_checkpoint_is_not_the_last_one(
+    start: Start, reference: Reference, verdict: Verdict, tmp_path: Path
+) -> None:
+    """Bytes on disk have changed since it was written: the job goes to the one before it."""
+    job = start(
+        "--local-nodes", "3", "--nproc-per-node", "1", "--spare-nodes", "2",
+        "--checkpoint-dir", str(tmp_path / "saved"), "--checkpoint-interval", "3",
+        script_args=ARGS,
+    )  # fmt: skip
+    job.spare_parked(2)
+    first = job.until(saved_step, "a checkpoint")
+    job.until(lambda s: saved_step(s) > first, "another checkpoint")
+    kill_nodes(job, "n1", "n2")
+    back = "going back to "
+    bad = job.until(lambda s: s["reason"].partition(back)[2], "a job that goes back")
+    for file in Path(bad).glob("state/*.distcp"):  # newcomers are still being built
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    job.finish()
+    (incident,) = job.incidents()
+    assert incident["outcome"] == "FELL_BACK" and f"{bad} cannot be read" in incident["reason"]
+    assert 0 < incident["steps_lost"] < 120, incident
+    assert differences(job.results(), reference(3, *ARGS)) == []
+    verdict.note(1, f"fell back twice, {incident['steps_lost']} steps computed again, identical")
+
+
 @pytest.mark.cost(45)
 def test_the_newest_checkpoint_of_a_directory_is_resumed(
     start: Start, reference: Reference, verdict: Verdict, tmp_path: Path

@@ -19,6 +19,7 @@ import msgspec
 from keepstep.core import (
     balance,
     breaker,
+    fallback,
     faults,
     incidents,
     job,
@@ -31,6 +32,7 @@ from keepstep.core import (
     processes,
     recovery,
     rewire,
+    saves,
     start,
     stragglers,
     timers,
@@ -388,6 +390,14 @@ def _buddies_untold(old: Any, job_: Job, out: Out, worker: Worker) -> None:
     processes.give_buddy(job_, out, worker)
 
 
+def _newest_for_ever(old: Any, *args: Any, **named: Any) -> bool:
+    return False
+
+
+def _newest_after_all(old: Any, saves_: Any, path: str) -> Any:
+    return saves_.newest
+
+
 def _fenced_unseen(old: Any, job_: Job, node: Any) -> Any:
     return [(node.fenced_at, "fenced", node.name)]
 
@@ -529,6 +539,12 @@ def _with_a_member(old: Any, nodes: Any, first: int, _members: Any) -> Any:
 
 
 NAMED: dict[str, Patch] = {
+    "fall-back: a damaged checkpoint is the last one": lambda: wrap(
+        fallback.further_back, _newest_for_ever
+    ),
+    "fall-back: to a damaged checkpoint once more": lambda: method(
+        saves.Saves, "back_to", _newest_after_all
+    ),
     "parity: what comes twice is added twice": lambda: method(
         parity.ParityStore, "keep", _adds_again
     ),
@@ -934,6 +950,8 @@ HINTS: dict[str, tuple[str, ...]] = {
     "record not replayed: CheckpointWritten": ("no-spare",),
     "record not replayed: CheckpointSealed": ("fall-back",),
     "record not replayed: FellBack": ("fall-back",),
+    "fall-back: a damaged checkpoint is the last one": ("fall-back",),
+    "fall-back: to a damaged checkpoint once more": ("fall-back",),
     "not heard: Saved": ("fall-back",),
     "not heard: SaveFailed": ("fall-back",),
     "not heard: Sealed": ("fall-back",),

@@ -102,12 +102,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     job_id: str | None
     quiet: bool
     module: bool
+    owner: str = ""
 
     def provision(self, scheduler: str) -> Provision:
         """Which nodes will do, and where spares may come from; it has none yet."""
         count, gpu_type = _gpus(self.gpus)
         allowed: dict[Kind, object] = {
-            "reserved": self.reservation,
+            "reserved": self.reservation or self.owner,
             "idle": self.idle,
             "preempt": self.preempt,
         }
@@ -125,6 +126,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
                 features=self.features,
                 gpus=count,
                 gpu_type=gpu_type,
+                owner=self.owner,
             ),
         )
 

@@ -153,6 +153,7 @@ class CopyFailed(Message, frozen=True):
         "side-state-missing",  # everybody who might have it was asked
         "side-state-unreachable",  # somebody who might have it did not answer
         "shards-missing",  # no rank and no vault has them
+        "checkpoint",  # it is damaged, or cannot be read from here
         "position",
         "refused",  # transparent: this process, or this place, cannot be moved like that
         "error",

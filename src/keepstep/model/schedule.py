@@ -28,6 +28,7 @@ class Constraints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     features: str = ""
     gpus: int = 0  # on each place
     gpu_type: str = ""
+    owner: str = ""  # whose pods are the places, as long as there are any: KIND/NAME
 
 
 class Provision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

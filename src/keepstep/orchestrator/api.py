@@ -81,6 +81,10 @@ class NotFound(UsageError):
     pass
 
 
+class Gone(UsageError):
+    pass
+
+
 class TooLarge(UsageError):
     pass
 
@@ -91,6 +95,7 @@ class Unauthorized(UsageError):
 
 STATUS: tuple[tuple[type[KeepstepError], int], ...] = (
     (NotFound, 404),
+    (Gone, 410),
     (TooLarge, 413),
     (Unauthorized, 401),
     (UsageError, 400),

@@ -62,6 +62,7 @@ class JoinRequest(Request, frozen=True, kw_only=True):
     token: str = ""
     job: str = ""  # needed where several jobs are live
     node: str = ""  # "": the first node of the job that has not joined, else a new one
+    place: str = ""  # the node that is to run here, as the job's scheduler names this machine
 
 
 # --------------------------------------------------------------------------- answers

@@ -54,6 +54,7 @@ class Plan:
     from_start: bool = False  # faults come while the ranks are being started
     resume_tick: int = 0  # the job starts from a checkpoint of this tick
     checkpoint_ns: int = 0  # time between periodic checkpoints; 0: there are none
+    spoiled: bool = False  # the first checkpoint that is read with another one before it is damaged
     answers: tuple[str, ...] = ()  # of a scheduler: give, refuse, late, silent; (): there is none
     pool: int = 0  # nodes without ranks to keep, by asking the scheduler
     racks: int = 0  # nodes stand in so many, and ranks stay within theirs

@@ -154,6 +154,7 @@ def _fall_back(seed: int, draw: random.Random) -> Plan:
         spare_nodes=draw.choice((2, 3, 5)),
         checkpoint_ns=draw.choice((1, 3)) * SECOND,
         faults=(*lost, *draw.choice(others)),
+        spoiled=draw.random() < 0.25,
     )
 
 

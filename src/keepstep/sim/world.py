@@ -79,6 +79,7 @@ class World:
         self.bad_slots: dict[str, int] = {}  # place -> how many have been started there
         self.parts: dict[int, dict[int, Saved]] = {}  # on a shared disk: tick -> rank -> part
         self.saved: dict[str, dict[int, Saved]] = {}  # complete ones, by path
+        self.spoiled: str | None = None  # the one of them that is damaged; None: not chosen yet
         self.store_failure = ""  # of the next store to be opened: "refuse" or "mute"
 
     # ------------------------------------------------------------------ clock
@@ -141,6 +142,11 @@ class World:
 
     def blobs_at(self, address: m.Address) -> SimNode:
         return self.nodes[address.host]
+
+    def is_spoiled(self, path: str) -> bool:
+        if self.plan.spoiled and self.spoiled is None and len(self.saved) > 1:
+            self.spoiled = path if path == next(reversed(self.saved)) else None
+        return path == self.spoiled
 
     def store_at(self, address: m.Address) -> SimNode:
         return self.nodes[address.host] if address.host in self.nodes else self.nodes["n0"]

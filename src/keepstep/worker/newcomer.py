@@ -219,10 +219,12 @@ class Newcomer:
             self._failed(copy, "shards-missing", str(error))
             return False
         except transfer.DigestMismatch as error:
-            self._failed(copy, "digest", str(error), error.rank)
+            kind = "checkpoint" if copy.checkpoint else "digest"
+            self._failed(copy, kind, str(error), error.rank)
             return False
         except Exception as error:
-            self._failed(copy, "error", "".join(traceback.format_exception(error))[-4000:])
+            words = "".join(traceback.format_exception(error))[-4000:]
+            self._failed(copy, "checkpoint" if copy.checkpoint else "error", words)
             return False
         seat.channel.send(
             m.Copied(
