@@ -28,7 +28,7 @@ MASS = "mass"
 TOUR_NS = SECOND
 AGENT_NS = 5 * SECOND
 REPAIR_NS = 120 * SECOND
-DISTURBED_NS = 150 * SECOND
+DISTURBED_NS = 120 * SECOND
 HEALED_NS = 400 * SECOND
 END_NS = 120 * SECOND
 
@@ -249,7 +249,7 @@ def several_jobs(seed: int, draw: random.Random) -> Plan:
             faults=(crash,) * min(lost, 1),
         )
         if lost == 2:
-            again = Fault("agent", "crash", at_ns=at + draw.randrange(60, 100) * SECOND)
+            again = Fault("agent", "crash", at_ns=at + draw.randrange(40, 80) * SECOND)
             plan = replace(plan, faults=(*plan.faults, again))
         plans.append(plan)
     if draw.random() < 0.3:
