@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ from faults import Watch
 from rig import Ended, Rig, rig, why_not
 
 RATE_MBIT = 200
-SIZES = (1024, 4096, 16384, 131072, 524288, 4194304)
-BYTES_PER_RUN = 400_000_000
+KIB = 1024
+SIZES = tuple(KIB * n for n in (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 16384))
+BYTES_PER_RUN = 600_000_000
 MESSAGES_MAX = 60_000
 LARGE = 524288
 BUCKET_NS = 50_000_000
@@ -41,13 +43,13 @@ def run(quick: bool, rounds: int | None = None) -> list[str]:
         return [f"network: skipped, {reason}"]
     rounds = rounds or (2 if quick else 9)
     begun = report.Provenance()
-    raw: dict[str, Any] = {"two_paths": [], "plain": {}, "faults": {}}
+    raw: dict[str, Any] = {"two_paths": [], "plain": {}, "faults": {}, "tcp": _tcp()}
     for number in range(rounds):
         report.say(f"network: round {number + 1} of {rounds}")
         order = random.Random(number)
         raw["two_paths"].append(_two_paths(order))
-        for size in SIZES:
-            raw["plain"].setdefault(str(size), []).append(_against_plain(size, order))
+        for size, ratio in _against_plain(order):
+            raw["plain"].setdefault(str(size), []).append(ratio)
         for kind in ("link down", "silent loss"):
             raw["faults"].setdefault(kind, []).append(_fault(kind))
     summary = {
@@ -60,6 +62,13 @@ def run(quick: bool, rounds: int | None = None) -> list[str]:
     }
     report.write("network", quick, begun.close(), {"raw": raw, "summary": summary})
     return [_tables(summary)]
+
+
+def _tcp() -> dict[str, str]:
+    """What both sides of a ratio share, and what differs between machines."""
+    settings = Path("/proc/sys/net/ipv4")
+    names = ("tcp_congestion_control", "tcp_rmem", "tcp_wmem")
+    return {name: " ".join((settings / name).read_text().split()) for name in names}
 
 
 def _home() -> tempfile.TemporaryDirectory[str]:
@@ -96,20 +105,20 @@ def _two_paths(order: random.Random) -> float:
     return seen["two"] / seen["one"]
 
 
-def _against_plain(size: int, order: random.Random) -> float:
-    messages = min(MESSAGES_MAX, BYTES_PER_RUN // size)
+def _against_plain(order: random.Random) -> Iterator[tuple[int, float]]:
     one = {"KEEPSTEP_NET_PATHS": "p0"}
     with _home() as home, rig(Path(home), paths=1, rate_mbit=100_000) as made:
         for machine in made.machines:
             made.unlimited(machine, "p0")
-        seen = _shuffled(
-            order,
-            {
-                "plain": lambda: _flow(made, size, messages, lib="plain").goodput_mbit(),
-                "plugin": lambda: _flow(made, size, messages, **one).goodput_mbit(),
-            },
-        )
-    return seen["plugin"] / seen["plain"]
+
+        def rate(size: int, lib: str, **env: str) -> float:
+            messages = min(MESSAGES_MAX, BYTES_PER_RUN // size)
+            return _flow(made, size, messages, lib=lib, **env).goodput_mbit()
+
+        for size in SIZES:
+            ways = {"plain": partial(rate, size, "plain"), "plugin": partial(rate, size, "", **one)}
+            seen = _shuffled(order, ways)
+            yield size, seen["plugin"] / seen["plain"]
 
 
 def _fault(kind: str) -> dict[str, float]:

@@ -117,9 +117,10 @@ class Ended:
         return self.lanes[name]
 
     def goodput_mbit(self) -> float:
-        """From the first arrival on: how long connecting took is another question."""
+        """After the first arrival: how long connecting took is another question."""
         lane = self.lanes["receive"]
-        return float(lane["bytes"] * 8e3 / (lane["done_at_ns"] - lane["first_at_ns"]))
+        arrived = lane["bytes"] - lane["first_bytes"]
+        return float(arrived * 8e3 / (lane["done_at_ns"] - lane["first_at_ns"]))
 
     def assert_clean(self) -> None:
         for name, lane in self.lanes.items():

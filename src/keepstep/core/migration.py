@@ -157,10 +157,11 @@ def assign_row(job: Job, out: Out, attempt: Attempt) -> None:
         old = job.owner(rank)
         node, slot = homes.get(rank, ("", 0))
         prepared = prepared_places(job, attempt.incident, rank)
+        toward = attempt.incident.toward.get(rank, "")
         spare, _ = placement.choose_spare(
-            job.standbys(),
+            placement.only_at(toward, job.standbys()),
             job.nodes,
-            away_from=old.node if old is not None else "",
+            away_from="" if old is None or toward else old.node,
             home=f"{node}/{slot}",
             prepared=prepared,
             within=job.spec.policy.within,

@@ -172,6 +172,7 @@ def _apply_incident(job: Job, record: IncidentOpened | IncidentWidened | Inciden
             timeline=Timeline(opened_at=record.at_ns),
             pending=list(record.victims) if planned else [],
             target=record.target,
+            toward=record.toward,
             generation=job.generation,
             interrupted=True,
         )

@@ -544,6 +544,8 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tick: int = 0
     where: str = ""
     steps_per_s: float = 0.0
+    own_ns: int = 0  # of the last steps, what the rank does alone; from the page, as the next
+    own_steps: int = 0
 
 
 class Hello(Message, frozen=True):

@@ -24,6 +24,10 @@ class DrainRequest(Request, frozen=True, kw_only=True):
     reason: str = "drain"
 
 
+class RebalanceRequest(Request, frozen=True, kw_only=True):
+    pass
+
+
 class TaintRequest(Request, frozen=True, kw_only=True):
     target: str  # a node ("n1") or a slot ("n1/0")
     reason: str

@@ -363,7 +363,7 @@ class Checker:
             return
         process = self.world.ranks.get(worker)
         job = self.world.orchestrator.core.state(self.world.plan.job)
-        if process is None or job.mode != "running" or job.ended is not None:
+        if process is None or job.mode != "running" or job.ended or job.capacity.yields:
             return
         healthy = process.alive and not (process.hung or process.stopped or process.was_stopped)
         self.ensure(not healthy, f"{worker} (rank {process.rank}) is fenced and was healthy")

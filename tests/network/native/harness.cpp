@@ -303,7 +303,7 @@ struct Lane {
   std::vector<std::vector<uint8_t>> buffers;
   void* requests[kDepth] = {};
   uint64_t sizes[kDepth] = {};
-  uint64_t posted = 0, done = 0, bytes = 0, corrupt = 0, wrong_size = 0, late = 0;
+  uint64_t posted = 0, done = 0, bytes = 0, first_bytes = 0, corrupt = 0, wrong_size = 0, late = 0;
   bool last_posted = false, finished = false;
   int error = 0;
   int64_t first_at = 0, done_at = 0, error_at = 0;
@@ -366,7 +366,10 @@ struct Lane {
     }
     if (options.verify) std::memset(data.data(), poison(), std::min<size_t>(got, data.size()));
     bytes += got;
-    if (!first_at) first_at = at;
+    if (!first_at) {
+      first_at = at;
+      first_bytes = got;
+    }
     done_at = at;
     ++done;
     finished |= stop;
@@ -382,13 +385,14 @@ struct Lane {
 
   void print(const char* name, bool comma) const {
     std::printf("%s\"%s\":{\"messages\":%llu,\"bytes\":%llu,\"corrupt\":%llu,\"wrong_size\":%llu,"
-                "\"late\":%llu,\"finished\":%s,\"error\":%d,\"first_at_ns\":%lld,\"done_at_ns\":%lld,"
-                "\"error_at_ns\":%lld,\"gaps\":[",
+                "\"late\":%llu,\"finished\":%s,\"error\":%d,\"first_at_ns\":%lld,\"first_bytes\":%llu,"
+                "\"done_at_ns\":%lld,\"error_at_ns\":%lld,\"gaps\":[",
                 comma ? "," : "", name, static_cast<unsigned long long>(done),
                 static_cast<unsigned long long>(bytes), static_cast<unsigned long long>(corrupt),
                 static_cast<unsigned long long>(wrong_size), static_cast<unsigned long long>(late),
                 finished && !error ? "true" : "false", error, static_cast<long long>(first_at),
-                static_cast<long long>(done_at), static_cast<long long>(error_at));
+                static_cast<unsigned long long>(first_bytes), static_cast<long long>(done_at),
+                static_cast<long long>(error_at));
     for (size_t i = 0; i < gaps.size(); ++i) {
       std::printf("%s[%lld,%lld]", i ? "," : "", static_cast<long long>(gaps[i].first),
                   static_cast<long long>(gaps[i].second));

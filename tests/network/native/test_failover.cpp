@@ -66,13 +66,16 @@ struct World {
   uint64_t handed = 0, taken = 0;  // deliveries seen by the sender's and the receiver's user
   uint64_t cuts = 0, resent = 0, known = 0;
   Nanos clock = 0;
+  uint64_t runs = 0;  // frames of several chunks
 
   World(uint64_t seed, int n, uint64_t count)
-      : draw{seed * 2654435761u + 88172645463325252ull}, paths(n), messages(count), out(n), in(n),
-        wires(static_cast<size_t>(n)), sent(count), received(count) {
+      : draw{seed * 2654435761u + 88172645463325252ull}, paths(n), messages(count),
+        out(n, seed % 2 ? kSecond : kMoment),  // where much is carried in a moment, runs are long
+        in(n), wires(static_cast<size_t>(n)), sent(count), received(count) {
     for (uint64_t i = 0; i < count; ++i) {
-      uint64_t kind = draw.below(10);
-      uint64_t most = kind < 2 ? 1 : kind < 6 ? 2000 : kind < 8 ? kEagerBytes + 1 : 3 * kChunkBytes;
+      uint64_t kind = draw.below(12);
+      uint64_t most = kind < 2 ? 1 : kind < 6 ? 2000 : kind < 8 ? kEagerBytes + 1
+                      : kind < 9 ? 3 * kChunkBytes : 2 * kRunBytes;
       sizes.push_back(draw.below(most));
     }
   }
@@ -143,7 +146,7 @@ struct World {
     Wire& w = wire(path);
     uint64_t budget = draw.chance(30) ? draw.below(100) : draw.below(2 * kChunkBytes);
     while (w.receiver_live && budget && !w.data.empty()) {
-      if (!in.in_chunk(path)) {
+      if (!in.in_frame(path)) {
         w.header[w.header_got++] = w.data.front();
         w.data.pop_front();
         --budget;
@@ -152,13 +155,14 @@ struct World {
         auto header = parse_header(w.header);
         CHECK(header && header->type == Type::Data && header->path == path);
         CHECK(in.begin(path, *header) == Inbox::Verdict::Ok);
+        runs += header->length > kChunkBytes;
         continue;
       }
       uint64_t n = std::min<uint64_t>({budget, w.data.size(), in.wanted(path)});
       uint8_t* target = in.target(path);
-      for (uint64_t i = 0; i < n; ++i, w.data.pop_front()) {
-        if (target) target[i] = w.data.front();
-      }
+      auto end = w.data.begin() + static_cast<long>(n);
+      if (target) std::copy(w.data.begin(), end, target);
+      w.data.erase(w.data.begin(), end);
       CHECK(in.advance(path, n) == Inbox::Verdict::Ok);
       budget -= n;
     }
@@ -235,7 +239,7 @@ struct World {
 };
 
 void worlds(uint64_t count, uint64_t first) {
-  uint64_t cuts = 0, resent = 0;
+  uint64_t cuts = 0, resent = 0, runs = 0;
   for (uint64_t seed = first; seed < first + count; ++seed) {
     g_seed = seed;
     Draw draw{seed + 77};
@@ -244,10 +248,13 @@ void worlds(uint64_t count, uint64_t first) {
     world.run(draw.below(150));
     cuts += world.cuts;
     resent += world.resent;
+    if (world.paths > 1) runs += world.runs;
   }
   CHECK(cuts > 3 * count && resent > 3 * count);  // the faults fired
-  std::printf("%" PRIu64 " worlds, %" PRIu64 " cuts, %" PRIu64 " chunks sent again\n", count, cuts,
-              resent);
+  CHECK(runs > count);
+  std::printf("%" PRIu64 " worlds, %" PRIu64 " cuts, %" PRIu64 " chunks sent again, %" PRIu64
+              " runs over one of several paths\n",
+              count, cuts, resent, runs);
 }
 
 // ------------------------------------------------------------------------------------ stories
@@ -276,12 +283,13 @@ void small_messages_stop_when_the_stash_is_full() {
   while (out.fill(0, 0)) {
     Slice slices[kSlicesMax];
     int count = out.gather(0, slices);
-    auto header = parse_header(slices[0].data);
-    CHECK(count == 2 && header);
-    CHECK(in.begin(0, *header) == Inbox::Verdict::Ok);
-    CHECK(in.advance(0, header->length) == Inbox::Verdict::Ok);
-    out.wrote(0, slices[0].length + slices[1].length);
-    ++sent;
+    for (int k = 0; k < count; k += 2, ++sent) {
+      auto header = parse_header(slices[k].data);
+      CHECK(header && slices[k + 1].length == header->length);
+      CHECK(in.begin(0, *header) == Inbox::Verdict::Ok);
+      CHECK(in.advance(0, header->length) == Inbox::Verdict::Ok);
+      out.wrote(0, slices[k].length + slices[k + 1].length);
+    }
   }
   CHECK(sent == static_cast<int>(kStashBytes / kEagerBytes));
   Header more{Type::Data, 0, 10, 90, 0, 10};
@@ -295,6 +303,36 @@ void a_message_larger_than_its_receive_is_refused() {
   CHECK(in.opened(0, 1));
   CHECK(in.post(buffer.data(), 100, &id) == Inbox::Verdict::Ok);
   CHECK(in.begin(0, {Type::Data, 0, 101, 0, 0, 101}) == Inbox::Verdict::TooLarge);
+}
+
+// Half of a run is here when another path brings two of its chunks.
+void a_run_that_is_needed_in_part_writes_no_more_than_that() {
+  Inbox in(2);
+  std::vector<uint8_t> buffer(kRunBytes + 10);
+  uint64_t id, half = kChunkBytes / 2;
+  CHECK(in.opened(0, 1) && in.opened(1, 1));
+  CHECK(in.post(buffer.data(), buffer.size(), &id) == Inbox::Verdict::Ok);
+  auto data = [](int path, uint64_t length, uint64_t offset) {
+    return Header{Type::Data, static_cast<uint8_t>(path), static_cast<uint32_t>(length), 0, offset,
+                  kRunBytes + 10};
+  };
+  CHECK(in.begin(0, data(0, kRunBytes, 0)) == Inbox::Verdict::Ok);
+  CHECK(in.target(0) == buffer.data() && in.wanted(0) == kRunBytes);
+  CHECK(in.advance(0, kChunkBytes + half) == Inbox::Verdict::Ok);
+  for (uint64_t chunk : {1, 2}) {
+    CHECK(in.begin(1, data(1, kChunkBytes, chunk * kChunkBytes)) == Inbox::Verdict::Ok);
+    CHECK(in.target(1) == buffer.data() + chunk * kChunkBytes);
+    CHECK(in.advance(1, kChunkBytes) == Inbox::Verdict::Ok);
+  }
+  CHECK(in.target(0) == nullptr && in.wanted(0) == kChunkBytes + half);
+  CHECK(in.advance(0, kChunkBytes + half) == Inbox::Verdict::Ok);
+  CHECK(in.target(0) == buffer.data() + 3 * kChunkBytes && in.wanted(0) == kChunkBytes);
+  CHECK(in.begin(1, data(1, 10, kRunBytes)) == Inbox::Verdict::Ok);
+  CHECK(in.advance(1, 10) == Inbox::Verdict::Ok && !in.complete(0));
+  CHECK(in.advance(0, kChunkBytes) == Inbox::Verdict::Ok && in.complete(0));
+  CHECK(in.state().path[0].frames == 1 && in.state().path[1].frames == 3);
+  CHECK(in.begin(1, data(1, kRunBytes, 0)) == Inbox::Verdict::Ok);  // all of it once more
+  CHECK(in.target(1) == nullptr && in.wanted(1) == kRunBytes);
 }
 
 // Two paths, one ten times slower, with few messages open at a time as NCCL has them.
@@ -325,7 +363,7 @@ void a_slow_path_gets_its_share_and_no_more() {
         room[path] -= static_cast<double>(frame);
         arrived[path] += frame;
         chunk_bytes[path] += kChunkBytes;
-        ++state.path[path].chunks;
+        ++state.path[path].frames;
       }
       if (written[path] == arrived[path]) room[path] = 0;
     }
@@ -449,7 +487,9 @@ Header nearly_right(Draw& draw) {
   uint64_t totals[] = {0, 1, 100, kChunkBytes, kChunkBytes + 1, 5 * kChunkBytes, kMessageBytesMax};
   uint64_t total = totals[draw.below(7)];
   uint64_t offset = total ? draw.below(total / kChunkBytes + 2) * kChunkBytes : draw.below(2);
-  auto length = static_cast<uint32_t>(offset <= total ? chunk_length(offset, total) : 7);
+  uint64_t run = draw.below(6) * kChunkBytes;
+  if (draw.chance(50)) run = kChunkBytes;
+  auto length = static_cast<uint32_t>(offset <= total ? std::min(total - offset, run) : 7);
   if (draw.chance(10)) length += static_cast<uint32_t>(draw.below(3));
   auto type = static_cast<Type>(draw.chance(80) ? 3 : draw.below(6));
   return {type, static_cast<uint8_t>(draw.below(10)), length, draw.below(draw.chance(90) ? 9 : 4000), offset, total};
@@ -482,7 +522,7 @@ void fuzz(uint64_t rounds) {
         ++refused;
         continue;
       }
-      CHECK(header->length <= kChunkBytes && header->path < kPathsMax);
+      CHECK(header->length <= kRunBytes && header->path < kPathsMax);
       if (header->type == Type::Data) {
         auto verdict = in.begin(path, *header);
         if (verdict != Inbox::Verdict::Ok) {
@@ -537,6 +577,7 @@ int main(int argc, char** argv) {
   a_large_message_waits_for_its_receive();
   small_messages_stop_when_the_stash_is_full();
   a_message_larger_than_its_receive_is_refused();
+  a_run_that_is_needed_in_part_writes_no_more_than_that();
   a_slow_path_gets_its_share_and_no_more();
   a_buried_path_is_reported_dead();
   a_timer_never_takes_the_last_path();

@@ -118,7 +118,7 @@ class Comm {
   void pump(Nanos now);
   Io write_once(int i, Nanos now, size_t* bytes);
   Io hear_states(int i, Nanos now);
-  Io read_data(int i, Nanos now);
+  Io read_data(int i, Nanos now, const Request* wanted);
   Io consume(int i, Nanos now);
   bool take_header(int i, Nanos now);
   void note_arrival(Nanos now);

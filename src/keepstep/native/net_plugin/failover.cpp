@@ -5,8 +5,8 @@
 namespace keepstep::net {
 
 namespace {
-// Stands in for payload that nobody will look at.
-const uint8_t kZeros[kChunkBytes] = {};
+// Stands in for payload that nobody will look at. Never written: const would put it into the file.
+uint8_t g_zeros[kRunBytes];
 
 size_t chunk_bits(uint64_t total) {
   return total ? static_cast<size_t>((total + kChunkBytes - 1) / kChunkBytes) : 1;
@@ -17,13 +17,14 @@ size_t chunk_bits(uint64_t total) {
 
 uint64_t Outbox::post(const uint8_t* data, uint64_t size) {
   ring_[next_ % kMessagesOpen] = {data, size};
+  waiting_ += size;
   return next_++;
 }
 
 void Outbox::opened(int path, uint32_t epoch) {
   closed(path);
   Flight& flight = flights_[static_cast<size_t>(path)];
-  flight.ring.resize(kFlightChunks);
+  flight.ring.resize(kFlightFrames);
   flight.live = true;
   flight.epoch = epoch;
 }
@@ -31,13 +32,19 @@ void Outbox::opened(int path, uint32_t epoch) {
 void Outbox::closed(int path) {
   Flight& flight = flights_[static_cast<size_t>(path)];
   for (uint64_t n = flight.arrived; n < flight.given; ++n) {
-    const Chunk& chunk = flight.ring[n % kFlightChunks];
-    if (delivered(chunk.message)) continue;
-    again_.push_back({chunk.message, chunk.offset});
-    ++flight.counts.resent_chunks;
-    flight.counts.resent_bytes += chunk.length;
+    const Frame& frame = flight.ring[n % kFlightFrames];
+    if (delivered(frame.message)) continue;
+    uint64_t total = message(frame.message).size, end = frame.offset + frame.length;
+    uint64_t at = frame.offset;
+    do {  // one by one: several paths may share them
+      uint64_t length = chunk_length(at, total);
+      again_.push_back({frame.message, at, length});
+      ++flight.counts.resent_chunks;
+      at += length;
+    } while (at < end);
+    flight.counts.resent_bytes += frame.length;
   }
-  std::sort(again_.begin(), again_.end(), [](const Again& a, const Again& b) {
+  std::sort(again_.begin(), again_.end(), [](const Run& a, const Run& b) {
     return a.message != b.message ? a.message < b.message : a.offset < b.offset;
   });
   flight.live = false;
@@ -53,20 +60,19 @@ bool Outbox::may_start(uint64_t id) const {
   return size <= kEagerBytes && unasked_ + size <= kStashBytes;
 }
 
-bool Outbox::take(uint64_t* id, uint64_t* offset) {
+// At most so many bytes, but at least a chunk.
+bool Outbox::take(uint64_t most, Run* run) {
   while (!again_.empty()) {
-    Again front = again_.front();
+    *run = again_.front();
     again_.pop_front();
-    if (delivered(front.message)) continue;
-    *id = front.message;
-    *offset = front.offset;
-    return true;
+    if (!delivered(run->message)) return true;
   }
   if (cursor_ == next_ || (cursor_offset_ == 0 && !may_start(cursor_))) return false;
   uint64_t size = message(cursor_).size;
-  *id = cursor_;
-  *offset = cursor_offset_;
-  cursor_offset_ += chunk_length(cursor_offset_, size);
+  uint64_t whole = std::max(most / kChunkBytes, uint64_t{1}) * kChunkBytes;
+  *run = {cursor_, cursor_offset_, std::min(size - cursor_offset_, whole)};
+  waiting_ -= run->length;
+  cursor_offset_ += run->length;
   if (cursor_offset_ == size) {
     if (cursor_ >= allowed_) unasked_ += size;
     ++cursor_;
@@ -106,19 +112,30 @@ void Outbox::measure(Flight& flight, uint64_t bytes, Nanos now) {
   flight.counted = 0;
 }
 
-void Outbox::give(int path, uint64_t id, uint64_t offset, Nanos now) {
+// As much as the path carries in a moment, but leave the other paths their share.
+uint64_t Outbox::batch_bytes(int path) const {
+  if (paths_ == 1) return kRunBytes;
+  uint64_t live = 0;
+  for (const Flight& flight : flights_) live += flight.live;
+  double carries = flights_[static_cast<size_t>(path)].rate * static_cast<double>(moment_);
+  auto most = static_cast<uint64_t>(std::min(carries, static_cast<double>(kRunBytes)));
+  return std::max(std::min(most, waiting_ / live), kBatchBytes);
+}
+
+void Outbox::give(int path, const Run& run, Nanos now) {
   Flight& flight = flights_[static_cast<size_t>(path)];
   if (flight.bytes == 0) {
     flight.measured = flight.progress = now;  // idle time says nothing about the rate
     flight.counted = 0;
   }
-  uint64_t total = message(id).size;
-  Chunk& chunk = flight.ring[flight.given++ % kFlightChunks];
-  chunk.message = id;
-  chunk.offset = offset;
-  chunk.length = static_cast<uint32_t>(chunk_length(offset, total));
-  flight.bytes += chunk.length;
-  encode({Type::Data, static_cast<uint8_t>(path), chunk.length, id, offset, total}, chunk.header);
+  Frame& frame = flight.ring[flight.given++ % kFlightFrames];
+  frame.message = run.message;
+  frame.offset = run.offset;
+  frame.length = static_cast<uint32_t>(run.length);
+  flight.bytes += frame.length;
+  encode({Type::Data, static_cast<uint8_t>(path), frame.length, run.message, run.offset,
+          message(run.message).size},
+         frame.header);
 }
 
 bool Outbox::fill(int path, Nanos now) {
@@ -126,13 +143,13 @@ bool Outbox::fill(int path, Nanos now) {
   if (!flight.live) return false;
   if (flight.written < flight.given) return true;
   if (paths_ > 1 && !worth_it(path, now)) return false;
-  uint64_t batch = 0;
-  for (int n = 0; n < kBatchChunks && batch < kBatchBytes; ++n) {
-    if (flight.given - flight.arrived >= kFlightChunks || flight.bytes >= kFlightBytes) break;
-    uint64_t id, offset;
-    if (!take(&id, &offset)) break;
-    give(path, id, offset, now);
-    batch += chunk_length(offset, message(id).size);
+  uint64_t most = batch_bytes(path), batch = 0;
+  for (int n = 0; n < kBatchFrames && batch < most; ++n) {
+    if (flight.given - flight.arrived >= kFlightFrames || flight.bytes >= kFlightBytes) break;
+    Run run;
+    if (!take(most - batch, &run)) break;
+    give(path, run, now);
+    batch += run.length;
   }
   return flight.written < flight.given;
 }
@@ -142,14 +159,14 @@ int Outbox::gather(int path, Slice* slices) const {
   int count = 0;
   size_t skip = flight.written_part;
   for (uint64_t n = flight.written; n < flight.given && count + 2 <= kSlicesMax; ++n) {
-    const Chunk& chunk = flight.ring[n % kFlightChunks];
-    const uint8_t* data = delivered(chunk.message) ? kZeros
-                                                   : message(chunk.message).data + chunk.offset;
+    const Frame& frame = flight.ring[n % kFlightFrames];
+    const uint8_t* data = delivered(frame.message) ? g_zeros
+                                                   : message(frame.message).data + frame.offset;
     if (skip < kHeaderBytes) {
-      slices[count++] = {chunk.header + skip, kHeaderBytes - skip};
-      if (chunk.length) slices[count++] = {data, chunk.length};
+      slices[count++] = {frame.header + skip, kHeaderBytes - skip};
+      if (frame.length) slices[count++] = {data, frame.length};
     } else {
-      slices[count++] = {data + (skip - kHeaderBytes), chunk.length - (skip - kHeaderBytes)};
+      slices[count++] = {data + (skip - kHeaderBytes), frame.length - (skip - kHeaderBytes)};
     }
     skip = 0;
   }
@@ -160,7 +177,7 @@ void Outbox::wrote(int path, size_t bytes) {
   Flight& flight = flights_[static_cast<size_t>(path)];
   flight.written_part += bytes;
   while (flight.written < flight.given) {
-    size_t whole = kHeaderBytes + flight.ring[flight.written % kFlightChunks].length;
+    size_t whole = kHeaderBytes + flight.ring[flight.written % kFlightFrames].length;
     if (flight.written_part < whole) return;
     flight.written_part -= whole;
     ++flight.written;
@@ -182,7 +199,7 @@ Outbox::Answer Outbox::heard(const State& state, unsigned* dead, Nanos now) {
   for (int i = 0; i < paths_; ++i) {
     const Flight& flight = flights_[static_cast<size_t>(i)];
     if (flight.live && state.path[i].epoch == flight.epoch &&
-        state.path[i].chunks > flight.written) {
+        state.path[i].frames > flight.written) {
       return Answer::Impossible;
     }
   }
@@ -198,10 +215,10 @@ Outbox::Answer Outbox::heard(const State& state, unsigned* dead, Nanos now) {
     Flight& flight = flights_[static_cast<size_t>(i)];
     if (!flight.live) continue;
     if (state.path[i].buried >= flight.epoch) *dead |= 1u << i;
-    if (state.path[i].epoch != flight.epoch || state.path[i].chunks <= flight.arrived) continue;
+    if (state.path[i].epoch != flight.epoch || state.path[i].frames <= flight.arrived) continue;
     uint64_t arrived = 0;
-    for (; flight.arrived < state.path[i].chunks; ++flight.arrived) {
-      arrived += flight.ring[flight.arrived % kFlightChunks].length;
+    for (; flight.arrived < state.path[i].frames; ++flight.arrived) {
+      arrived += flight.ring[flight.arrived % kFlightFrames].length;
     }
     flight.bytes -= arrived;
     flight.counts.bytes += arrived;
@@ -269,7 +286,7 @@ bool Inbox::opened(int path, uint32_t epoch) {
 void Inbox::closed(int path) {
   Reading& reading = reading_[static_cast<size_t>(path)];
   reading.epoch = 0;
-  reading.chunks = 0;
+  reading.frames = 0;
   reading.busy = false;
 }
 
@@ -304,36 +321,61 @@ Inbox::Verdict Inbox::begin(int path, const Header& header) {
   return reading.length ? Verdict::Ok : advance(path, 0);
 }
 
+// The bytes at this place of the message are here already, or it is complete.
+bool Inbox::lost_interest(const Reading& reading, uint64_t at) const {
+  if (reading.message < done_) return true;
+  const Slot& slot = slots_[reading.message % kSlots];
+  return slot.id != reading.message || slot.complete || has(slot, at);
+}
+
 uint64_t Inbox::wanted(int path) const {
   const Reading& reading = reading_[static_cast<size_t>(path)];
-  return reading.busy ? reading.length - reading.got : 0;
+  if (!reading.busy) return 0;
+  uint64_t from = reading.offset + reading.got, end = reading.offset + reading.length;
+  bool lost = lost_interest(reading, from);
+  uint64_t to = from;
+  while (to < end && lost_interest(reading, to) == lost) to += kChunkBytes - to % kChunkBytes;
+  return std::min(to, end) - from;
 }
 
 uint8_t* Inbox::target(int path) {
   const Reading& reading = reading_[static_cast<size_t>(path)];
-  if (!reading.busy || reading.message < done_) return nullptr;
+  uint64_t at = reading.offset + reading.got;
+  if (!reading.busy || lost_interest(reading, at)) return nullptr;
   const Slot& slot = slots_[reading.message % kSlots];
-  if (slot.id != reading.message || slot.complete || has(slot, reading.offset)) return nullptr;
-  uint8_t* base = slot.stash ? slot.stash.get() : slot.buffer;
-  return base + reading.offset + reading.got;
+  return (slot.stash ? slot.stash.get() : slot.buffer) + at;
+}
+
+// Every chunk that ends in (from, to] is here; for an empty message both are 0.
+void Inbox::arrived(Slot& slot, uint64_t from, uint64_t to) {
+  for (uint64_t at = from - from % kChunkBytes; !slot.complete; at += kChunkBytes) {
+    uint64_t length = chunk_length(at, slot.total);
+    if (at + length > to) return;
+    if (!has(slot, at)) {
+      uint64_t bit = at / kChunkBytes;
+      slot.have[bit / 64] |= 1ull << (bit % 64);
+      slot.received += length;
+      slot.complete = slot.received == slot.total;
+    }
+    if (at + length == slot.total) return;
+  }
 }
 
 Inbox::Verdict Inbox::advance(int path, uint64_t bytes) {
   Reading& reading = reading_[static_cast<size_t>(path)];
   if (!reading.busy || bytes > reading.length - reading.got) return Verdict::Impossible;
+  uint64_t from = reading.offset + reading.got;
   reading.got += bytes;
-  if (reading.got < reading.length) return Verdict::Ok;
-  reading.busy = false;
-  ++reading.chunks;
-  reading.counts.bytes += reading.length;
+  if (reading.got == reading.length) {
+    reading.busy = false;
+    ++reading.frames;
+    reading.counts.bytes += reading.length;
+  }
   if (reading.message < done_) return Verdict::Ok;
   Slot& slot = slots_[reading.message % kSlots];
-  if (slot.id != reading.message || slot.complete || has(slot, reading.offset)) return Verdict::Ok;
-  uint64_t bit = reading.offset / kChunkBytes;
-  slot.have[bit / 64] |= 1ull << (bit % 64);
-  slot.received += reading.length;
-  if (slot.received < slot.total) return Verdict::Ok;
-  slot.complete = true;
+  if (slot.id != reading.message || slot.complete) return Verdict::Ok;
+  arrived(slot, from, from + bytes);
+  if (!slot.complete) return Verdict::Ok;
   if (slot.posted && slot.stash) {
     if (slot.total > slot.capacity) return Verdict::TooLarge;
     if (slot.total) std::memcpy(slot.buffer, slot.stash.get(), slot.total);
@@ -351,7 +393,7 @@ State Inbox::state() const {
   for (int i = 0; i < paths_; ++i) {
     const Reading& reading = reading_[static_cast<size_t>(i)];
     uint32_t buried = reading.epoch ? reading.epoch - 1 : reading.seen;
-    state.path[i] = {reading.epoch, buried, reading.chunks};
+    state.path[i] = {reading.epoch, buried, reading.frames};
   }
   return state;
 }

@@ -3,9 +3,11 @@
 // Theory of operation
 //
 // A communicator is a sequence of messages, numbered from 0 by both ends alike. A message is cut
-// into chunks; each chunk is given to one path, whichever takes it first. `Outbox` remembers the
-// chunks of each path in the order in which they were given. The receiver answers with cumulative
-// counts (wire.h, State) over every path that works, so a lost answer is repaired by the next one.
+// into chunks; each chunk is given to one path, whichever takes it first. Chunks that follow each
+// other travel as one frame, as many as a path carries in a moment: fewer system calls on a fast
+// path, and little to repeat on a slow one. `Outbox` remembers the frames of each path in the order
+// in which they were given. The receiver answers with cumulative counts (wire.h, State) over every
+// path that works, so a lost answer is repaired by the next one.
 //
 // A path takes as much as it can carry: what is under way on it, divided by the rate at which it
 // delivered lately, must not last much longer than on the best other path. Otherwise a slow path
@@ -21,8 +23,8 @@
 //   * A receiver's buffer belongs to the user again once the message is complete. `target` is
 //     asked before every single read and says "nowhere" from then on, even in mid-chunk.
 //
-// Small messages (up to kEagerBytes) are copied and sent before a receive is posted, as long as
-// the receiver's stash can hold all of them. Larger ones wait for a posted receive.
+// Small messages (up to kEagerBytes) are sent before a receive is posted, as long as the
+// receiver's stash can hold all of them. Larger ones wait for a posted receive.
 //
 // `Paths` says when a path is dead, suspect or worth another try. A timer alone never takes the
 // last path: it stays suspect, and is given up when another path works, or by the deadline.
@@ -45,11 +47,12 @@ constexpr uint64_t kEagerBytes = 64 * 1024;
 constexpr uint64_t kStashBytes = 4 << 20;
 constexpr uint64_t kMessagesOpen = 1024;      // posted by the sender and not delivered
 constexpr uint64_t kReceivesOpen = 64;        // posted by the receiver and not complete
-constexpr uint64_t kFlightChunks = 1024;      // given to a path and not known to have arrived
+constexpr uint64_t kFlightFrames = 1024;      // given to a path and not known to have arrived
 constexpr uint64_t kFlightBytes = 8 << 20;
-constexpr uint64_t kBatchBytes = 64 * 1024;   // small chunks that are written together
-constexpr int kBatchChunks = 16;
-constexpr int kSlicesMax = 2 * kBatchChunks;
+constexpr uint64_t kBatchBytes = 64 * 1024;   // small frames that are written together
+constexpr int kBatchFrames = 16;
+constexpr int kSlicesMax = 2 * kBatchFrames;
+constexpr Nanos kMoment = kMillisecond / 2;   // what a path carries in it is written together too
 constexpr Nanos kMeasure = 5 * kMillisecond;         // shorter ones would measure the scheduler
 constexpr Nanos kUnevenness = 5 * kMillisecond;      // by which a path may be behind the best one
 constexpr Nanos kRateForgotten = 500 * kMillisecond;  // an unused path may have become better
@@ -69,7 +72,8 @@ struct PathCounts {
 
 class Outbox {
  public:
-  explicit Outbox(int paths) : paths_(paths), flights_(static_cast<size_t>(paths)) {}
+  explicit Outbox(int paths, Nanos moment = kMoment)
+      : paths_(paths), moment_(moment), flights_(static_cast<size_t>(paths)) {}
 
   bool room() const { return next_ - done_ < kMessagesOpen; }
   // `data` stays valid until delivered(message).
@@ -101,7 +105,7 @@ class Outbox {
     const uint8_t* data;
     uint64_t size;
   };
-  struct Chunk {
+  struct Frame {
     uint64_t message;
     uint64_t offset;
     uint32_t length;
@@ -110,37 +114,40 @@ class Outbox {
   struct Flight {
     bool live = false;
     uint32_t epoch = 0;
-    // Chunk n of this epoch is ring[n % kFlightChunks]; arrived <= written <= given.
+    // Frame n of this epoch is ring[n % kFlightFrames]; arrived <= written <= given.
     uint64_t arrived = 0, written = 0, given = 0;
-    uint64_t bytes = 0;      // of chunks in [arrived, given)
-    size_t written_part = 0;  // bytes of chunk `written` that are written
+    uint64_t bytes = 0;      // of frames in [arrived, given)
+    size_t written_part = 0;  // bytes of frame `written` that are written
     double rate = 0;          // bytes per nanosecond, lately; 0: not known
     Nanos measured = 0;       // begin of the current measurement, or end of the last
     Nanos progress = 0;       // when something arrived last, or was given to an idle path
     uint64_t counted = 0;     // bytes that arrived since `measured`
-    std::vector<Chunk> ring;
+    std::vector<Frame> ring;
     PathCounts counts;
   };
-  struct Again {
-    uint64_t message, offset;
+  struct Run {
+    uint64_t message, offset, length;
   };
 
   const Message& message(uint64_t id) const { return ring_[id % kMessagesOpen]; }
-  bool take(uint64_t* id, uint64_t* offset);
+  bool take(uint64_t most, Run* run);
   bool may_start(uint64_t id) const;
   bool worth_it(int path, Nanos now) const;
-  void give(int path, uint64_t id, uint64_t offset, Nanos now);
+  uint64_t batch_bytes(int path) const;
+  void give(int path, const Run& run, Nanos now);
   void measure(Flight& flight, uint64_t bytes, Nanos now);
 
   int paths_;
+  Nanos moment_;
   Message ring_[kMessagesOpen] = {};
   uint64_t next_ = 0;         // id of the next message
   uint64_t done_ = 0;         // all before it are delivered
   uint64_t allowed_ = 0;      // receives posted by the peer
   uint64_t cursor_ = 0;       // message with the next chunk that was never given away
   uint64_t cursor_offset_ = 0;
+  uint64_t waiting_ = 0;      // bytes that were never given away
   uint64_t unasked_ = 0;      // bytes of started messages in [allowed_, cursor_]
-  std::deque<Again> again_;   // to be sent once more, oldest first
+  std::deque<Run> again_;     // chunks to be sent once more, oldest first
   std::vector<Flight> flights_;
 };
 
@@ -165,11 +172,12 @@ class Inbox {
 
   // A Data header came in over this path; its payload follows.
   Verdict begin(int path, const Header& header);
-  bool in_chunk(int path) const { return reading_[static_cast<size_t>(path)].busy; }
+  bool in_frame(int path) const { return reading_[static_cast<size_t>(path)].busy; }
+  // So many bytes come next that have the same target.
   uint64_t wanted(int path) const;
-  // Where the next bytes of the chunk belong; null: read them and throw them away.
+  // Where the next bytes of the frame belong; null: read them and throw them away.
   uint8_t* target(int path);
-  // `bytes` of the chunk were read, to where target() said. A chunk may end here.
+  // `bytes`, at most wanted(), were read, to where target() said. Chunks may end here.
   Verdict advance(int path, uint64_t bytes);
 
   State state() const;
@@ -195,7 +203,7 @@ class Inbox {
   struct Reading {
     uint32_t epoch = 0;
     uint32_t seen = 0;  // the largest epoch ever
-    uint64_t chunks = 0;
+    uint64_t frames = 0;
     bool busy = false;
     uint64_t message = 0, offset = 0, length = 0, got = 0;
     PathCounts counts;
@@ -203,6 +211,8 @@ class Inbox {
 
   Slot& slot(uint64_t id);
   bool has(const Slot& slot, uint64_t offset) const;
+  bool lost_interest(const Reading& reading, uint64_t at) const;
+  void arrived(Slot& slot, uint64_t from, uint64_t to);
   void settle();
 
   int paths_;

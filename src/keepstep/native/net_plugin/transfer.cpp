@@ -21,6 +21,7 @@ constexpr Nanos kStateLazyLarge = kMillisecond / 10;
 constexpr Nanos kStateElsewhere = 5 * kMillisecond;  // a second copy, over the other paths
 constexpr uint64_t kStateMessages = kMessagesOpen / 4;
 constexpr uint64_t kStateLarge = 2;
+constexpr uint64_t kCopiedMax = 16 * 1024;  // to copy more takes longer than an answer does
 constexpr uint64_t kCopyBytes = kStashBytes;
 constexpr uint64_t kGather = 32 * 1024;
 
@@ -60,7 +61,7 @@ abi::Result Comm::isend(const void* data, uint64_t size, void** result) {
   Nanos now = monotonic();
   polled_ = now;
   Request* request = free_request(out_->posted());
-  bool small = size <= kEagerBytes;
+  bool small = size <= kCopiedMax;
   const auto* from = static_cast<const uint8_t*>(data);
   if (request && out_->room() && small) from = copy(data, size);
   if (!request || !out_->room() || (small && !from)) {
@@ -161,7 +162,7 @@ void Comm::progress(Nanos now, const Request* wanted) {
   for (int k = 0; k < count; ++k) {
     int i = (first + k) % count;
     if (path_[static_cast<size_t>(i)].socket < 0) continue;
-    if (read_data(i, now) == Io::Moved) last_ = i;
+    if (read_data(i, now, wanted) == Io::Moved) last_ = i;
     if (!all && wanted && in_->complete(wanted->message)) break;
   }
   note_arrival(now);
@@ -283,7 +284,7 @@ Comm::Io Comm::consume(int i, Nanos now) {
   Path& path = path_[static_cast<size_t>(i)];
   for (;;) {
     size_t have = path.in_end - path.in_begin;
-    if (in_->in_chunk(i)) {
+    if (in_->in_frame(i)) {
       if (have == 0) break;
       size_t n = std::min<size_t>(have, in_->wanted(i));
       if (uint8_t* target = in_->target(i)) {
@@ -303,21 +304,23 @@ Comm::Io Comm::consume(int i, Nanos now) {
   return Io::Moved;
 }
 
-Comm::Io Comm::read_data(int i, Nanos now) {
+// Until the kernel has no more, or the wanted message is whole: its user waits, and while we read
+// on nobody would tell the peer that it may send.
+Comm::Io Comm::read_data(int i, Nanos now, const Request* wanted) {
   Path& path = path_[static_cast<size_t>(i)];
   Io result = Io::Nothing;
   for (size_t total = 0; total < kTurnBytes;) {
     // Payload goes straight to its place; behind it the next header, or many small frames.
-    uint64_t wanted = in_->wanted(i);
-    uint8_t* target = wanted ? in_->target(i) : nullptr;
+    uint64_t rest = in_->wanted(i);
+    uint8_t* target = rest ? in_->target(i) : nullptr;
     iovec vectors[2];
     int count = 0;
     size_t direct = 0;
     if (target) {
-      direct = wanted;
+      direct = rest;
       vectors[count++] = {target, direct};
     }
-    size_t ahead = path.small_frames || (wanted && !target) ? kReadAhead : kHeaderBytes;
+    size_t ahead = path.small_frames || (rest && !target) ? kReadAhead : kHeaderBytes;
     ahead = std::max(ahead, path.in_end) - path.in_end;
     vectors[count++] = {path.in.get() + path.in_end, ahead};
     ssize_t got = readv(path.socket, vectors, count);
@@ -333,6 +336,7 @@ Comm::Io Comm::read_data(int i, Nanos now) {
     if (n > direct) path.in_end += n - direct;
     if (consume(i, now) == Io::Lost) return Io::Lost;
     if (n < direct + ahead) return result;  // a short read: the kernel has no more
+    if (wanted && in_->complete(wanted->message)) return result;
   }
   return result;
 }
@@ -344,7 +348,7 @@ void Comm::note_arrival(Nanos now) {
   bool differs = fresh.posted != told_.posted || fresh.done != told_.done;
   uint64_t large = 0, bytes = 0;  // the sender holds a buffer of its user for each large one
   for (uint64_t id = told_.done; id < fresh.done; ++id) {
-    large += in_->size(id) > kEagerBytes;
+    large += in_->size(id) > kCopiedMax;
     bytes += in_->size(id);
   }
   for (int i = 0; i < fresh.paths && !differs; ++i) {

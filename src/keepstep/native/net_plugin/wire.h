@@ -6,7 +6,8 @@
 //   mark(2) type(1) path(1) length(4) message(8) offset(8) total(8)      little endian
 //
 //   Hello   message = epoch of this connection, payload = cookie of the communicator
-//   Data    one chunk of a message; its place in the message follows from kChunkBytes alone
+//   Data    a run of chunks of a message that follow each other; where a chunk begins and ends in a
+//           message follows from kChunkBytes alone, how many of them travel together does not
 //   State   what the receiver has: cumulative, so any copy of it may be lost or repeated;
 //           message = 1 if it is about to close on purpose
 //   Bye     the sender is about to close on purpose, and everything was delivered
@@ -26,6 +27,8 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the wire format is lit
 constexpr int kPathsMax = 8;
 // A multiple of 128 bytes: readers of NCCL's LL128 lines never see half a line moved.
 constexpr uint64_t kChunkBytes = 128 * 1024;
+// A run is one system call at either end: as much as NCCL has in one of its buffers.
+constexpr uint64_t kRunBytes = 4 * kChunkBytes;
 constexpr uint64_t kMessageBytesMax = 1ull << 40;
 constexpr size_t kHeaderBytes = 32;
 constexpr size_t kHandleBytes = 128;  // NCCL_NET_HANDLE_MAXSIZE
@@ -47,7 +50,7 @@ struct Header {
 struct PathState {
   uint32_t epoch;   // of the connection it reads from, 0: none
   uint32_t buried;  // connections up to this epoch are dead for it, whatever the sender believes
-  uint64_t chunks;  // received whole over the connection of `epoch`
+  uint64_t frames;  // of Data, received whole over the connection of `epoch`
 };
 
 struct State {
@@ -65,6 +68,13 @@ constexpr size_t kStateBytesMax = kHeaderBytes + 16 + 16 * kPathsMax;
 inline uint64_t chunk_length(uint64_t offset, uint64_t total) {
   uint64_t left = total - offset;
   return left < kChunkBytes ? left : kChunkBytes;
+}
+
+// Whole chunks, at least one; `offset` is where one begins.
+inline bool is_run(uint64_t offset, uint64_t length, uint64_t total) {
+  uint64_t left = total - offset;
+  if (length == left) return length <= kRunBytes;
+  return length > 0 && length < left && length <= kRunBytes && length % kChunkBytes == 0;
 }
 
 namespace detail {
@@ -121,7 +131,7 @@ inline std::optional<Header> parse_header(const uint8_t* in) {
       if (header.offset > header.total || (header.offset == header.total && header.total)) {
         return std::nullopt;
       }
-      if (header.length != chunk_length(header.offset, header.total)) return std::nullopt;
+      if (!is_run(header.offset, header.length, header.total)) return std::nullopt;
       return header;
   }
   return std::nullopt;
@@ -142,7 +152,7 @@ inline size_t encode_state(int path, const State& state, uint8_t* out) {
   for (int i = 0; i < state.paths; ++i) {
     at = store(at, state.path[i].epoch);
     at = store(at, state.path[i].buried);
-    at = store(at, state.path[i].chunks);
+    at = store(at, state.path[i].frames);
   }
   return kHeaderBytes + length;
 }
