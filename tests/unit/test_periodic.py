@@ -95,7 +95,8 @@ def test_what_is_read_is_what_was_there(ranks: list[Rank]) -> None:
         results: dict[str, Any] = {}
         fresh = state(2, results)
         assert fresh.digest() != ranks[rank].seat.state.digest()
-        assert checkpoint.read_state(str(directory), rank, fresh) > 0
+        read, missing = checkpoint.read_state(str(directory), rank, fresh)
+        assert read > 0 and not missing
         assert fresh.digest() == ranks[rank].seat.state.digest()
         assert results["loss"].item() == rank, "what differs between ranks is each one's own"
         assert checkpoint.read_side(str(directory), rank, "side") == f"side {rank}".encode()
