@@ -606,7 +606,6 @@ NAMED: dict[str, Patch] = {
     "several: all are served at once": lambda: replace(turns.before, lambda *_: []),
     "several: nobody looks at priorities": lambda: wrap(turns._rank, _no_priority),
     "several: nobody counts what others got": lambda: wrap(turns._rank, _no_count),
-    "several: ranks end without a look at the others": lambda: replace(turns._may_lose, always),
     "several: a node is given up for ever": lambda: replace(turns.grace_is_over, nothing),
     "stragglers: nobody stands out": lambda: replace(stragglers.stand_out, lambda *_: {}),
     "stragglers: the fastest stands out": lambda: wrap(stragglers.stand_out, _the_fastest),

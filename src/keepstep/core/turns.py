@@ -32,7 +32,8 @@ from keepstep.model.records import NodeYielded
 from keepstep.model.schedule import Constraints
 
 AGAIN_NS = 5 * SECOND
-FRESH_NS = 10 * SECOND  # since the last step that was heard of
+FRESH_NS = 3 * SECOND  # since the last step that was heard of
+LOOK_NS = SECOND
 
 
 class Offer(NamedTuple):
@@ -241,8 +242,11 @@ def grace_is_over(job: Job, out: Out, node: str) -> None:
     if ranks and job.unplanned() is not None:
         _keep(job, out, node, f"job {job.id} has lost others, and may have its state here only")
         return
-    if ranks and (job.attempt is not None or not _may_lose(job, out.now)):
-        given.until = out.now + AGAIN_NS  # they are on their way, or something may be wrong
+    if ranks and job.attempt is not None:
+        given.until = out.now + AGAIN_NS  # they are on their way
+        return
+    if ranks and not _may_lose(job, out.now):
+        given.until = out.now + LOOK_NS
         return
     given.over = True
     for worker in ranks:

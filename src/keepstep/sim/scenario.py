@@ -27,9 +27,9 @@ from keepstep.sim.table import (
 
 def draw_plan(seed: int) -> tuple[str, Plan]:
     """The world of a seed: half of them from the table or a story, half thrown together. Every
-    fourth has understudies beside its standbys, every eighth shards and parities; in one of a
+    fourth has understudies beside its standbys, every eighth shards and parities; in one of two
     hundred there are several jobs."""
-    if random.Random(f"several {seed}").random() < 0.01:
+    if random.Random(f"several {seed}").random() < 0.005:
         return find_plan(seed, SEVERAL)
     if random.Random(f"fallback {seed}").random() < 0.03:
         name, plan = find_plan(seed, FALL_BACK)

@@ -28,7 +28,7 @@ MASS = "mass"
 TOUR_NS = SECOND
 AGENT_NS = 5 * SECOND
 REPAIR_NS = 120 * SECOND
-DISTURBED_NS = 150 * SECOND
+DISTURBED_NS = 120 * SECOND
 HEALED_NS = 400 * SECOND
 END_NS = 120 * SECOND
 
@@ -229,10 +229,11 @@ def several_jobs(seed: int, draw: random.Random) -> Plan:
     """Two or three jobs lose nodes at the same time or one after the other; some machines are free.
     The orchestrator may be restarted meanwhile."""
     together = draw.random() < 0.5
+    trade = draw.random() < 0.5  # the first has what others may take, and nothing is free
     plans = []
     for number in range(draw.choice((2, 2, 3))):
         at = 2 * SECOND if together else draw.randrange(40 * SECOND)
-        lost = draw.choice((0, 1, 1, 2)) if number else 1
+        lost = draw.choice((1, 1, 2)) if number else int(not trade)
         wide = draw.random() < 0.5  # four nodes, of which two are lost at once
         crash = Fault(MASS if wide else "agent", "crash", at_ns=at)
         plan = Plan(
@@ -244,16 +245,18 @@ def several_jobs(seed: int, draw: random.Random) -> Plan:
             step_ns=SECOND,
             migration="",
             answers=("give",),
-            priority=draw.choice((0, 0, 1, 2)),
-            preempts=draw.random() < 0.7,
+            priority=number if trade else draw.choice((0, 0, 1, 2)),
+            preempts=trade or draw.random() < 0.7,
             faults=(crash,) * min(lost, 1),
         )
         if lost == 2:
-            again = Fault("agent", "crash", at_ns=at + draw.randrange(60, 100) * SECOND)
+            again = Fault("agent", "crash", at_ns=at + draw.randrange(40, 80) * SECOND)
             plan = replace(plan, faults=(*plan.faults, again))
         plans.append(plan)
     if draw.random() < 0.3:
         kind = draw.choice(("crash", "effect", "record"))
         away = Fault("orchestrator", kind, at_ns=draw.randrange(80 * SECOND), length_ns=SECOND)
         plans[0] = replace(plans[0], faults=(*plans[0].faults, away))
-    return replace(plans[0], beside=tuple(plans[1:]), free=draw.choice((0, 0, 1, 2)))
+    return replace(
+        plans[0], beside=tuple(plans[1:]), free=0 if trade else draw.choice((0, 0, 1, 2))
+    )
