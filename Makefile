@@ -83,7 +83,7 @@ sim-soak: setup
 
 # Every scheduler through one suite, and jobs on a real Slurm cluster and a real Kubernetes control
 # plane of this machine.
-schedulers: setup setup-slurm
+schedulers: setup setup-postgres setup-slurm
 	$(BIN)/pytest -q tests/schedulers
 
 # A sample of the fault matrix, chosen by the commit id (see tests/chaos/README.md).

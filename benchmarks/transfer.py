@@ -61,7 +61,10 @@ def serve(pipe: Connection, total_mib: int) -> None:
     pipe.send((server.address, listener.getsockname()[1], os.getpid()))
     buffer = memoryview(bytearray(os.urandom(BUFFER)))
     with contextlib.suppress(EOFError):
-        while pipe.recv():
+        while wanted := pipe.recv():
+            if wanted == "hashed anew":
+                server._digests.clear()
+                continue
             with listener.accept()[0] as sock:
                 for _ in range(total_mib):
                     sock.sendall(buffer)
@@ -85,10 +88,11 @@ class Bench:
 
     def pull(self, direct: bool) -> None:
         transfer._memory_is_readable = self._readable if direct else lambda _: False
+        self._pipe.send("hashed anew")  # as for the first newcomer
         pull([self._source], TICK, TOKEN, self._target)
 
     def raw(self) -> None:
-        self._pipe.send(True)
+        self._pipe.send("raw")
         buffer = memoryview(bytearray(BUFFER))
         got = 0
         with socket.create_connection(("127.0.0.1", self._raw_port)) as sock:

@@ -34,6 +34,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import keepstep
 from keepstep.worker import redundancy as kept
 from keepstep.worker import vault
+from keepstep.worker.units import view
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", required=True)
@@ -144,7 +145,7 @@ def copy_alone() -> float:
             line.put_base(unit.index, version, keeper._base(unit))
         for unit in units:
             if unit.parameter is not None:
-                line.put_grad(unit.index, version, kept._view(unit.parameter))
+                line.put_grad(unit.index, version, view(unit.parameter))
         line.sync(version, seat.aborted)
         times.append(time.perf_counter() - began)
     return statistics.median(times)

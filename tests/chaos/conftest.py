@@ -88,6 +88,7 @@ def _without_waiting(script_args: tuple[str, ...]) -> tuple[str, ...]:
     """Options that only take time, or a life, change no number: the plain run has none of them."""
     words = iter(script_args)
     waiting = ("--step-ms", "--build-s", "--evaluate-s", "--gate", "--slow", "--die", "--reset")
+    waiting += ("--slow-s", "--drag")
     return tuple(w for w in words if not (w in waiting and next(words)))
 
 

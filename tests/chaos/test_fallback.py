@@ -1,4 +1,7 @@
-"""State that is nowhere any more: back to a periodic checkpoint, and the same numbers again."""
+"""State that is nowhere any more: back to a periodic checkpoint, and the same numbers again.
+
+And jobs that hold for want of a spare: what they write then is all that is needed to go on.
+"""
 
 from __future__ import annotations
 
@@ -68,6 +71,34 @@ def test_owner_and_buddy_lost_go_back_to_a_checkpoint(
     verdict.note(1, f"fell back, {incident['steps_lost']} steps computed again, bit-identical")
 
 
+@pytest.mark.cost(50)
+def test_a_damaged_checkpoint_is_not_the_last_one(
+    start: Start, reference: Reference, verdict: Verdict, tmp_path: Path
+) -> None:
+    """Bytes on disk have changed since it was written: the job goes to the one before it."""
+    job = start(
+        "--local-nodes", "3", "--nproc-per-node", "1", "--spare-nodes", "2",
+        "--checkpoint-dir", str(tmp_path / "saved"), "--checkpoint-interval", "3",
+        script_args=ARGS,
+    )  # fmt: skip
+    job.spare_parked(2)
+    first = job.until(saved_step, "a checkpoint")
+    job.until(lambda s: saved_step(s) > first, "another checkpoint")
+    kill_nodes(job, "n1", "n2")
+    back = "going back to "
+    bad = job.until(lambda s: s["reason"].partition(back)[2], "a job that goes back")
+    for file in Path(bad).glob("state/*.distcp"):  # newcomers are still being built
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    job.finish()
+    (incident,) = job.incidents()
+    assert incident["outcome"] == "FELL_BACK" and f"{bad} cannot be read" in incident["reason"]
+    assert 0 < incident["steps_lost"] < 120, incident
+    assert differences(job.results(), reference(3, *ARGS)) == []
+    verdict.note(1, f"fell back twice, {incident['steps_lost']} steps computed again, identical")
+
+
 @pytest.mark.cost(45)
 def test_the_newest_checkpoint_of_a_directory_is_resumed(
     start: Start, reference: Reference, verdict: Verdict, tmp_path: Path
@@ -119,3 +150,35 @@ def test_shards_come_from_a_checkpoint(
     assert (second["outcome"], second["steps_lost"]) == ("RESOLVED", 0), second
     assert differences(job.results(), reference(world, *args, script=LAYOUTS)) == []
     verdict.note(2, f"fell back, {first['steps_lost']} steps computed again, bit-identical")
+
+
+HELD = [(layout, "auto") for layout in SHAPES] + [("fsdp", "parity")]
+
+
+@pytest.mark.cost(50)
+@pytest.mark.parametrize(("layout", "redundancy"), HELD)
+def test_sharded_ranks_that_hold_write_all_shards(
+    layout: str, redundancy: str, start: Start, reference: Reference, verdict: Verdict
+) -> None:
+    """Those of the lost rank too, as they were kept for it; no step is lost."""
+    world, replicas = SHAPES[layout]
+    args = ["--layout", layout, "--steps", "40", "--slow", "yes", "--ema"]
+    options = ["--local-nodes", str(world), "--nproc-per-node", "1", "--redundancy", redundancy]
+    script: dict[str, Any] = {"script": LAYOUTS, "script_args": args, "world": world}
+    job = start(*options, **script)
+    job.until_step(7)
+    kill_nodes(job, "n1")
+    job.until(lambda s: s["state"] == "held" and s["checkpoint"], "a held job with a checkpoint")
+    checkpoint = Path(job.status()["checkpoint"])
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    assert manifest["step"] >= 7
+    written = {path.name for path in checkpoint.iterdir()}
+    assert {"state", "rank-1.state"}.isdisjoint(written) and "rank-0.state" in written
+    assert ("rank-1.vault" in written) == (not replicas), written
+    job.process.send_signal(signal.SIGTERM)
+    job.finish(code=143)
+    again = start(*options, "--resume", str(checkpoint), **script)
+    again.finish()
+    assert f"resumed from {checkpoint}" in again.incidents()[0]["reason"]
+    assert differences(again.results(), reference(world, *args, script=LAYOUTS)) == []
+    verdict.note(1, f"held at step {manifest['step']}, resumed there, bit-identical")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,3 +130,56 @@ def test_move_across_an_epoch_is_tried_again(
     resolved(job, 1)
     job.finish()
     verdict.identical(job, reference(3, *args), faults=1, incidents=1)
+
+
+@pytest.mark.cost(40)
+def test_a_straggler_is_found_and_moved(
+    start: Start, reference: Reference, verdict: Verdict, tmp_path: Path
+) -> None:
+    """Whatever runs in the place of rank 1 is slow; in another place the rank is not."""
+    drag = tmp_path / "drag"
+    args = [*ARGS, "--slow-s", "0.05", "--drag", str(drag)]
+    job = start(
+        "--local-nodes", "3", "--nproc-per-node", "1", "--spare-nodes", "1",
+        "--stragglers", "move", "--straggler-factor", "2", "--straggler-after", "3",
+        script_args=args,
+    )  # fmt: skip
+    job.until_step(3)
+    job.spare_parked()
+    slow = job.rank(1)
+    drag.write_text(str(slow["pid"]))
+    resolved(job, 1)
+    status = job.status()
+    assert status["ranks"][1]["node"] == "n3" and status["ranks"][1]["pid"] != slow["pid"]
+    (taint,) = next(node for node in status["nodes"] if node["node"] == slow["node"])["taints"]
+    assert taint.startswith("straggler: rank 1 takes "), taint
+    job.finish()
+    seen = verdict.identical(job, reference(3, *args), faults=1, incidents=1)
+    assert (seen[0]["trigger"], seen[0]["cause"]) == ("planned", "straggler")
+    assert (seen[0]["victims"], seen[0]["outcome"]) == ([1], "RESOLVED")
+    assert " x the median of " in seen[0]["reason"]
+
+
+@pytest.mark.cost(40)
+def test_ranks_part_when_a_node_is_free_again(
+    start: Start, reference: Reference, verdict: Verdict
+) -> None:
+    job = start(
+        "--local-nodes", "3", "--nproc-per-node", "1", "--spares", "1", script_args=ARGS
+    )  # fmt: skip
+    job.until_step(3)
+    job.spare_parked()
+    assert job.cli_json("rebalance", "--plan-only")["moves"] == []
+    home = job.status()["spares"][0]["node"]
+    drained = next(node for node in ("n0", "n1", "n2") if node != home)
+    assert job.cli("drain", drained).returncode == 0
+    nodes = [rank["node"] for rank in job.status()["ranks"]]
+    assert nodes.count(home) == 2, nodes
+    job.post("untaint", {"target": drained}).raise_for_status()
+    (move,) = job.cli_json("rebalance", "--plan-only")["moves"]
+    assert move["to"].startswith(f"{drained}/") and "has 2 ranks" in move["reason"], move
+    done = job.cli_json("rebalance")
+    assert (done["cause"], done["outcome"]) == ("rebalance", "RESOLVED")
+    assert sorted(rank["node"] for rank in job.status()["ranks"]) == ["n0", "n1", "n2"]
+    job.finish()
+    verdict.identical(job, reference(3, *ARGS), faults=2, incidents=2)

@@ -44,6 +44,7 @@ parser.add_argument("--stateful", action="store_true", help="an iterable loader 
 parser.add_argument("--gate", default="", help="wait for this file before the last barrier")
 parser.add_argument("--slow", default="", help="steps take --slow-s more while this file exists")
 parser.add_argument("--slow-s", type=float, default=0.2)
+parser.add_argument("--drag", default="", help="three times that, for the process named in FILE")
 args = parser.parse_args()
 
 BATCH, MICRO, WIDTH = 4, 2, 24
@@ -210,7 +211,9 @@ for epoch in ks.epochs(args.epochs):
     for batch in ks.batches(loader):
         random.random()  # drawn between steps: must be replayed too
         if args.slow and Path(args.slow).exists():
-            time.sleep(args.slow_s)
+            drag = Path(args.drag)
+            named = args.drag and drag.exists() and drag.read_text() == str(os.getpid())
+            time.sleep(args.slow_s * (3 if named else 1))
         train_step(*batch)
         if args.slow:  # for whoever watches without an orchestrator
             with (Path(args.out) / f"rank-{rank}.steps").open("a") as steps:

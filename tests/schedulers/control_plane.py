@@ -193,6 +193,16 @@ class ControlPlane:
         body = {"spec": spec, "metadata": {"labels": labels or {}}}
         self.ask("PATCH", f"/api/v1/nodes/{name}", body)
 
+    def change_condition(self, name: str, kind: str, status: str, message: str) -> None:
+        """As those do who watch over nodes; others keep theirs."""
+        said = {"type": kind, "status": status, "reason": "Test", "message": message}
+        done = self._http.patch(
+            f"/api/v1/nodes/{name}/status",
+            json={"status": {"conditions": [said]}},
+            headers={"Content-Type": "application/strategic-merge-patch+json"},
+        )
+        assert done.is_success, done.text
+
     def pods(self, selector: str = "", space: str = NAMESPACE) -> list[Any]:
         path = f"/api/v1/namespaces/{space}/pods"
         found: list[Any] = self.ask("GET", path, labelSelector=selector)["items"]
@@ -269,7 +279,7 @@ PLURALS = {
     "CustomResourceDefinition": "customresourcedefinitions",
 }
 WIDE = ("Namespace", "CustomResourceDefinition", "PriorityClass", "ClusterRole")
-WIDE += ("ClusterRoleBinding", "SparePool")
+WIDE += ("ClusterRoleBinding", "SparePool", "ResourceSlice", "DeviceTaintRule")
 
 
 def path_of(one: Any) -> str:

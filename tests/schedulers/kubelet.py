@@ -1,8 +1,8 @@
 """A kubelet for tests: `kubelet.py NODE SERVER TOKEN CA FOLDER GPU RACK`. It runs no containers.
 
 A pod that is bound to its node becomes a process here, in no namespace and without an image: the
-command of its first container, once the Secret that it mounts exists, with a folder of its files in
-place of the mount. A container without a command does nothing. All else is as a real one does it:
+command of its first container, once the Secrets that it names exist, with a folder of files in
+place of a mount. A container without a command does nothing. All else is as a real one does it:
 the node is registered, its lease renewed, phases of pods are reported, deleted pods are ended in
 their grace period and then removed.
 """
@@ -169,15 +169,21 @@ class Pod:
             if self._ended.wait(wait):
                 return
             wait = min(2 * wait, 2.0)  # as a real one: the longer it takes, the less it looks
+        while (env := self._env(container)) is None:
+            if self._ended.wait(wait):
+                return
         where, files = folder
+        words = [*command, *(container.get("args") or [])]
+        for name, value in env.items():
+            words = [word.replace(f"$({name})", value) for word in words]
         with (self._kubelet.folder / f"{self._meta['name']}.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [word.replace(where, str(files)) if where else word for word in command],
+                [word.replace(where, str(files)) if where else word for word in words],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, "NODE_NAME": self._kubelet.node},
+                env={**os.environ, "NODE_NAME": self._kubelet.node, **env},
             )
         if self._ended.is_set():  # in this moment
             self.end(0)
@@ -186,6 +192,26 @@ class Pod:
         shutil.rmtree(files, ignore_errors=True)
         if not self._ended.is_set():
             self.say("Failed" if code else "Succeeded")
+
+    def _env(self, container: Any) -> dict[str, str] | None:
+        """None: a Secret is not there yet."""
+        found: dict[str, str] = {}
+        for one in container.get("env") or []:
+            source = one.get("valueFrom") or {}
+            value = str(one.get("value", ""))
+            if "fieldRef" in source:
+                part, _, name = source["fieldRef"]["fieldPath"].partition(".")
+                value = str({"spec": self._spec, "metadata": self._meta}[part][name])
+            if "secretKeyRef" in source:
+                path = f"{self._path.rpartition('/pods/')[0]}/secrets"
+                secret = source["secretKeyRef"]
+                try:
+                    data = self._kubelet.ask("GET", f"{path}/{secret['name']}")["data"]
+                except httpx.HTTPError:
+                    return None
+                value = base64.b64decode(data[secret["key"]]).decode()
+            found[one["name"]] = value
+        return found
 
     def _mounts(self, container: Any) -> tuple[str, Path] | None:
         """Where the Secret is mounted, and a folder with its files; None: it is not there yet."""

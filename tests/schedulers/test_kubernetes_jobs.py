@@ -21,7 +21,7 @@ from test_slurm_jobs import SCRIPT, STEPS, WORLD, SlurmJob, address, end, run, s
 from keepstep.cli.client import Client
 from keepstep.cli.main import invoke
 from keepstep.orchestrator import registry
-from keepstep.orchestrator.requests import Asked, DrainRequest
+from keepstep.orchestrator.requests import Asked, DrainRequest, SignalRequest, SignalTaken
 
 ALL = pytest.mark.skipif("KEEPSTEP_ALL" not in os.environ, reason="only make test-all has the time")
 
@@ -58,6 +58,12 @@ class KubernetesJob(SlurmJob):
         entry = registry.read(self._home, self._id)
         assert entry is not None
         Client.of(entry).post("/v1/jobs/job/drain", DrainRequest(node=node, reason="asked"), Asked)
+
+    def signal(self, slot: str, kind: str, reason: str) -> None:
+        entry = registry.read(self._home, self._id)
+        assert entry is not None
+        said = SignalRequest(job=self.id, kind=kind, reason=reason, slot=slot)
+        Client.of(entry).post("/v1/signals", said, SignalTaken)
 
     def moves(self, count: int) -> list[list[str]]:
         self.until(lambda: len(self.resolved()) == count, f"{count} moves")

@@ -31,7 +31,7 @@ from keepstep.orchestrator import registry
 
 CHAOS = Path(__file__).parents[1] / "chaos"
 SCRIPT = CHAOS / "train.py"
-STEPS = ["--epochs", "2", "--steps-per-epoch", "45"]
+STEPS = ["--epochs", "2", "--steps-per-epoch", "100"]
 WORLD = 3
 JOB_S = 150.0
 
@@ -172,6 +172,10 @@ def test_a_node_is_lost_and_another_one_drained(
     first = cluster.ask("squeue", "-h", "-o", "%i")
     a, b, c = allocations(cluster)["start:queue"]
 
+    def swapped() -> dict[str, list[str]] | None:
+        now = allocations(cluster)
+        return now if a not in now["start:queue"] and any(a in one for one in now) else None
+
     cluster.crash_node(a)  # the first of the allocation, with rank 0
     (lost,) = job.until(job.resolved, "the move of rank 0")
     assert lost.trigger == "unplanned" and lost.moves == ["rank 0: n0/0 -> n3/0"]
@@ -179,8 +183,9 @@ def test_a_node_is_lost_and_another_one_drained(
     assert view is not None
     d = view.nodes[3].place
     assert all(node.labels == {"rack": RACKS[node.place]} for node in view.nodes if node.place)
-    expected = {"start:queue": [b, c], f"spare-1:idle:{a}": [d]}
-    job.until(lambda: allocations(cluster) == expected, "the swap in squeue")
+    # Idle nodes come first; one that Slurm does not give in time is not waited for.
+    kind = "idle" if f"spare-1:idle:{a}" in job.until(swapped, "the swap in squeue") else "preempt"
+    assert allocations(cluster) == {"start:queue": [b, c], f"spare-1:{kind}:{a}": [d]}
     assert cluster.states()[a].startswith("down")
     assert "keepstep: job job has lost its node n0" in cluster.ask("sinfo", "-R", "-h", "-o", "%E")
 
@@ -191,7 +196,7 @@ def test_a_node_is_lost_and_another_one_drained(
     moved = job.resolved()[1]
     assert moved.trigger == "planned" and "slurm: fan" in moved.reason
     assert moved.moves == ["rank 1: n1/0 -> n4/0"]
-    expected = {"start:queue": [c], f"spare-1:idle:{a}": [d], f"spare-2:preempt:{b}": [e]}
+    expected = {"start:queue": [c], f"spare-1:{kind}:{a}": [d], f"spare-2:preempt:{b}": [e]}
     job.until(lambda: allocations(cluster) == expected, "the swap in squeue")
     job.until(lambda: cluster.states()[b] == "drained", "a drained node")
     assert cluster.jobs("PENDING") == [f"other-{e}|"]  # whom it was taken from will run again

@@ -17,7 +17,9 @@ from typing import Any
 import msgspec
 
 from keepstep.core import (
+    balance,
     breaker,
+    fallback,
     faults,
     incidents,
     job,
@@ -30,9 +32,12 @@ from keepstep.core import (
     processes,
     recovery,
     rewire,
+    saves,
     start,
+    stragglers,
     timers,
     triage,
+    turns,
     understudies,
     workers,
 )
@@ -177,6 +182,20 @@ def _blame_the_best(old: Any, stalled: Any, timeout: int) -> Any:
     ranks, reason = old(stalled, timeout)
     others = tuple(rank for rank in sorted(stalled) if rank not in ranks)
     return (others[:1], reason) if ranks and others else (ranks, reason)
+
+
+def _no_priority(old: Any, job_: Job) -> Any:
+    idle, _, *rest = old(job_)
+    return (idle, 0, *rest)
+
+
+def _no_count(old: Any, job_: Job) -> Any:
+    idle, level, _, *rest = old(job_)
+    return (idle, level, 0, *rest)
+
+
+def _the_fastest(old: Any, own: Any, *more: Any) -> Any:
+    return {min(own, key=own.__getitem__): 2.0} if old(own, *more) else {}
 
 
 def _lose_at_once(old: Any, job_: Job, out: Out, name: str, why: str) -> None:
@@ -371,6 +390,14 @@ def _buddies_untold(old: Any, job_: Job, out: Out, worker: Worker) -> None:
     processes.give_buddy(job_, out, worker)
 
 
+def _newest_for_ever(old: Any, *args: Any, **named: Any) -> bool:
+    return False
+
+
+def _newest_after_all(old: Any, saves_: Any, path: str) -> Any:
+    return saves_.newest
+
+
 def _fenced_unseen(old: Any, job_: Job, node: Any) -> Any:
     return [(node.fenced_at, "fenced", node.name)]
 
@@ -512,6 +539,12 @@ def _with_a_member(old: Any, nodes: Any, first: int, _members: Any) -> Any:
 
 
 NAMED: dict[str, Patch] = {
+    "fall-back: a damaged checkpoint is the last one": lambda: wrap(
+        fallback.further_back, _newest_for_ever
+    ),
+    "fall-back: to a damaged checkpoint once more": lambda: method(
+        saves.Saves, "back_to", _newest_after_all
+    ),
     "parity: what comes twice is added twice": lambda: method(
         parity.ParityStore, "keep", _adds_again
     ),
@@ -568,6 +601,17 @@ NAMED: dict[str, Patch] = {
     "assign: two newcomers for one rank": lambda: wrap(migration.assign_row, _two_newcomers),
     "hang: everyone is blamed": lambda: wrap(triage.hang_culprits, _blame_everyone),
     "hang: the healthy are blamed": lambda: wrap(triage.hang_culprits, _blame_the_best),
+    "rebalance: nothing is better": lambda: replace(balance.moves, lambda _: []),
+    "rebalance: no spare is started": lambda: replace(processes.aimed_at, lambda _: set()),
+    "several: all are served at once": lambda: replace(turns.before, lambda *_: []),
+    "several: nobody looks at priorities": lambda: wrap(turns._rank, _no_priority),
+    "several: nobody counts what others got": lambda: wrap(turns._rank, _no_count),
+    "several: ranks end without a look at the others": lambda: replace(turns._may_lose, always),
+    "several: a node is given up for ever": lambda: replace(turns.grace_is_over, nothing),
+    "stragglers: nobody stands out": lambda: replace(stragglers.stand_out, lambda *_: {}),
+    "stragglers: the fastest stands out": lambda: wrap(stragglers.stand_out, _the_fastest),
+    "stragglers: none is moved": lambda: replace(operator.leave, nothing),
+    "stragglers: no rest after a move": lambda: replace(stragglers._why_not, lambda *_: ""),
     "rejoin: what was asked counts as heard": lambda: wrap(job._adopt, _no_answers_cleared),
     "ranks: one of a node is never told": lambda: method(
         machine.AgentMachine, "_tell_ranks", _one_is_missed
@@ -719,6 +763,7 @@ TIMERS = [
     "member",
     "members",
     "give-up",
+    "balance",
 ]
 
 
@@ -885,6 +930,10 @@ def every_mutant() -> list[Mutant]:
 HINTS: dict[str, tuple[str, ...]] = {
     **{name: ("understudies",) for name in NAMED if name.startswith("understudies: ")},
     **{name: ("parity",) for name in NAMED if name.startswith("parity: ")},
+    **{name: ("rebalance",) for name in NAMED if name.startswith("rebalance: ")},
+    "timer forgotten: balance": ("rebalance",),
+    **{name: ("several-jobs",) for name in NAMED if name.startswith("several: ")},
+    **{name: ("straggler",) for name in NAMED if name.startswith("stragglers: ")},
     "timer forgotten: rehearse": ("understudies",),
     **{
         f"generation: any {answer} counts": ("late-answers",)
@@ -901,6 +950,8 @@ HINTS: dict[str, tuple[str, ...]] = {
     "record not replayed: CheckpointWritten": ("no-spare",),
     "record not replayed: CheckpointSealed": ("fall-back",),
     "record not replayed: FellBack": ("fall-back",),
+    "fall-back: a damaged checkpoint is the last one": ("fall-back",),
+    "fall-back: to a damaged checkpoint once more": ("fall-back",),
     "not heard: Saved": ("fall-back",),
     "not heard: SaveFailed": ("fall-back",),
     "not heard: Sealed": ("fall-back",),

@@ -16,6 +16,7 @@ from keepstep.sim.many import Summary, Task, failure_lines, run_many
 from keepstep.sim.reasons import sentences
 from keepstep.sim.scenario import draw_plan, find_plan
 from keepstep.sim.scheduler import SCHEDULER
+from keepstep.sim.several import SEVERAL
 from keepstep.sim.stories import STORIES
 from keepstep.sim.table import cells, impossible, plan_cell
 
@@ -33,7 +34,7 @@ def tasks() -> Iterator[Task]:
             count += 1
             yield seed, "/".join(cell)
     for seed in range(SEEDS_PER_STORY):
-        for story in (*STORIES, SCHEDULER):
+        for story in (*STORIES, SCHEDULER, SEVERAL):
             count += 1
             yield seed, story
     for seed in range(max(0, WORLDS - count)):

@@ -254,7 +254,7 @@ def test_status_and_incidents_work_after_the_end(state: Path, capsys: Captured) 
     assert invoke(["jobs", "--all", "--json"]) == 0
     assert [one["job"] for one in json.loads(capsys.readouterr().out)] == ["new", "old"]
     assert invoke(["jobs"]) == 0
-    assert "old  done   0         7" in capsys.readouterr().out
+    assert "new  done   0         7" in capsys.readouterr().out
 
 
 def test_without_any_job_there_is_no_data_and_no_error(capsys: Captured) -> None:
@@ -306,6 +306,10 @@ def test_registry_ignores_dead_processes_and_files_others_can_read(state: Path) 
     reused = msgspec.structs.replace(mine, id="b", pid_started=1)
     registry.write(state, reused)
     assert registry.live(state) == [mine]
+    elsewhere = msgspec.structs.replace(reused, id="c", host="another-machine")
+    registry.write(state, elsewhere)
+    assert registry.live(state) == [elsewhere, mine]  # a pid says nothing there
+    registry.remove(state, "c")
     registry.entry_path(state, "a").chmod(0o644)
     assert registry.live(state) == []
 

@@ -17,6 +17,8 @@ def made(path: Path, tick: int, at: float, world: int = 4) -> Path:
     path.mkdir(parents=True)
     manifest = {"format": 1, "tick": tick, "step": tick, "world": world, "written_at": at}
     (path / "manifest.json").write_text(json.dumps(manifest))
+    for rank in range(world):
+        (path / f"rank-{rank}.side").touch()
     return path
 
 
@@ -27,6 +29,8 @@ def test_the_newest_complete_one_is_resumed(tmp_path: Path) -> None:
     (tmp_path / "b" / "checkpoint-60").mkdir()  # never sealed
     (tmp_path / "b" / "checkpoint-70").mkdir()
     (tmp_path / "b" / "checkpoint-70" / "manifest.json").write_text("{")
+    half = made(tmp_path / "b" / "checkpoint-80", 80, at=4.0)
+    (half / "rank-2.side").unlink()  # this rank has not written its part
     assert check_resume(str(tmp_path), 4) == str(newest), "by age: ticks of jobs do not compare"
     assert check_resume(str(tmp_path / "b"), 4) == str(newest)
     assert check_resume(str(older), 4) == str(older)

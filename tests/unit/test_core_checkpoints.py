@@ -250,6 +250,57 @@ def test_a_checkpoint_that_does_not_help_is_not_tried_for_ever() -> None:
     assert "3 times before" in world.view.reason
 
 
+def damaged(world: World, path: str, why: str = "checkpoint") -> None:
+    def refuse(worker: FakeWorker, said: m.Message) -> m.Message | None:
+        if isinstance(said, m.Copy) and said.checkpoint == path and worker.rank == 1:
+            reason: Any = why
+            return m.CopyFailed(generation=said.generation, reason=reason, error="a digest")
+        return None
+
+    world.refuse = refuse
+
+
+def saved_twice(**kwargs: Any) -> World:
+    """With checkpoints of steps 5 and 8; two steps later."""
+    world = saved(nodes="n0:3 n1:3", local_world=3, spares=3, **kwargs)
+    world.run(40)
+    assert world.view.checkpoints is not None and world.view.checkpoints.step == 8
+    world.step(2)
+    world.progress()
+    world.pump()
+    return world
+
+
+@pytest.mark.parametrize("why", ["checkpoint", "side-state-missing"])
+def test_from_a_damaged_checkpoint_the_job_goes_further_back(why: str) -> None:
+    world = saved_twice()
+    damaged(world, "/c/j/checkpoint-8", why)
+    world.kill_node("n0")
+    world.run(120)
+    first, second = world.recorded(r.FellBack)
+    assert isinstance(first, r.FellBack) and isinstance(second, r.FellBack)
+    assert (first.path, first.steps_lost) == ("/c/j/checkpoint-8", 2)
+    assert (second.path, second.steps_lost) == ("/c/j/checkpoint-5", 3)
+    assert "checkpoint-8 cannot be read: a digest" in second.reason
+    assert_fell_back_to(world, 5, lost=5)
+    world.restart_core()
+    assert world.view.checkpoints is not None and world.view.checkpoints.step == 5
+
+
+def assert_fell_back_to(world: World, tick: int, lost: int) -> None:
+    world.assert_training()
+    assert {worker.tick for worker in world.owners()} == {tick}
+    assert (world.last.outcome, world.last.steps_lost) == ("FELL_BACK", lost), world.last
+
+
+def test_with_no_other_checkpoint_a_damaged_one_ends_the_job() -> None:
+    world = saved(nodes="n0:3 n1:3", local_world=3, spares=3)
+    damaged(world, "/c/j/checkpoint-5")
+    world.kill_node("n0")
+    world.run(120)
+    assert world.view.state == "failed" and "could not copy (checkpoint)" in world.view.reason
+
+
 def test_a_planned_move_that_was_going_on_is_given_up() -> None:
     world = saved(nodes="n0:3 n1:3", local_world=3)
     world.handle(Migrate(job="j", ranks=[2]))

@@ -100,6 +100,8 @@ class Scheduler:
                 pass
             next(iter(self.worlds.values())).run(1)
             for world in self.worlds.values():
+                world.step()
+                world.progress()
                 world.pump()
                 world.now = max(one.now for one in self.worlds.values())
             any_world = next(iter(self.worlds.values()))
@@ -237,6 +239,46 @@ def test_a_job_without_a_spare_holds_its_state_and_goes_on_when_there_is_room(
     assert trains(low) and trains(high)
     low.assert_training()
     assert all(view.steps_lost == 0 for view in low.incidents)
+
+
+def test_a_job_that_has_lost_a_node_itself_keeps_what_it_was_to_yield() -> None:
+    low = launched("low")
+    high = launched("high", priority=5, kinds=BOTH, beside=low)
+    high.kill_node("n1")
+    scheduler = Scheduler(low, high)
+    scheduler.run(5)
+    assert low.view.nodes[1].taints
+    mine = low.rank(1)
+    low.now += 60 * SECOND  # no step is made: n0 is dead, and nobody knows yet
+    low.run(60)
+    assert mine.alive, "it may be the only one that has the state"
+    low.kill_node("n0")
+    low.run(20)
+    assert mine.alive and not low.view.nodes[1].taints
+    assert any("n1 is kept: job low has lost others" in note.text for note in low.view.notes)
+    scheduler.free += ["new-0", "new-1"]
+    scheduler.run(60)
+    assert trains(low) and trains(high)
+    assert all(view.steps_lost == 0 for view in low.incidents)
+
+
+def test_a_spare_that_has_copies_is_yielded_after_the_next_step() -> None:
+    low = launched("low", spares=1)
+    high = launched("high", priority=5, kinds=BOTH, beside=low)
+    assert low.core.state("low").workers[low.rank(1).id].buddy == "n2"
+    high.kill_node("n1")
+    scheduler = Scheduler(low, high)
+    while not low.recorded(r.NodeYielded):
+        assert scheduler.tour() or low.now < 2_000 * SECOND
+    low.now += 20 * SECOND
+    low.run(20)
+    view = low.core.capacity("low")
+    assert view is not None and not view.leave, "no step was made since others were told"
+    low.step()
+    low.progress()
+    low.pump()
+    view = low.core.capacity("low")
+    assert view is not None and sorted(view.leave) == ["n2"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import pytest
 
 from keepstep.adapters.schedule import kubernetes_objects as objects
 from keepstep.adapters.schedule.kubernetes_api import Conflict, NotThere, refusal
-from keepstep.adapters.schedule.kubernetes_objects import Owner
 from keepstep.errors import NoRight, TransientError, UsageError
 from keepstep.model.schedule import AgentStart, Constraints
 
@@ -116,70 +115,55 @@ def test_on_a_node_without_gpus_daemons_do_not_count() -> None:
     assert states == ["used", "free"]
 
 
+JOBSET, BATCH = "jobset.sigs.k8s.io", "batch.kubernetes.io"
+KUBEFLOW = "training.kubeflow.org"
+
+
 @pytest.mark.parametrize(
-    "labels, annotations, expected",
+    "labels",
     [
-        (
-            {"job-name": "train"},
-            {"batch.kubernetes.io/job-completion-index": "3"},
-            Owner(kind="Job", name="train", index=3),
-        ),
-        (
-            {
-                "jobset.sigs.k8s.io/jobset-name": "train",
-                "jobset.sigs.k8s.io/replicatedjob-name": "workers",
-                "jobset.sigs.k8s.io/job-index": "0",
-                "jobset.sigs.k8s.io/job-global-index": "0",
-                "batch.kubernetes.io/job-name": "train-workers-0",
-                "batch.kubernetes.io/job-completion-index": "5",
-            },
-            {},
-            Owner(kind="JobSet", name="train", index=5),
-        ),
-        (
-            {
-                "jobset.sigs.k8s.io/jobset-name": "train",
-                "jobset.sigs.k8s.io/job-global-index": "2",
-                "batch.kubernetes.io/job-name": "train-workers-2",
-            },
-            {},
-            Owner(kind="JobSet", name="train", index=2),
-        ),
-        (
-            {
-                "trainer.kubeflow.org/trainjob-name": "llm",
-                "jobset.sigs.k8s.io/jobset-name": "llm",
-                "jobset.sigs.k8s.io/replicatedjob-name": "node",
-                "batch.kubernetes.io/job-completion-index": "1",
-            },
-            {},
-            Owner(kind="TrainJob", name="llm", index=1),
-        ),
-        (
-            {
-                "training.kubeflow.org/job-name": "old",
-                "training.kubeflow.org/replica-type": "worker",
-                "training.kubeflow.org/replica-index": "0",
-            },
-            {},
-            Owner(kind="PyTorchJob", name="old", index=1),
-        ),
-        (
-            {
-                "training.kubeflow.org/job-name": "old",
-                "training.kubeflow.org/replica-type": "master",
-                "training.kubeflow.org/replica-index": "0",
-            },
-            {},
-            Owner(kind="PyTorchJob", name="old", index=0),
-        ),
-        ({"app": "web"}, {}, None),
+        # A Job with indices, which are annotations on older servers.
+        [{f"{BATCH}/job-completion-index": index} for index in ("0", "1", "10")],
+        # A JobSet of one such Job, and one of a Job for each pod.
+        [
+            {f"{JOBSET}/job-global-index": "0", f"{BATCH}/job-completion-index": index}
+            for index in ("0", "1", "10")
+        ],
+        [{f"{JOBSET}/job-global-index": index} for index in ("0", "1", "10")],
+        # A PyTorchJob: its master is rank 0.
+        [
+            {f"{KUBEFLOW}/replica-type": kind, f"{KUBEFLOW}/replica-index": index}
+            for kind, index in (("master", "0"), ("worker", "0"), ("worker", "1"))
+        ],
+        # A Job without indices: as they are named, which stays so.
+        [{}, {}, {}],
     ],
 )
-def test_pods_of_training_jobs_say_their_place_in_the_order(
-    labels: Any, annotations: Any, expected: Owner | None
-) -> None:
-    assert objects.owner(pod(labels=labels, annotations=annotations)) == expected
+def test_pods_of_training_jobs_are_in_the_order_that_their_controllers_say(labels: Any) -> None:
+    pods = [pod(labels=one, name=f"p{index}") for index, one in enumerate(labels)]
+    noted = [pod(annotations=one, name=f"p{index}") for index, one in enumerate(labels)]
+    for given in (pods, noted):
+        mixed = [given[1], given[2], given[0]]
+        assert sorted(mixed, key=objects.order) == given
+
+
+def test_a_claim_leaves_nothing_behind() -> None:
+    theirs = pod(labels={"app": "x"}, annotations={"note": "y"})
+    notes, labels = objects.claim(theirs, "llm", "spare-1", "reserved", 0)
+    claimed = pod(labels={"app": "x", **labels}, annotations={"note": "y", **notes})
+    (lease,) = objects.leases([claimed])
+    assert (lease.job, lease.op, lease.kind, lease.adopted) == ("llm", "spare-1", "reserved", True)
+    notes, labels = objects.unclaim(claimed)
+    assert objects.leases([_changed(claimed, notes, labels)]) == []
+    assert _changed(claimed, notes, labels) == theirs
+
+
+def _changed(one: Any, notes: Any, labels: Any) -> Any:
+    meta = dict(one["metadata"])
+    for name, change in (("annotations", notes), ("labels", labels)):
+        both = {**meta[name], **change}
+        meta[name] = {key: value for key, value in both.items() if value is not None}
+    return {**one, "metadata": meta}
 
 
 def test_pods_that_somebody_else_made_are_the_first_lease_of_the_job_they_name() -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.adapters.store.sqlite import SqliteLedger, chain, verify
+from keepstep.adapters.store.sqlite import SqliteLedger, chain, read_records, verify
+from keepstep.cli import history
 from keepstep.errors import PermanentError, UsageError
 from keepstep.model.records import Record, Tainted
 
@@ -97,3 +98,12 @@ def test_directory_that_cannot_be_written_is_a_usage_error(tmp_path: Path) -> No
     with pytest.raises(UsageError, match="cannot write") as caught:
         SqliteLedger(blocker / "x.db")
     assert "KEEPSTEP_HOME" in caught.value.hint
+
+
+def test_a_ledger_is_not_newer_for_having_been_read(tmp_path: Path) -> None:
+    home = tmp_path
+    for age, name in enumerate(("new", "old")):
+        written(home / "ledgers" / f"{name}.db", 2)
+        os.utime(home / "ledgers" / f"{name}.db", (1e9 - age, 1e9 - age))
+    assert len(list(read_records(home / "ledgers" / "old.db", ()))) == 2
+    assert [ledger.stem for ledger in history.ledgers(home)] == ["new", "old"]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -194,7 +195,8 @@ class Rank:
 
     def become(self, version: int, updated: list[str]) -> Any:
         self.seat.version = version
-        self.redundancy.restore(frozenset(), [self.address], version, updated)
+        kept = partial(self.redundancy.fetch, 0, [self.address], version)
+        self.redundancy.restore(frozenset(), version, updated, kept)
         return self.bits()
 
 

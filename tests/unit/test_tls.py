@@ -23,8 +23,9 @@ from keepstep.cli.token import seconds
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.model.messages import Address, BlobOk, BlobReply, TlsFiles
 from keepstep.model.views import JobView, NodeView
+from keepstep.orchestrator.api import Gone, NotFound
 from keepstep.orchestrator.join import Desk
-from keepstep.orchestrator.requests import JoinRequest
+from keepstep.orchestrator.requests import Joined, JoinRequest
 from keepstep.worker import peers
 
 decoder: msgspec.msgpack.Decoder[BlobReply] = msgspec.msgpack.Decoder(BlobReply)
@@ -272,6 +273,28 @@ def test_a_connected_node_is_not_taken_over(authority: Authority) -> None:
     for bad in ("../x", "n/1", "n.1", " "):
         with pytest.raises(UsageError, match="name"):
             there.join(ask(bad), None)
+
+
+def test_an_agent_that_says_its_place_is_the_node_that_is_to_be_there(authority: Authority) -> None:
+    there = Desk(
+        authority,
+        own_token="own",
+        stream=Address("", 9),
+        tokens=Tokens(Folder(authority.path)),
+        jobs=lambda: [job("j", n0=("disconnected", 0), n1=("disconnected", 0))],
+        ended=lambda name: name == "old",
+        awaited=lambda name, place: {"k1": ("n1", 2), "k7": ("n3", 4)}.get(place, ("", 0)),
+    )
+
+    def at(place: str, named: str = "j") -> Joined:
+        request = JoinRequest(request=new_node_key("x")[1], job=named, place=place)
+        return there.join(request, None)
+
+    assert [(at(place).node, at(place).slots) for place in ("k7", "k1")] == [("n3", 4), ("n1", 2)]
+    with pytest.raises(NotFound, match="needs no agent at k9"):
+        at("k9")
+    with pytest.raises(Gone, match="job old has ended"):
+        at("k1", "old")
 
 
 def test_a_token_for_one_node_gives_no_other(authority: Authority) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from keepstep.errors import KeepstepError, PermanentError, UsageError
 from keepstep.model.messages import Address, Source
-from keepstep.worker import transfer
+from keepstep.worker import statefile, transfer
 from keepstep.worker.pieces import Pieces
 from keepstep.worker.serving import StateServer
 from keepstep.worker.state import StateSet, registered
@@ -243,17 +243,18 @@ def test_source_with_another_set_of_tensors_is_refused(server: StateServer) -> N
 
 def test_file_round_trip(tmp_path: Path) -> None:
     target = make(2)
-    written = transfer.write_file(tmp_path / "new" / "state", make(1).export())
+    written = statefile.write_file(tmp_path / "new" / "state", make(1).export())
     assert written == (tmp_path / "new" / "state").stat().st_size
     assert [entry.name for entry in (tmp_path / "new").iterdir()] == ["state"]
-    assert transfer.read_file(tmp_path / "new" / "state", target) == make(1).export().bytes_total
+    read = statefile.read_files([tmp_path / "new" / "state"], target)
+    assert read == (make(1).export().bytes_total, frozenset())
     assert target.digest() == make(1).digest()
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "magic", "header"])
 def test_damaged_file_is_refused(tmp_path: Path, damage: str) -> None:
     file = tmp_path / "state"
-    transfer.write_file(file, make(1).export())
+    statefile.write_file(file, make(1).export())
     data = bytearray(file.read_bytes())
     if damage == "cut":
         del data[-100:]
@@ -261,7 +262,7 @@ def test_damaged_file_is_refused(tmp_path: Path, damage: str) -> None:
         data[{"flip": len(data) - 50_000, "magic": 0, "header": 10}[damage]] ^= 0xFF
     file.write_bytes(data)
     with pytest.raises(KeepstepError) as caught:
-        transfer.read_file(file, make(2))
+        statefile.read_files([file], make(2))
     assert isinstance(caught.value, (UsageError, PermanentError))
 
 

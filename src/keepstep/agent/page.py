@@ -70,6 +70,8 @@ class PageReader:
             hold=fields["hold"] == 1,
             tick_marks=fields["tick_marks"],
             asked_ns=fields["asked_ns"],
+            own_ns=fields["own_ns"],
+            own_steps=fields["own_steps"],
         )
 
     def ticks(self) -> list[int]:

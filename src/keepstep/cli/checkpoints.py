@@ -76,7 +76,12 @@ def manifest(path: Path) -> dict[str, Any] | None:
         found = json.loads((path / "manifest.json").read_bytes())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and "tick" in found else None
+    if not isinstance(found, dict) or "tick" not in found:
+        return None
+    # Ranks write their parts by themselves, the side state last; before the first step there is
+    # none.
+    ranks = range(found.get("world", 0) if found["tick"] else 0)
+    return found if all((path / f"rank-{rank}.side").exists() for rank in ranks) else None
 
 
 def complete(parent: Path) -> list[Path]:
@@ -105,8 +110,8 @@ def check_resume(resume: str | None, world: int) -> str:
         inside = complete(path)
         if not inside:
             raise UsageError(
-                f"--resume {resume}: this is no complete checkpoint (it has no manifest.json), and "
-                "there is none in it",
+                f"--resume {resume}: this is no complete checkpoint (manifest.json, or the part of "
+                "a rank, is not there), and there is none in it",
                 hint=hint,
             )
         path = inside[-1]

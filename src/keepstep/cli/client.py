@@ -42,6 +42,10 @@ class NoJob(UsageError):
     """There is no such job now; there may be one later."""
 
 
+class JobEnded(UsageError):
+    """And another one of its name will never be."""
+
+
 class Hosts:
     """Addresses of orchestrators, the likeliest first."""
 
@@ -216,6 +220,8 @@ def decoded(response: httpx.Response, kind: type[T]) -> T:
         said = ErrorBody(error=f"{response.url} answered {response.status_code}")
     if response.status_code == 404:
         raise NoJob(said.error, hint=said.hint)
+    if response.status_code == 410:
+        raise JobEnded(said.error, hint=said.hint)
     if response.status_code < 500:
         raise UsageError(said.error, hint=said.hint)
     try:

@@ -23,11 +23,13 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ledgers(home: Path) -> list[Path]:
-    """Newest first, by the last write; the newest records may still be in the -wal file."""
+    """Newest first, by the last write; the newest records may still be in the -wal file, of which a
+    reader makes an empty one."""
 
     def written_ns(path: Path) -> int:
         wal = path.with_name(path.name + "-wal")
-        return max(p.stat().st_mtime_ns for p in (path, wal) if p.exists())
+        files = [path, wal] if wal.exists() and wal.stat().st_size else [path]
+        return max(file.stat().st_mtime_ns for file in files)
 
     return sorted((home / "ledgers").glob("*.db"), key=written_ns, reverse=True)
 

@@ -74,13 +74,14 @@ def by_certificate(
     token: str = "",
     job: str = "",
     node: str = "",
+    place: str = "",
     bind: str = "",
 ) -> Membership:
     """Join with a join token, or with an operator's."""
     from keepstep.adapters.identity.authority import new_node_key
 
     key, request = new_node_key(node or "node")
-    asked = JoinRequest(request=request, token=token, job=job, node=node)
+    asked = JoinRequest(request=request, token=token, job=job, node=node, place=place)
     client = Client(urls, operator, ca)
     joined = client.post("/v1/join", asked, Joined)
     stream = at_host(joined.stream, client.url)

@@ -19,6 +19,7 @@ from keepstep.model.schedule import Lease, Provision
 AS_SLURM = {
     *("nproc", "spare_nodes", "idle", "preempt", "spare_s", "replenish", "within", "priority"),
     *("yields", "grace_s", "back", "quiet_s", "back_s", "stall_s", "resume", "checkpoint_dir"),
+    *("rebalance", "stragglers", "straggler_factor", "straggler_s"),
     *("interval", "job_id", "quiet", "module"),
 }
 F = TypeVar("F", bound=Callable[..., Any])
@@ -85,6 +86,10 @@ def kubernetes() -> None:
 
 @kubernetes.command(context_settings={"allow_interspersed_args": False})
 @click.option("--nodes", "-N", type=int, default=1, show_default=True, help="Nodes with ranks.")
+@click.option(
+    "--adopt", "owner", default="", metavar="KIND/NAME",
+    help="Run in pods of this Job, JobSet, TrainJob or PyTorchJob, which run agents.",
+)  # fmt: skip
 @cluster_options
 @click.option(
     "--selector", "-l", "features", default="", metavar="KEY=VALUE,...", help="Labels of all nodes."
@@ -126,6 +131,11 @@ def launch(
     scheduler = connect(
         kubeconfig=kubeconfig, context=context, namespace=namespace, pod_template=pod_template
     )
+    if given["owner"] and not given["orchestrator"]:
+        raise UsageError(
+            "--adopt needs --orchestrator",
+            hint="pods have to know whom to ask before the job is there",
+        )
     check_script(script, given["module"])
     options = Options(adopt="", partition=namespace, account="", qos="", **given)
     check_times(options)

@@ -26,6 +26,7 @@ COMMANDS = {
     "incidents": "keepstep.cli.operate:incidents",
     "migrate": "keepstep.cli.operate:migrate",
     "drain": "keepstep.cli.operate:drain",
+    "rebalance": "keepstep.cli.operate:rebalance",
     "taint": "keepstep.cli.operate:taint",
     "untaint": "keepstep.cli.operate:untaint",
     "spares": "keepstep.cli.operate:spares",

@@ -18,7 +18,7 @@ from keepstep.adapters.identity.tokens import parse
 from keepstep.agent import identity, keeper, leftovers
 from keepstep.agent.agent import EXIT_REFUSED
 from keepstep.cli import find, join, show
-from keepstep.cli.client import AsyncClient, NoJob, checked
+from keepstep.cli.client import AsyncClient, JobEnded, NoJob, checked
 from keepstep.cli.home import home
 from keepstep.cli.join import Membership
 from keepstep.cli.launcher import LaunchNote
@@ -48,6 +48,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     job: str | None
     node: str | None
+    place: str
     bind: str
 
 
@@ -61,6 +62,10 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 @click.option(
     "--node", metavar="NAME",
     help="Name of this node [default: the first of the job that has not joined, else the next nK].",
+)  # fmt: skip
+@click.option(
+    "--place", metavar="NAME", default="",
+    help="Be the node that the job is to have on this machine, which its scheduler calls NAME.",
 )  # fmt: skip
 @click.option("--slots", type=int, help="Places for processes [default: as the job says, else 1].")
 @click.option(
@@ -81,6 +86,7 @@ def agent(
     token_file: Path | None,
     job: str | None,
     node: str | None,
+    place: str,
     slots: int | None,
     bind: str,
     named: tuple[str, ...],
@@ -93,10 +99,18 @@ def agent(
     if named:
         os.environ[labels.LABELS] = labels.joined(labels.parse(named))
     token = find.token_in(token_file)
-    wanted = Wanted(orchestrator=orchestrator, token=token, job=job, node=node, bind=bind)
+    wanted = Wanted(
+        orchestrator=orchestrator, token=token, job=job, node=node, place=place, bind=bind
+    )
     member = _returning(wanted) if adopt else None
     if member is None:
-        member = _patiently(wanted) if wait else _member(wanted)
+        try:
+            member = _patiently(wanted) if wait else _member(wanted)
+        except JobEnded as ended:
+            if not wait:
+                raise
+            show.words(ended.message)  # it was a spare that nobody needed
+            sys.exit(0)
     folder = identity.folder(home(), member.job, member.node) if adopt else None
     sys.exit(asyncio.run(Node(member, slots or member.slots or 1, folder).run()))
 
@@ -142,6 +156,10 @@ def _member(wanted: Wanted) -> Membership:
     else:
         there = find.external(where, named, wanted.token)
     if not there.ca:
+        if wanted.place:
+            raise UsageError(
+                "--place: the orchestrator listens on loopback only", hint="name the --node"
+            )
         return join.on_loopback(there, find.job_of(there, wanted.job), wanted.node)
     return _joined(where, wanted, urls=there.urls, ca=there.ca, operator=there.token)
 
@@ -157,6 +175,7 @@ def _joined(
         operator=operator,
         job=wanted.job or "",
         node=wanted.node or "",
+        place=wanted.place,
         bind=wanted.bind,
     )
 

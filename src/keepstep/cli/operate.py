@@ -30,6 +30,7 @@ from keepstep.orchestrator.requests import (
     DrainRequest,
     MigrateRequest,
     Ok,
+    RebalanceRequest,
     TaintRequest,
     UntaintRequest,
 )
@@ -235,6 +236,21 @@ def drain(
         moves.plan(found, "drain", body, as_json=as_json)
         return
     moves.ask(found, "drain", body, f"draining {node}", wait=not no_wait, as_json=as_json)
+
+
+@click.command()
+@wait_option
+@plan_option
+@which_options
+@json_option
+def rebalance(no_wait: bool, plan_only: bool, which: find.Which, as_json: bool) -> None:
+    """Move ranks that an emergency has left in bad places to better ones, one at a time."""
+    body = RebalanceRequest()
+    found = find.one_job(home(), which)
+    if plan_only:
+        moves.plan(found, "rebalance", body, as_json=as_json)
+        return
+    moves.ask(found, "rebalance", body, "rebalancing", wait=not no_wait, as_json=as_json)
 
 
 @click.command()

@@ -23,6 +23,7 @@ from keepstep.cli.home import home
 from keepstep.cli.launcher import Launcher
 from keepstep.cli.layout import check_counts, compose_job_id, lay_out, parse_inject
 from keepstep.cli.output import Output
+from keepstep.cli.policies import check_policy, policy_options
 from keepstep.core.placement import parity_trouble
 from keepstep.errors import UsageError
 from keepstep.model.job import InjectSpec, JobSpec
@@ -99,6 +100,7 @@ class _Run(click.Command):
     "--within", multiple=True, metavar="LABEL",
     help="Ranks stay in the domain of this label of `keepstep agent --label` (repeatable).",
 )  # fmt: skip
+@policy_options
 @click.option("--resume", metavar="DIR", help="Start from a checkpoint, or the newest one in DIR.")
 @click.option(
     "--checkpoint-dir", "--checkpoint_dir", metavar="DIR",
@@ -143,6 +145,11 @@ def run(
     stall_s: float,
     orchestrator: str | None,
     within: tuple[str, ...],
+    rebalance: Literal["never", "when-free"],
+    quiet_s: float,
+    stragglers: Literal["off", "report", "move"],
+    straggler_factor: float,
+    straggler_s: float,
     resume: str | None,
     checkpoint_dir: str | None,
     interval: str,
@@ -170,6 +177,7 @@ def run(
     check_script(script, module)
     if not 0 < stall_s < 1e9:
         raise UsageError(f"--stall-timeout is {stall_s:g}: it must be above 0")
+    check_policy(straggler_factor, straggler_s, quiet_s)
     injects = [parse_inject(text, f"inject-{i}") for i, text in enumerate(inject, 1)]
     if net is not None:
         check_mode(net)
@@ -200,7 +208,14 @@ def run(
         checkpoint_interval_ns=periodic.interval_ns,
         mttf_ns=periodic.mttf_ns,
         inject=injects,
-        policy=Policy(within=list(within)),
+        policy=Policy(
+            within=list(within),
+            quiet_ns=int(quiet_s * 1e9),
+            rebalance=rebalance,
+            stragglers=stragglers,
+            straggler_factor=straggler_factor,
+            straggler_after_ns=int(straggler_s * 1e9),
+        ),
     )
     trouble = parity_trouble(spec) if redundancy == "parity" else ""
     if trouble:

@@ -23,6 +23,7 @@ from keepstep.cli.find import Reached, external
 from keepstep.cli.home import home
 from keepstep.cli.layout import Layout, check_counts, lay_out
 from keepstep.cli.output import Output
+from keepstep.cli.policies import check_policy
 from keepstep.cli.run import attend, embed, new_job_id
 from keepstep.core.operator import check_spec
 from keepstep.errors import KeepstepError, UsageError
@@ -86,6 +87,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     priority: int
     yields: bool
     grace_s: float
+    rebalance: Literal["never", "when-free"]
+    stragglers: Literal["off", "report", "move"]
+    straggler_factor: float
+    straggler_s: float
     queue_s: float | None
     stall_s: float
     orchestrator: str | None
@@ -97,12 +102,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     job_id: str | None
     quiet: bool
     module: bool
+    owner: str = ""
 
     def provision(self, scheduler: str) -> Provision:
         """Which nodes will do, and where spares may come from; it has none yet."""
         count, gpu_type = _gpus(self.gpus)
         allowed: dict[Kind, object] = {
-            "reserved": self.reservation,
+            "reserved": self.reservation or self.owner,
             "idle": self.idle,
             "preempt": self.preempt,
         }
@@ -120,6 +126,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
                 features=self.features,
                 gpus=count,
                 gpu_type=gpu_type,
+                owner=self.owner,
             ),
         )
 
@@ -132,6 +139,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             grace_ns=int(self.grace_s * 1e9),
             back=self.back or "immediately",
             quiet_ns=int(self.quiet_s * 1e9),
+            rebalance=self.rebalance,
+            stragglers=self.stragglers,
+            straggler_factor=self.straggler_factor,
+            straggler_after_ns=int(self.straggler_s * 1e9),
         )
 
 
@@ -140,11 +151,11 @@ def check_times(options: Options) -> None:
         ("stall-timeout", options.stall_s, 1e-9),
         ("spare-timeout", options.spare_s, 1e-9),
         ("back-after", options.back_s, 0.0),
-        ("quiet-after", options.quiet_s, 0.0),
         ("grace", options.grace_s, 0.0),
     ):
         if not least <= value < 1e9:
             raise UsageError(f"--{name} is {value:g}: seconds, and not below {least:g}")
+    check_policy(options.straggler_factor, options.straggler_s, options.quiet_s)
     if options.replenish and not options.spare_nodes:
         raise UsageError("--replenish: there are no spare nodes", hint="--spare-nodes 1")
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -17,6 +19,8 @@ from keepstep.cli.home import home
 from keepstep.cli.kubernetes import cluster_options, connect
 from keepstep.errors import UsageError
 from keepstep.orchestrator.main import LEASE_S, Orchestrator
+from keepstep.ports.election import Election
+from keepstep.ports.ledger import Member
 from keepstep.ports.schedule import Scheduler
 
 LEASE_S_MIN, LEASE_S_MAX = 1.0, 300.0
@@ -74,13 +78,16 @@ def orchestrator(
         raise UsageError(
             "--namespace and --pod-template belong to --scheduler kubernetes", hint="see --help"
         )
-    by: Scheduler | None = None
-    if scheduler is not None:
-        by = connect(**cluster) if scheduler == "kubernetes" else SlurmScheduler()
+    by: Scheduler | None = SlurmScheduler() if scheduler == "slurm" else None
+    election: Callable[[Member, str], Election] | None = None
+    if scheduler == "kubernetes":
+        by = there = connect(**cluster)
+        if store:  # without one nobody else could lead
+            election = functools.partial(there.election, lease_s=lease_s)
     if by is not None:
         for sentence in by.capabilities().lacks:
             show.words(f"note: {sentence}")
-    more = {"store": store, "lease_s": lease_s, "scheduler": by}
+    more = {"store": store, "lease_s": lease_s, "scheduler": by, "election": election}
     sys.exit(asyncio.run(_orchestrate({**where, **more})))
 
 

@@ -60,6 +60,8 @@ def print_jobs(views: Sequence[JobView]) -> None:
                 state = f"understudy of rank {one.rank}, {one.state}"
                 rows.append(["", one.pid, s.node, s.slot, "", "", state])
         _table(console, ("", "pid", "node", "slot", "generation", "step", "state"), rows)
+        for straggler in view.stragglers:
+            console.print(Text(f"  straggler: {straggler}"), soft_wrap=True)
         for note in view.notes:
             console.print(Text(f"  note {_clock(note.at_ns)} {note.text}"), soft_wrap=True)
         for node in view.nodes:

@@ -14,13 +14,13 @@ from keepstep.adapters.schedule import slurm_cli
 from keepstep.adapters.schedule.slurm import SlurmScheduler
 from keepstep.cli import show
 from keepstep.cli.checkpoints import AUTO
+from keepstep.cli.policies import policy_options
 from keepstep.cli.run import STALL_S_DEFAULT, check_script
 from keepstep.cli.scheduled import Options, address_towards, check_times, release, start
 from keepstep.errors import UsageError
 from keepstep.model.schedule import Lease, Provision
 from keepstep.orchestrator import registry
 
-QUIET_S = 600.0
 GRACE_S = 30.0
 
 
@@ -82,13 +82,10 @@ def slurm() -> None:
     help="Whether and when to move back to a node that was lost [default: see --back-after].",
 )  # fmt: skip
 @click.option(
-    "--quiet-after", "quiet_s", type=float, default=QUIET_S, show_default=True, metavar="S",
-    help="It is quiet when nothing has happened for so long.",
-)  # fmt: skip
-@click.option(
     "--back-after", "back_s", type=float, default=0.0, metavar="S",
     help="Move back to a node that was lost when it has been idle for so long [default: never].",
 )  # fmt: skip
+@policy_options
 @click.option(
     "--queue-timeout", "queue_s", type=float, default=None, metavar="S",
     help="Give up if Slurm gives no nodes within this time [default: wait].",

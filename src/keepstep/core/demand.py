@@ -19,7 +19,7 @@ def victims(job: Job) -> list[int]:
     attempt = job.attempt
     if attempt is None or attempt.kind == "planned":
         taken = set(attempt.newcomers) if attempt is not None and not attempt.committed else set()
-        waiting = (i.pending for i in job.incidents if i.cause != "resume")
+        waiting = (i.pending for i in job.incidents if i.wants_spares)
         return [rank for pending in waiting for rank in pending if rank not in taken]
     if attempt.committed or attempt.incident.give_up:
         return []

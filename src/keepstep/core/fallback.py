@@ -11,6 +11,9 @@ Ticks are used a second time then. So whatever was kept about the first time is 
 of the dead, copies in agents (those of lower generations, by whoever hears of it later, too),
 decisions, counts of deaths.
 
+A checkpoint that two processes of the same rank cannot read is damaged: the job goes further back,
+to the one before it.
+
 Without a checkpoint, without room for all ranks, or when the same checkpoint has not helped three
 times, the job ends.
 """
@@ -26,9 +29,11 @@ from keepstep.model.records import FellBack
 
 EXIT_FELL_BACK = 4
 RETURNS_MAX = 3  # to the same checkpoint
+UNREADABLE_MAX = 2  # processes of the same rank
 
 
-def fall_back(job: Job, out: Out, reason: str) -> None:
+def fall_back(job: Job, out: Out, reason: str, reached: int = 0) -> None:
+    """`reached`: the step, if no rank is there that knows it."""
     newest, incident = job.saves.newest, job.unplanned()
     if newest is None or incident is None:
         end_job(job, out, "fell_back", EXIT_FELL_BACK, reason)
@@ -40,7 +45,7 @@ def fall_back(job: Job, out: Out, reason: str) -> None:
         why = f"{reason}; the job went back to {newest.path} {RETURNS_MAX} times before"
         end_job(job, out, "fell_back", EXIT_FELL_BACK, why)
         return
-    version = max((worker.version for worker in job.seated()), default=0)
+    version = max((worker.version for worker in job.seated()), default=reached)
     lost = max(0, version - newest.version)
     incident.also(f"{reason}; back to {newest.path} at step {newest.version}")
     for other in list(job.incidents):
@@ -69,6 +74,20 @@ def fall_back(job: Job, out: Out, reason: str) -> None:
         out.send(name, Forget(workers=[], before=job.saves.fallen_before))
 
 
+def further_back(job: Job, out: Out, rank: int, why: str, *, surely: bool = False) -> bool:
+    """A newcomer of a job that fell back cannot read the checkpoint; True: it is not the first, or
+    so many have failed that it is `surely` of no use, and the job goes further back."""
+    saves, bad = job.saves, job.saves.newest
+    if bad is None or saves.older is None or job.resume != bad.path:
+        return False
+    saves.unreadable[rank] += 1
+    if saves.unreadable[rank] < UNREADABLE_MAX and not surely:
+        return False
+    saves.back_to(saves.older.path)
+    fall_back(job, out, f"{bad.path} cannot be read: {why}", bad.version)
+    return True
+
+
 def fallen(job: Job, incident: Incident, to: Complete, lost: int, generation: int) -> None:
     """The facts of it, also when they are read from the ledger."""
     job.mode = "waiting"
@@ -81,6 +100,7 @@ def fallen(job: Job, incident: Incident, to: Complete, lost: int, generation: in
     job.alarm = job.judge_at = job.release_due = None
     job.checkpoint, job.checkpoint_tick = "", None
     job.saves.now = job.saves.due_at = None
+    job.saves.unreadable.clear()
     job.saves.fallen_before = generation
     incident.fell_back, incident.no_understudies = True, True
     incident.steps_lost += lost

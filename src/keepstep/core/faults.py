@@ -7,7 +7,7 @@ not matter in which phase the previous one was.
 
 from __future__ import annotations
 
-from keepstep.core.fallback import EXIT_FELL_BACK, fall_back
+from keepstep.core.fallback import EXIT_FELL_BACK, fall_back, further_back
 from keepstep.core.incidents import (
     close_incident,
     end_job,
@@ -223,7 +223,8 @@ def newcomer_failed(job: Job, out: Out, worker: Worker, why: str) -> None:
         incident.give_up = f"{incident.failures} newcomers failed, the last one: {why}"
         incident.give_up_at = out.now
         if attempt.kind == "resume":
-            end_job(job, out, "failed", EXIT_GAVE_UP, incident.give_up)
+            if not further_back(job, out, worker.rank, why, surely=True):
+                end_job(job, out, "failed", EXIT_GAVE_UP, incident.give_up)
             return
     if attempt.staged_at:
         repeat_attempt(job, out, attempt, f"{worker.id} failed: {why}")

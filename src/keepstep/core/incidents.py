@@ -36,6 +36,7 @@ def open_incident(
     victims: Sequence[int],
     reason: str,
     target: str = "",
+    toward: dict[int, str] | None = None,
 ) -> Incident:
     incident = Incident(
         id=f"{job.id}-{job.incident_next}",
@@ -47,6 +48,7 @@ def open_incident(
         timeline=Timeline(opened_at=out.now),
         pending=sorted(victims) if trigger != "unplanned" else [],
         target=target,
+        toward=toward or {},
         generation=job.generation,
     )
     job.incident_next += 1
@@ -61,6 +63,7 @@ def open_incident(
             victims=incident.victims,
             reason=reason,
             target=target,
+            toward=incident.toward,
         )
     )
     return incident

@@ -18,6 +18,7 @@ from keepstep.core import (
     recovery,
     rewire,
     start,
+    stragglers,
     understudies,
 )
 from keepstep.core.incidents import end_job, warn
@@ -316,6 +317,7 @@ def agent_said(job: Job, out: Out, name: str, message: AgentMessage) -> None:
                 note_progress(job, out, worker, state)
                 _seen_resumed(job, worker, state)
         _after_progress(job, out, name)
+        stragglers.look(job, out)
     elif isinstance(message, Stalled | Unstalled):
         worker = _worker(job, name, message.worker)
         if worker is not None:
@@ -353,6 +355,7 @@ def note_progress(job: Job, out: Out, worker: Worker, state: WorkerState) -> Non
     worker.tick = max(worker.tick, state.tick)
     worker.where = state.where
     worker.steps_per_s = state.steps_per_s
+    worker.own_ns, worker.own_steps = state.own_ns, state.own_steps
 
 
 def _seen_resumed(job: Job, worker: Worker, state: WorkerState) -> None:

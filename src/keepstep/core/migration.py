@@ -157,10 +157,11 @@ def assign_row(job: Job, out: Out, attempt: Attempt) -> None:
         old = job.owner(rank)
         node, slot = homes.get(rank, ("", 0))
         prepared = prepared_places(job, attempt.incident, rank)
+        toward = attempt.incident.toward.get(rank, "")
         spare, _ = placement.choose_spare(
-            job.standbys(),
+            placement.only_at(toward, job.standbys()),
             job.nodes,
-            away_from=old.node if old is not None else "",
+            away_from="" if old is None or toward else old.node,
             home=f"{node}/{slot}",
             prepared=prepared,
             within=job.spec.policy.within,
@@ -455,6 +456,9 @@ def hold_without_spare(job: Job, out: Out, attempt: Attempt) -> None:
     holding = members(job, attempt)
     lead = min((w.rank for w in holding), default=-1)
     path = checkpoint_path(job, tick)
+    gone = sorted(attempt.moving)
+    dead = {rank: side_state_holders(job, rank) for rank in gone}
+    kept = [rank for rank in gone if (owner := job.owner(rank)) and owner.kept_bytes]
     for worker in holding:
         if worker.checkpointed == attempt.generation:
             continue
@@ -464,9 +468,9 @@ def hold_without_spare(job: Job, out: Out, attempt: Attempt) -> None:
             lead=worker.rank == lead,
             tick=tick,
             world=job.spec.world,
-            dead={r: side_state_holders(job, r) for r in attempt.moving}
-            if worker.rank == lead
-            else {},
+            dead=dead if worker.rank == lead else {},
+            gone=gone,
+            kept=kept if worker.rank == lead else [],
         )
         out.ask(worker, "checkpoint", attempt.generation, command)
 

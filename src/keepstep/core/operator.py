@@ -99,6 +99,10 @@ def _check_policy(spec: JobSpec, refuse: Callable[[str, str], None]) -> None:
         refuse("spare nodes or priority are out of range", f"priorities are up to {PRIORITY_MAX}")
     if not 0 <= policy.grace_ns <= STALL_NS_MAX or not 0 <= policy.quiet_ns <= STALL_NS_MAX:
         refuse("grace or quiet time are out of range", "give them in seconds")
+    if not 1.0 < policy.straggler_factor <= 1000.0:
+        refuse(f"a straggler takes {policy.straggler_factor:g} times the median", "more than 1")
+    if not 0 < policy.straggler_after_ns <= STALL_NS_MAX:
+        refuse("the time after which a rank is a straggler is out of range", "give it in seconds")
     cheap = by is not None and any(kind != "preempt" for kind in by.kinds)
     if policy.dedicated and not cheap:
         refuse(
@@ -126,7 +130,7 @@ def check_open(job: Job) -> None:
         )
 
 
-def _check_running(job: Job) -> None:
+def check_running(job: Job) -> None:
     check_open(job)
     if job.mode != "running":
         raise UsageError(
@@ -172,7 +176,7 @@ def _moving(job: Job) -> set[int]:
 
 
 def check_migrate(job: Job, request: Migrate) -> None:
-    _check_running(job)
+    check_running(job)
     if not request.ranks or len(set(request.ranks)) != len(request.ranks):
         raise UsageError("name each rank to migrate once", hint="--rank 2 --rank 3")
     for rank in request.ranks:
@@ -194,9 +198,25 @@ def migrate(job: Job, out: Out, request: Migrate) -> None:
     )
 
 
+def leave(job: Job, out: Out, worker: Worker, cause: str, reason: str) -> None:
+    """Nobody asked for it: the rank's place is not good enough, and nothing may start there."""
+    node = job.nodes[worker.node]
+    target = node.name if node.slots == 1 else worker.place
+    _taint(job, out, target, reason)
+    open_incident(
+        job,
+        out,
+        trigger="planned",
+        cause=cause,
+        victims=[worker.rank],
+        reason=reason,
+        target=target,
+    )
+
+
 def check_drain(job: Job, request: Drain) -> list[int]:
     """The ranks that would move."""
-    _check_running(job)
+    check_running(job)
     node = _node(job, request.node)
     if node.state == "dead":
         raise UsageError(f"node {node.name} is dead", hint="its ranks are replaced anyway")
@@ -222,6 +242,7 @@ def drain(job: Job, out: Out, request: Drain) -> None:
         for _, owner in job.owning():
             if owner.buddy == node.name and owner.usable and not owner.done:
                 tell_buddy(job, out, owner)
+                node.copied_until = out.now
         close_incident(job, out, incident, "RESOLVED", "")
 
 

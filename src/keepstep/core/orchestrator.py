@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from keepstep.core import faults, operator, provision, quiet, recovery, turns
+from keepstep.core import balance, faults, operator, provision, quiet, recovery, turns
 from keepstep.core import job as jobs_
 from keepstep.core.capacity import CapacityView
 from keepstep.core.plan import plan, with_offers
@@ -39,6 +39,7 @@ from keepstep.model.job import (
     Note,
     PlaceHealthy,
     PlaceReturned,
+    Rebalance,
     SpareGranted,
     SpareRefused,
     Submit,
@@ -136,9 +137,11 @@ class Core:
         waits = turns.before(self._jobs.values(), job, self._now)
         return msgspec.structs.replace(view, turn=not waits)
 
-    def plan(self, given: Migrate | Drain) -> tuple[PlanView, Ask | None]:
+    def plan(self, given: Migrate | Drain | Rebalance) -> tuple[PlanView, Ask | None]:
         """What the request would lead to, and what the scheduler would be asked for."""
         job = self._job(given.job)
+        if isinstance(given, Rebalance):
+            return balance.plan(job), None
         view, ask = plan(job, given)
         if ask is None or not provision.may_preempt(job):
             return view, ask
@@ -219,6 +222,8 @@ class Core:
             provision.go_back(job, out, event.place)
         elif isinstance(event, Migrate):
             operator.migrate(job, out, event)
+        elif isinstance(event, Rebalance):
+            balance.rebalance(job, out, event)
         elif isinstance(event, Drain):
             operator.drain(job, out, event)
         elif isinstance(event, Taint):

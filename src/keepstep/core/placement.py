@@ -67,6 +67,11 @@ def choose_spare(
     return best, f"{best.id} is parked in {best.place} ({where})"
 
 
+def only_at(place: str, standbys: Iterable[Worker]) -> list[Worker]:
+    """Those in `place`; "": all of them."""
+    return [worker for worker in standbys if place in ("", worker.place)]
+
+
 def unfit(
     worker: Worker, node: Node, victim: Node | None = None, within: Sequence[str] = ()
 ) -> str:

@@ -8,6 +8,8 @@ at a time. The phases are those of migration.py.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from keepstep.core import placement
 from keepstep.core.incidents import close_incident
 from keepstep.core.migration import (
@@ -26,7 +28,7 @@ from keepstep.core.phases import (
     newcomers,
     phase_now,
 )
-from keepstep.core.processes import close_stores
+from keepstep.core.processes import close_stores, may_come
 from keepstep.core.state import Attempt, Incident, Job, Out
 from keepstep.core.together import ask_ranks
 from keepstep.core.triage import name_ranks
@@ -37,7 +39,7 @@ FAILURES_MAX = 3
 
 def pending_ranks(job: Job) -> int:
     """Spares wanted by moves that have not started yet."""
-    return sum(len(i.pending) for i in job.incidents if i.cause != "resume")
+    return sum(len(i.pending) for i in job.incidents if i.wants_spares)
 
 
 def drop_done(job: Job, out: Out, incident: Incident) -> None:
@@ -66,6 +68,8 @@ def next_move(job: Job, out: Out) -> None:
 def _start_wave(job: Job, out: Out, incident: Incident) -> bool:
     spares = job.standbys()
     wave: list[int] = []
+    if incident.toward:
+        return _start_better(job, out, incident)
     for rank in incident.pending:
         owner = job.workers[job.owners[rank]]
         spare, why = placement.choose_spare(
@@ -93,6 +97,26 @@ def _start_wave(job: Job, out: Out, incident: Incident) -> bool:
         job, out, "planned", incident, wave, {}, f"{name_ranks(wave)} to parked spares{later}"
     )
     return True
+
+
+def _start_better(job: Job, out: Out, incident: Incident) -> bool:
+    """The first rank whose better place is still to be had; the others stay where they are."""
+    while incident.pending:
+        rank = incident.pending[0]
+        place = incident.toward[rank]
+        spare, why = placement.choose_spare(
+            placement.only_at(place, job.standbys()), job.nodes, away_from=""
+        )
+        if spare is not None:
+            start_attempt(job, out, "planned", incident, [rank], {}, f"rank {rank} to {place}")
+            return True
+        if may_come(job, place):
+            return False
+        incident.pending.remove(rank)
+        incident.also(f"rank {rank} stays, {place} is not to be had any more ({why})")
+    outcome: Literal["RESOLVED", "ABORTED"] = "RESOLVED" if incident.moves else "ABORTED"
+    close_incident(job, out, incident, outcome, "")
+    return False
 
 
 def move(job: Job, out: Out, attempt: Attempt) -> None:

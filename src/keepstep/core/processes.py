@@ -166,6 +166,11 @@ def refill(job: Job, out: Out, needed: int, forced: bool) -> None:
     wanted = needed if forced else max(job.spec.spares, needed)
     standbys = _helpful_first(job, job.standbys())
     if not forced:
+        aims = aimed_at(job)
+        standbys = [worker for worker in standbys if worker.place not in aims]
+        for node_name, slot in free_slots(job) if aims else ():
+            if f"{node_name}/{slot}" in aims:
+                start_worker(job, out, node_name, slot, -1, "standby")
         # Started for a move that came to nothing: the youngest go first.
         for worker in reversed(standbys[max(0, wanted) :]):
             worker.role = "unwanted"
@@ -182,6 +187,21 @@ def refill(job: Job, out: Out, needed: int, forced: bool) -> None:
     chosen = helpful[: max(missing, lacking)]
     for node_name, slot in chosen + others[: max(0, missing - len(chosen))]:
         start_worker(job, out, node_name, slot, -1, "standby")
+
+
+def aimed_at(job: Job) -> set[str]:
+    """Places that a move is meant for: a spare there is kept for it, and does not count."""
+    return {i.toward[i.pending[0]] for i in job.incidents if i.toward and i.pending}
+
+
+def may_come(job: Job, place: str) -> bool:
+    """A spare is starting there, or could be started."""
+    name, _, slot = place.partition("/")
+    node = job.nodes[name]
+    if node.state != "connected" or not node.healthy(int(slot)):
+        return False
+    there = [w for w in job.there.get(name, ()) if w.alive and w.slot == int(slot)]
+    return all(w.killed_at is not None or w.role in ("standby", "understudy") for w in there)
 
 
 def _helpful_first(job: Job, standbys: list[Worker]) -> list[Worker]:

@@ -92,6 +92,7 @@ def job_view(job: Job, state: JobState | None = None, exit_code: int | None = No
         stall_timeout_ns=job.stall_ns,
         checkpoints=checkpoints_view(job) if job.spec.checkpoints else None,
         priority=job.spec.policy.priority,
+        stragglers=[slow.said for slow in job.pace.slow.values() if slow.said],
     )
 
 
@@ -154,6 +155,7 @@ def rank_view(job: Job, rank: int) -> RankView:
         generation=job.generation,
         committed_step=worker.version,
         state=state,
+        own_ms=round(worker.own_ns / 1e6, 3),
     )
 
 

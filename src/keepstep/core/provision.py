@@ -48,6 +48,7 @@ from keepstep.model.records import (
 from keepstep.model.schedule import START, Kind
 
 AGAIN_NS = 15 * SECOND
+SETTLE_NS = 3 * SECOND  # from the word to whoever publishes to what shows that it has
 JOIN_NS = 60 * SECOND  # from a place to its agent
 
 Happened = SpareWanted | SpareGiven | SpareDenied | NodeReturned | NodeYielded | NodeJoined
@@ -419,5 +420,9 @@ def _is_left(job: Job, node: Node) -> bool:
     if node.state == "dead":
         return True
     if node.state != "connected" or not node.taints:
+        return False
+    # It has the only copies of some side states until a step was made with them elsewhere.
+    stands = job.attempt is not None or job.progress_at < node.copied_until + SETTLE_NS
+    if node.copied_until and stands:
         return False
     return not any(worker.alive for worker in job.there.get(node.name, ()))

@@ -61,7 +61,7 @@ def follows_nothing(job: Job, out: Out, event: CoreInput) -> bool:
     if isinstance(message, PathsSeen):
         return True  # for people only
     if isinstance(message, Progress) and job.mode == "running" and job.attempt is None:
-        return True  # most of what is ever said
+        return not out.said  # most of what is ever said; a straggler may have been found
     if not job.rest:
         return False
     if isinstance(message, WorkerStarted):

@@ -105,8 +105,7 @@ def apply(jobs: dict[str, Job], record: Record) -> None:
 
 def _apply_fall_back(job: Job, record: FellBack) -> None:
     incident = next(i for i in job.incidents if i.id == record.incident)
-    newest, (tick, times) = job.saves.newest, job.saves.fallen
-    assert newest is not None, "a job falls back to what is on record"
+    newest, (tick, times) = job.saves.back_to(record.path), job.saves.fallen
     job.saves.fallen = (newest.tick, times + 1 if tick == newest.tick else 1)
     for worker in job.workers.values():
         if worker.role != "standby":
@@ -173,6 +172,7 @@ def _apply_incident(job: Job, record: IncidentOpened | IncidentWidened | Inciden
             timeline=Timeline(opened_at=record.at_ns),
             pending=list(record.victims) if planned else [],
             target=record.target,
+            toward=record.toward,
             generation=job.generation,
             interrupted=True,
         )

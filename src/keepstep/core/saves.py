@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from keepstep.core.interval import FIRST_NS, interval_ns, job_mttf_ns, smoothed
@@ -40,6 +41,8 @@ class Saves:
     now: Saving | None = None
     due_at: int | None = None  # the next one
     newest: Complete | None = None
+    older: Complete | None = None  # the one before it, which is kept, too
+    unreadable: Counter[int] = field(default_factory=Counter)  # rank -> who could not read it
     cost_ns: int = 0  # smoothed
     write_ns: int = 0
     number: int = 0  # the last one used
@@ -61,7 +64,14 @@ class Saves:
             return FIRST_NS
         return interval_ns(self.cost_ns, self.write_ns, self.mttf_ns)
 
+    def back_to(self, path: str) -> Complete:
+        """The newest that can be read is this one."""
+        if self.older is not None and self.older.path == path:
+            self.newest, self.older = self.older, None
+        assert self.newest is not None, "a job falls back to what is on record"
+        return self.newest
+
     def sealed(self, complete: Complete, snapshot_ns: int, write_ns: int) -> None:
-        self.newest = complete
+        self.older, self.newest = self.newest, complete
         self.cost_ns = smoothed(self.cost_ns, max(1, snapshot_ns))
         self.write_ns = smoothed(self.write_ns, write_ns)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from keepstep.core.capacity import Capacity
+from keepstep.core.pace import Pace
 from keepstep.core.ranks import Ranks, Tally, Told
 from keepstep.core.saves import Saves
 from keepstep.core.timeline import Timeline
@@ -83,6 +84,7 @@ class Node:
     session: int = 0
     gone_at: int = 0
     fenced_at: int = 0  # unreachable: from then on nothing of it runs any more
+    copied_until: int = 0  # others were told then to put their copies elsewhere
     taints: list[str] = field(default_factory=list)
     slot_taints: dict[int, list[str]] = field(default_factory=dict)
     crashes: dict[int, int] = field(default_factory=dict)  # slot -> without training in between
@@ -115,6 +117,8 @@ class WorkerFacts:
     generation: int = 0
     where: str = ""
     steps_per_s: float = 0.0
+    own_ns: int = 0  # of its last steps: what it does alone
+    own_steps: int = 0  # how many were measured
     stalled: Stalled | None = None
     # standby, understudy and newcomer
     parked: str = ""
@@ -210,6 +214,7 @@ class Incident:
     timeline: Timeline
     pending: list[int] = field(default_factory=list)  # planned: ranks still to be moved
     target: str = ""  # planned: node or slot being emptied
+    toward: dict[int, str] = field(default_factory=dict)  # rank -> slot: there, or not at all
     moves: list[str] = field(default_factory=list)
     generation: int = 0
     attempts: int = 0
@@ -229,6 +234,11 @@ class Incident:
     no_understudies: bool = False  # one could not be led on to where the job is
     interrupted: bool = False  # by a restart of the orchestrator
     committed: int | None = None  # generation
+
+    @property
+    def wants_spares(self) -> bool:
+        """Any will do for it."""
+        return self.cause != "resume" and not self.toward
 
     def also(self, reason: str, joint: str = "; ") -> None:
         """Goes on with the story; what was told already is not told again."""
@@ -362,6 +372,8 @@ class Job:
     due: int | None = None  # no timer before that
     due_known: bool = False
     cursor: int = 0  # rank that was last seen to get on
+    balance_at: int = 0  # not before that, if ranks are moved to better places
+    pace: Pace = field(default_factory=Pace)  # who is slower than the others
 
     def __post_init__(self) -> None:
         self.resume, self.saves = self.spec.resume, Saves(self.spec)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-from keepstep.core import breaker, checkpoints, provision, turns, understudies
+from keepstep.core import balance, breaker, checkpoints, provision, turns, understudies
 from keepstep.core.faults import (
     ALL_SILENT_NS,
     FENCE_SLACK_NS,
@@ -68,6 +68,9 @@ def timers(job: Job) -> list[Timer]:
     deferred = breaker.deadline(job)
     if deferred is not None and job.mode == "running" and not job.replayed:
         rows.append((deferred, "breaker", ""))
+    balance_at = balance.deadline(job)
+    if balance_at is not None:
+        rows.append((balance_at, "balance", ""))
     save_at = checkpoints.deadline(job)
     if save_at is not None:
         rows.append((save_at, "settle", ""))
@@ -247,6 +250,8 @@ def _fire_one(job: Job, out: Out, what: str, subject: str) -> None:
     elif what == "breaker":
         job.preempted = [one for one in job.preempted if one[0] + breaker.WINDOW_NS > out.now]
         retry_deferred(job, out)
+    elif what == "balance":
+        balance.look(job, out)
     elif what == "rejoin":
         job.rejoin_until = None
     elif what == "stalls":

@@ -10,9 +10,10 @@ meanwhile are its own.
 A job that may take nodes from others asks the scheduler first for what costs nobody anything. If
 there is none, a job of lower priority here *yields* a node: one without ranks, else one whose loss
 costs no step. It is drained as for any other reason. If its ranks have found no other place when
-the grace is over, they end; the others hold the state, in memory and on disk, until there is
-capacity again, and the job goes on by itself. Only if nobody here can yield, the scheduler is asked
-to preempt whomever else.
+the grace is over, they end, right after a step of all ranks; the others hold the state, in memory
+and on disk, until there is capacity again, and the job goes on by itself. A job that has lost
+ranks of its own meanwhile keeps its node. Only if nobody here can yield, the scheduler is asked to
+preempt whomever else.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from keepstep.model.records import NodeYielded
 from keepstep.model.schedule import Constraints
 
 AGAIN_NS = 5 * SECOND
+FRESH_NS = 10 * SECOND  # since the last step that was heard of
 
 
 class Offer(NamedTuple):
@@ -214,18 +216,33 @@ def _take_back(job: Job, out: Out, node: str, to: str) -> bool:
         return False
     if not job.owners_on(node):
         return False  # it is empty: whoever asks next finds it with the scheduler
-    warn(job, out, f"{node} is kept: job {to} does not need it any more")
+    _keep(job, out, node, f"job {to} does not need it any more")
+    return True
+
+
+def _keep(job: Job, out: Out, node: str, why: str) -> None:
+    warn(job, out, f"{node} is kept: {why}")
     job.capacity.yields.pop(node)
     operator.untaint(job, out, Untaint(job=job.id, target=node))
-    return True
+
+
+def _may_lose(job: Job, now: int) -> bool:
+    """The loss of a node costs no step. A node that has died without a sign looks well for a while,
+    but no step is made without it: all ranks were alive when the last one was."""
+    homes = {worker.node for worker in job.seated() if worker.usable}
+    there = all(job.nodes[name].state == "connected" for name in homes)
+    return there and now - job.progress_at <= FRESH_NS and protection_of(job)[0]
 
 
 def grace_is_over(job: Job, out: Out, node: str) -> None:
     """Its ranks found no other place. They end, and the others hold what they had."""
     given = job.capacity.yields[node]
     ranks = [worker for worker in job.owners_on(node) if worker.usable and not worker.done]
-    if job.attempt is not None and ranks:
-        given.until = out.now + AGAIN_NS  # they are on their way, or others hold because of them
+    if ranks and job.unplanned() is not None:
+        _keep(job, out, node, f"job {job.id} has lost others, and may have its state here only")
+        return
+    if ranks and (job.attempt is not None or not _may_lose(job, out.now)):
+        given.until = out.now + AGAIN_NS  # they are on their way, or something may be wrong
         return
     given.over = True
     for worker in ranks:

@@ -7,7 +7,7 @@ Arrived and Ready count for any generation, because its process outlives attempt
 from __future__ import annotations
 
 from keepstep.core import checkpoints, start, understudies
-from keepstep.core.fallback import fall_back
+from keepstep.core.fallback import fall_back, further_back
 from keepstep.core.faults import newcomer_failed, repeat_attempt, stage_failed
 from keepstep.core.incidents import end_job, warn
 from keepstep.core.migration import (
@@ -269,7 +269,9 @@ def _copy_failed(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Cop
             f"state of rank {worker.rank} at tick {attempt.tick} is lost with its node and its "
             f"buddy: {said.error}",
         )
-    elif said.reason in LOST:
+    elif said.reason in (*LOST, "checkpoint") and further_back(job, out, worker.rank, said.error):
+        pass  # this one, and all others, were ended
+    elif said.reason in LOST and job.saves.older is None:
         reason = f"{job.resume} cannot be resumed from: {said.error}"
         end_job(job, out, "failed", EXIT_GAVE_UP, reason)
     else:

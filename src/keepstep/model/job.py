@@ -146,6 +146,12 @@ class Migrate(Input, frozen=True):
     reason: str = "requested"
 
 
+class Rebalance(Input, frozen=True):
+    """Move ranks to spares in better places (see balance.py)."""
+
+    job: str
+
+
 class Drain(Input, frozen=True):
     """Move everything away from a node, and keep it empty."""
 
@@ -205,6 +211,7 @@ CoreInput = (
     | PlaceHealthy
     | Wake
     | Migrate
+    | Rebalance
     | Drain
     | Taint
     | Note

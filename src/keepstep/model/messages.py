@@ -153,6 +153,7 @@ class CopyFailed(Message, frozen=True):
         "side-state-missing",  # everybody who might have it was asked
         "side-state-unreachable",  # somebody who might have it did not answer
         "shards-missing",  # no rank and no vault has them
+        "checkpoint",  # it is damaged, or cannot be read from here
         "position",
         "refused",  # transparent: this process, or this place, cannot be moved like that
         "error",
@@ -438,8 +439,9 @@ class Release(Message, frozen=True):
 class Checkpoint(Message, frozen=True):
     """Held with no spare: write the state of the held tick to `path` (just-in-time checkpoint).
 
-    Every held rank writes its own side state; `lead` also writes the replicated state and the
-    dead ranks' side state, asked from `holders` (rank -> blob servers)."""
+    Every held rank writes its own side state, and its shards if it is the first that has them of
+    those that are not `gone`; `lead` also writes the replicated state, the side state of the dead
+    (rank -> blob servers) and what vaults have of those whose shards were `kept` there."""
 
     generation: int
     path: str
@@ -447,6 +449,8 @@ class Checkpoint(Message, frozen=True):
     tick: int
     world: int
     dead: dict[int, list[Address]] = {}
+    gone: list[int] = []
+    kept: list[int] = []
 
 
 class Snapshot(Message, frozen=True):
@@ -540,6 +544,8 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tick: int = 0
     where: str = ""
     steps_per_s: float = 0.0
+    own_ns: int = 0  # of the last steps, what the rank does alone; from the page, as the next
+    own_steps: int = 0
 
 
 class Hello(Message, frozen=True):

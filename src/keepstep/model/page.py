@@ -50,6 +50,8 @@ FIELDS = {
     # While it holds by itself (its buddy is lost, its step has failed): CLOCK_MONOTONIC of when it
     # last asked for what it waits for. 0: it was told to hold.
     "asked_ns": 112,
+    "own_ns": 120,  # median of what the last steps took before they met other ranks (pace.py)
+    "own_steps": 128,  # steps that were measured
 }
 
 WHERE = (
@@ -84,3 +86,5 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     hold: bool
     tick_marks: int = 0
     asked_ns: int = 0
+    own_ns: int = 0
+    own_steps: int = 0

@@ -136,6 +136,7 @@ class IncidentOpened(BaseRecord, frozen=True, kw_only=True):
     victims: list[int]
     reason: str
     target: str = ""  # node or slot to be emptied
+    toward: dict[int, str] = {}  # rank -> slot: there, or not at all
 
 
 class IncidentWidened(BaseRecord, frozen=True, kw_only=True):

@@ -28,6 +28,7 @@ class Constraints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     features: str = ""
     gpus: int = 0  # on each place
     gpu_type: str = ""
+    owner: str = ""  # whose pods are the places, as long as there are any: KIND/NAME
 
 
 class Provision(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,6 +53,13 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # When a lost place is well again: at once, when nothing has happened for a while, or not at all
     back: Literal["immediately", "quiet", "never"] = "immediately"
     quiet_ns: int = 600_000_000_000
+    # Ranks that are not where they belong move when nothing has happened for quiet_ns (balance.py)
+    rebalance: Literal["never", "when-free"] = "never"
+    # A rank whose own work takes `straggler_factor` times the median of all, for so long: nothing,
+    # a line for people, or a planned move to a spare
+    stragglers: Literal["off", "report", "move"] = "report"
+    straggler_factor: float = 1.5
+    straggler_after_ns: int = 60_000_000_000
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):

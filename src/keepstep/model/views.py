@@ -22,6 +22,7 @@ class RankView(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     committed_step: int
     state: str  # starting, running, holding, joining, dead, done
+    own_ms: float = 0.0  # of a step, what it does before it meets other ranks; 0: not known
 
 
 class UnderstudyView(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +72,7 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     trigger: Literal["planned", "pre-emptive", "unplanned"]
     # process-exit, node-lost, hang, device-error, connection, user, preempted; drain, migrate,
-    # taint, resume;
+    # rebalance, straggler, taint, resume;
     # start
     cause: str
     victims: list[int]
@@ -121,7 +122,7 @@ class PlanView(msgspec.Struct, frozen=True, kw_only=True):
     """What a request would lead to now; nothing was changed. Word for word `--plan-only --json`."""
 
     job: str
-    asked: str  # "migrate rank 2", "drain n1"
+    asked: str  # "migrate rank 2", "drain n1", "rebalance"
     moves: list[MoveView]
     rejected: list[RejectedView]  # alternatives, and why they are not used
     offers: list[OfferView] = []  # for moves that need the scheduler
@@ -168,3 +169,4 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     stall_timeout_ns: int = 0
     checkpoints: CheckpointsView | None = None
     priority: int = 0  # among the jobs of one orchestrator
+    stragglers: list[str] = []  # a sentence for each

@@ -57,6 +57,7 @@ STRUCTS = (
     IncidentView,
     bodies.MigrateRequest,
     bodies.DrainRequest,
+    bodies.RebalanceRequest,
     bodies.TaintRequest,
     bodies.UntaintRequest,
     bodies.CancelRequest,
@@ -80,6 +81,10 @@ class NotFound(UsageError):
     pass
 
 
+class Gone(UsageError):
+    pass
+
+
 class TooLarge(UsageError):
     pass
 
@@ -90,6 +95,7 @@ class Unauthorized(UsageError):
 
 STATUS: tuple[tuple[type[KeepstepError], int], ...] = (
     (NotFound, 404),
+    (Gone, 410),
     (TooLarge, 413),
     (Unauthorized, 401),
     (UsageError, 400),
@@ -178,7 +184,7 @@ def _add_reading(add: Routes, driver: Driver) -> None:
 
 
 def _add_planning(add: Routes, driver: Driver, offers: Offers | None) -> None:
-    async def answer(given: inputs.Migrate | inputs.Drain) -> Response:
+    async def answer(given: inputs.Migrate | inputs.Drain | inputs.Rebalance) -> Response:
         plan, ask = driver.core.plan(given)
         if ask is not None and offers is not None:
             plan = merged(plan, await offers(ask))
@@ -195,6 +201,12 @@ def _add_planning(add: Routes, driver: Driver, offers: Offers | None) -> None:
         check(driver, job)
         asked = await read(request, bodies.DrainRequest)
         return await answer(inputs.Drain(job=job, node=asked.node, reason=asked.reason))
+
+    @add("POST", "/v1/jobs/{job}/rebalance/plan", body=bodies.RebalanceRequest, answer=PlanView)
+    async def rebalance(request: Request, job: str) -> Response:
+        check(driver, job)
+        await read(request, bodies.RebalanceRequest)
+        return await answer(inputs.Rebalance(job=job))
 
 
 def _add_operating(add: Routes, driver: Driver) -> None:
@@ -217,6 +229,12 @@ def _add_operating(add: Routes, driver: Driver) -> None:
         check(driver, job)
         asked = await read(request, bodies.DrainRequest)
         return opened(driver, inputs.Drain(job=job, node=asked.node, reason=asked.reason))
+
+    @add("POST", "/v1/jobs/{job}/rebalance", body=bodies.RebalanceRequest, answer=bodies.Asked)
+    async def rebalance(request: Request, job: str) -> Response:
+        check(driver, job)
+        await read(request, bodies.RebalanceRequest)
+        return opened(driver, inputs.Rebalance(job=job))
 
     @add("POST", "/v1/jobs/{job}/taint", body=bodies.TaintRequest, answer=bodies.Ok)
     async def taint(request: Request, job: str) -> Response:
@@ -446,7 +464,7 @@ def done(driver: Driver, given: inputs.CoreInput) -> Response:
     return encoded(bodies.Ok())
 
 
-def opened(driver: Driver, given: inputs.Migrate | inputs.Drain) -> Response:
+def opened(driver: Driver, given: inputs.Migrate | inputs.Drain | inputs.Rebalance) -> Response:
     """The first incident opened is the one asked for; others may follow from it."""
     records = driver.submit(given).records
     incident = next(one.incident for one in records if isinstance(one, IncidentOpened))

@@ -16,7 +16,7 @@ from keepstep.core.operator import check_node
 from keepstep.errors import UsageError
 from keepstep.model.messages import Address
 from keepstep.model.views import JobView
-from keepstep.orchestrator.api import NotFound
+from keepstep.orchestrator.api import Gone, NotFound
 from keepstep.orchestrator.requests import Joined, JoinRequest, Peer
 
 PROMISE_NS = 60_000_000_000  # how long a name is kept for an agent that has not connected yet
@@ -32,6 +32,8 @@ class Desk:
         tokens: Tokens,
         peers: Callable[[], list[Peer]] = list,
         jobs: Callable[[], list[JobView]],
+        ended: Callable[[str], bool] = lambda job: False,
+        awaited: Callable[[str, str], tuple[str, int]] = lambda job, place: ("", 0),
         wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.authority = authority
@@ -40,6 +42,8 @@ class Desk:
         self._own_token = own_token
         self._stream = stream
         self._jobs = jobs  # live ones
+        self._ended = ended
+        self._awaited = awaited  # job, place -> the node whose agent is to run there, and its slots
         self._wall_ns = wall_ns
         self._promised: dict[tuple[str, str], int] = {}
 
@@ -57,7 +61,16 @@ class Desk:
             )
         wanted = asked.node or (kept.node if kept is not None else "")
         job = self._job(asked.job, wanted)
-        node = wanted or self._free_name(job)
+        slots = {one.node: one.slots for one in job.nodes}
+        node = wanted
+        if not node and asked.place:
+            node, slots[node] = self._awaited(job.job, asked.place)
+            if not node:
+                raise NotFound(
+                    f"job {job.job} needs no agent at {asked.place} now",
+                    hint="with --wait the agent waits until it does",
+                )
+        node = node or self._free_name(job)
         check_node(node, 1)
         if any(one.node == node and one.state == "connected" for one in job.nodes):
             raise UsageError(
@@ -76,11 +89,13 @@ class Desk:
             stream=self._stream,
             directory=job.directory,
             stall_timeout_ns=job.stall_timeout_ns,
-            slots=next((one.slots for one in job.nodes if one.node == node), 0),
+            slots=slots.get(node, 0),
             peers=self._peers(),
         )
 
     def _job(self, named: str, node: str) -> JobView:
+        if named and self._ended(named):
+            raise Gone(f"job {named} has ended", hint="nobody is to join it any more")
         live = [view for view in self._jobs() if named in ("", view.job)]
         if len(live) > 1 and node:
             live = [view for view in live if _waits_for(view, node)] or live

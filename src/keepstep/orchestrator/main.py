@@ -37,6 +37,7 @@ from keepstep.adapters.store.sqlite import SqliteLedger, lock_file, lock_path
 from keepstep.adapters.transport.tls import is_loopback, server_context
 from keepstep.core.orchestrator import Core
 from keepstep.errors import PermanentError, UsageError
+from keepstep.model.job import JobSpec
 from keepstep.model.messages import PROTOCOL, Address, TlsFiles
 from keepstep.model.schedule import AgentStart
 from keepstep.model.views import JobView
@@ -45,6 +46,7 @@ from keepstep.orchestrator.broker import Broker
 from keepstep.orchestrator.requests import Info, Peer
 from keepstep.orchestrator.server import AgentServer
 from keepstep.orchestrator.terms import Terms, enroll
+from keepstep.ports.election import Election
 from keepstep.ports.ledger import LedgerStore, Member
 from keepstep.ports.schedule import Scheduler
 from keepstep.runtime.driver import Driver
@@ -113,6 +115,7 @@ class Orchestrator:
         identity: Identity | None = None,
         tls: TlsFiles | None = None,
         scheduler: Scheduler | None = None,
+        election: Election | None = None,
     ) -> None:
         self.id = id
         self.home = home
@@ -126,7 +129,8 @@ class Orchestrator:
         self._tls = tls
         self._agents = AgentServer(token, tls)
         self.driver = Driver(Core(), store, self._agents)
-        self.terms = Terms(store, self.driver, self._agents, me)
+        self._election = election
+        self.terms = Terms(store, self.driver, self._agents, me, election=election)
         self.broker: Broker | None = None
         if scheduler is not None:
             self.broker = Broker(self.driver, scheduler, self.agent_start)
@@ -149,28 +153,31 @@ class Orchestrator:
         store: str = "",
         lease_s: float = LEASE_S,
         scheduler: Scheduler | None = None,
+        election: Callable[[Member, str], Election] | None = None,
     ) -> Orchestrator:
         """Listen, replay the ledger (or stand by), and write HOME/orchestrators/<id>.json."""
         registry.check_id(id)
         registry.prepare_home(home)
         registry.forget_dead(home)
-        # The lock of the id guards the file with the token: first the lock, then the look.
-        # A ledger of its own has that lock already.
-        id_lock = lock_file(lock_path(registry.ledger_path(home, id)), f"id {id}") if store else -1
-        opened: list[socket.socket] = []
-        ledger: LedgerStore | None = None
-        identity: Identity | None = None
-        try:
+        with contextlib.ExitStack() as undo:  # what was begun, if the rest fails
+            # The lock of the id guards the file with the token: first the lock, then the look.
+            # A ledger of its own has that lock already.
+            id_lock = -1
+            if store:
+                id_lock = lock_file(lock_path(registry.ledger_path(home, id)), f"id {id}")
+                undo.callback(os.close, id_lock)
             ledger = open_store(home, id, store, lease_s)
+            undo.callback(ledger.close)
+            undo.callback(ledger.release)
             before = registry.read(home, id)
             if before is not None:
                 port = port or int(before.url.rpartition(":")[2])
                 stream_port = stream_port or before.stream.port
-            rest = listen(host, port)
-            opened.append(rest)
-            stream = listen(host, stream_port)
-            opened.append(stream)
+            rest = undo.enter_context(listen(host, port))
+            stream = undo.enter_context(listen(host, stream_port))
             identity = None if is_loopback(host) else open_identity(home, id, store)
+            if identity is not None:
+                undo.callback(identity.close)
             scheme = "http" if identity is None else "https"
             me = Member(
                 id=id,
@@ -179,6 +186,9 @@ class Orchestrator:
                 stream=Address(host, stream.getsockname()[1]),
             )
             shared = await enroll(ledger, me)
+            elected = election(me, shared) if election is not None else None
+            if elected is not None:
+                undo.callback(elected.resign)
             kept = before.token if before is not None else secrets.token_urlsafe(32)
             self = cls(
                 id=id,
@@ -190,22 +200,13 @@ class Orchestrator:
                 identity=identity,
                 tls=identity.authority.serve_as(names_of(host)) if identity is not None else None,
                 scheduler=scheduler,
+                election=elected,
             )
             await self.terms.begin()
             if self.terms.role == "active":
                 check_history(ledger, before, self.jobs())
             await self._serve(rest, stream)
-        except BaseException:
-            for one in opened:
-                one.close()
-            if ledger is not None:
-                ledger.release()
-                ledger.close()
-            if identity is not None:
-                identity.close()
-            if id_lock >= 0:
-                os.close(id_lock)
-            raise
+            undo.pop_all()
         self._id_lock = id_lock
         log.info("orchestrator %s at %s is %s", id, self.url, self.terms.role)
         return self
@@ -232,6 +233,8 @@ class Orchestrator:
             await asyncio.gather(self._web_task, return_exceptions=True)
         self._store.release()
         self._store.close()
+        if self._election is not None:
+            await asyncio.to_thread(self._election.resign)
         if self._identity is not None:
             self._identity.close()
         if self.embedded or not live:
@@ -276,7 +279,7 @@ class Orchestrator:
     def agent_start(self, job: str, node: str) -> AgentStart:
         """On whatever machine: beyond loopback with a token for this one node."""
         spec = self.driver.core.state(job).spec
-        slots = next((one.slots for one in spec.nodes if one.name == node), spec.local_world)
+        slots = slots_of(spec, node)
         where, env = self.id, {"KEEPSTEP_HOME": str(self.home)}
         if self._identity is not None:
             where = self.url
@@ -313,7 +316,15 @@ class Orchestrator:
             tokens=self._identity.tokens,
             peers=self._peers,
             jobs=self.live_jobs,
+            ended=lambda job: self.driver.core.knows(job) and job not in self.driver.core.live(),
+            awaited=self._awaited,
         )
+
+    def _awaited(self, job: str, place: str) -> tuple[str, int]:
+        view = self.driver.core.capacity(job)
+        nodes = view.start.items() if view is not None else ()
+        node = next((node for node, at in nodes if at == place), "")
+        return node, slots_of(self.driver.core.state(job).spec, node)
 
     async def _keep_entry(self) -> None:
         """The file lists live jobs; refresh it when that list changes."""
@@ -357,6 +368,10 @@ class Orchestrator:
 
     def _peers(self) -> list[Peer]:
         return [Peer(id=m.id, url=m.url, stream=m.stream) for m in self.terms.members]
+
+
+def slots_of(spec: JobSpec, node: str) -> int:
+    return next((one.slots for one in spec.nodes if one.name == node), spec.local_world)
 
 
 def listen(host: str, port: int) -> socket.socket:

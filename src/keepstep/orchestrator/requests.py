@@ -24,6 +24,10 @@ class DrainRequest(Request, frozen=True, kw_only=True):
     reason: str = "drain"
 
 
+class RebalanceRequest(Request, frozen=True, kw_only=True):
+    pass
+
+
 class TaintRequest(Request, frozen=True, kw_only=True):
     target: str  # a node ("n1") or a slot ("n1/0")
     reason: str
@@ -58,6 +62,7 @@ class JoinRequest(Request, frozen=True, kw_only=True):
     token: str = ""
     job: str = ""  # needed where several jobs are live
     node: str = ""  # "": the first node of the job that has not joined, else a new one
+    place: str = ""  # the node that is to run here, as the job's scheduler names this machine
 
 
 # --------------------------------------------------------------------------- answers

@@ -15,6 +15,10 @@ renewal was asked for, we cut the agents off before anybody else can be active, 
 until we know more. An agent that hears no Alive for that time leaves by itself: this process may be
 stopped and unable to cut anything off.
 
+With an election (ports.election) only who is elected takes the lease of the store, and asks to be
+elected only after the store has answered. An active one that hears of another leader gives its
+lease back; one that cannot ask stays, for the store still says that it is the one (decision 26).
+
 A store without a lease time (SQLite) is ours as long as we live; it can only be out of reach.
 """
 
@@ -28,8 +32,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 from keepstep.core.orchestrator import Core
-from keepstep.errors import KeepstepError, NotActive, StoreUnavailable, TransientError, UsageError
+from keepstep.errors import (
+    KeepstepError,
+    NoRight,
+    NotActive,
+    StoreUnavailable,
+    TransientError,
+    UsageError,
+)
 from keepstep.orchestrator.server import AgentServer
+from keepstep.ports.election import Election
 from keepstep.ports.ledger import LedgerStore, Member
 from keepstep.runtime.driver import Driver
 
@@ -68,6 +80,7 @@ class Terms:
         agents: AgentServer,
         me: Member,
         *,
+        election: Election | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.members = [me]
@@ -76,6 +89,8 @@ class Terms:
         self._driver = driver
         self._agents = agents
         self._me = me
+        self._election = election
+        self._asking: asyncio.Task[str] | None = None  # who leads, while we are active
         self._monotonic = monotonic
         # Of its own: a renewal must not wait for others who ask the store.
         self._lessee = ThreadPoolExecutor(1, "keepstep-lease")
@@ -92,7 +107,7 @@ class Terms:
 
     async def begin(self) -> None:
         """The first try. Raises what makes the ledger unusable; it is not touched then."""
-        if await self._try_acquire():
+        if await self._try_acquire(first=True):
             await self._take_office()
 
     async def run(self) -> None:
@@ -118,16 +133,31 @@ class Terms:
         except StoreUnavailable as error:
             self._pause(error if self._ours else self._not_active(error.message))
 
-    async def _try_acquire(self) -> bool:
+    async def _try_acquire(self, *, first: bool = False) -> bool:
+        why = await self._why_not_elected(first) if self._election is not None else ""
         began = self._monotonic()
-        holder = await asyncio.to_thread(self._store.acquire)
-        self._ours = holder.instance == self._me.instance
+        holder = await asyncio.to_thread(self._store.acquire, take=not why)
+        self._ours = not why and holder.instance == self._me.instance
         self.active_url = holder.url
         if self._ours:
             self._until = began + (self._store.lease_s or 0.0)
-        else:
-            self._pause(self._not_active(f"orchestrator {holder.id} is active at {holder.url}"))
+        elif holder.instance:
+            why = f"orchestrator {holder.id} is active at {holder.url}"
+        if not self._ours:
+            self._pause(self._not_active(why or "nobody is active"))
         return self._ours
+
+    async def _why_not_elected(self, first: bool) -> str:
+        """ "" if we lead. A missing right is said at the start; later it may only seem to be."""
+        assert self._election is not None
+        await asyncio.to_thread(self._store.acquire, take=False)  # who cannot write must not lead
+        try:
+            leader = await asyncio.to_thread(self._election.campaign)
+        except (TransientError, NoRight) as error:
+            if first and isinstance(error, NoRight):
+                raise
+            return f"nobody says who leads ({error.message})"
+        return f"{leader} leads" if leader else ""
 
     def _not_active(self, why: str) -> NotActive:
         return NotActive(
@@ -154,6 +184,7 @@ class Terms:
                 if isinstance(self._driver.away, NotActive):
                     raise self._driver.away  # an append has noticed first
                 await self._renew()
+                await self._check_who_leads()
                 if self._driver.away is not None:
                     await self._take_office()
             except NotActive as lost:
@@ -190,6 +221,23 @@ class Terms:
         self._until = began + (self._store.lease_s or 0.0)
         self._agents.beat()
 
+    async def _check_who_leads(self) -> None:
+        """Beside the renewals, which must not wait for it. Raises NotActive."""
+        if self._election is None or (self._asking is not None and not self._asking.done()):
+            return
+        if self._asking is not None and (leader := self._asking.result()):
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._lessee, self._store.release)
+            raise NotActive(f"{leader} leads", hint="ask that one")
+        self._asking = asyncio.create_task(self._stay_elected(self._election))
+
+    async def _stay_elected(self, election: Election) -> str:
+        try:
+            return await asyncio.to_thread(election.campaign)
+        except (TransientError, NoRight) as error:
+            log.info("nobody says who leads: %s", error.message)
+            return ""
+
     # ----------------------------------------------------------------------- neither
 
     def _pause(self, why: TransientError) -> None:
@@ -200,7 +248,7 @@ class Terms:
         self._agents.drop()
 
     def _step_down(self, lost: NotActive) -> None:
-        self._ours = False
+        self._ours, self._asking = False, None
         self.active_url = lost.active
         self._pause(self._not_active(f"it lost its lease ({lost.message})"))
         self._driver.core = Core()  # what it knew grows old from now on

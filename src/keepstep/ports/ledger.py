@@ -48,8 +48,9 @@ class Lease(Protocol):
         """Become known. Returns the secret that all who share the ledger use as token ("": none
         is kept here). Raises UsageError if the id belongs to another process that is alive."""
 
-    def acquire(self) -> Member:
-        """Take the lease if it is free. Returns whoever has it now, which may be somebody else."""
+    def acquire(self, *, take: bool = True) -> Member:
+        """Take the lease if it is free, or only be seen. Returns whoever has it now, which may be
+        somebody else."""
 
     def renew(self) -> list[Member]:
         """Go on holding it. Returns all who are enrolled. Raises NotActive if it was taken."""

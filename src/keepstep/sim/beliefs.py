@@ -127,6 +127,7 @@ class Beliefs:
                 sealed = record.path
             elif isinstance(record, r.FellBack):
                 sticky[record.incident], checkpoint, resume = None, None, record.path
+                sealed = record.path
         slots = {f"{n.name}/{s}" for n in job.nodes.values() for s in n.slot_taints}
         pairs: tuple[tuple[str, object, object], ...] = (
             ("taints", tainted, {n.name for n in job.nodes.values() if n.taints} | slots),

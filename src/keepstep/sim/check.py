@@ -55,6 +55,7 @@ class Checker:
         self.job_ended: r.JobEnded | None = None
         self.open_incidents: dict[str, r.IncidentOpened] = {}
         self.sealed: r.CheckpointSealed | None = None
+        self.sealed_before: r.CheckpointSealed | None = None
         self.resume_tick = world.plan.resume_tick  # of the checkpoint that ranks start from
         self.victims: dict[str, set[int]] = {}  # of every incident, with those it was widened by
         # what was sent
@@ -147,12 +148,19 @@ class Checker:
 
     def _on_CheckpointSealed(self, record: r.CheckpointSealed) -> None:
         self.ensure(record.path in self.world.saved, f"{record.path} is on record, not on disk")
-        self.sealed = record
+        self.sealed_before, self.sealed = self.sealed, record
 
     def _on_FellBack(self, record: r.FellBack) -> None:
-        """Only if nothing else is left, and to the newest one. Then everything is as it was."""
+        """Only if nothing else is left, and to the newest one that can be read. Then everything is
+        as it was."""
         needless = recoverable(self.world)
         self.ensure(not needless, f"needless fall-back ({record.reason}): {needless}")
+        again = f"{record.path} cannot be read" in record.reason
+        self.ensure(not again, f"back to {record.path}, which cannot be read")
+        before = self.sealed_before
+        spoiled = self.sealed is not None and self.sealed.path == self.world.spoiled
+        if spoiled and before is not None and before.path == record.path:
+            self.sealed, self.sealed_before = before, None
         sealed = self.sealed
         newest = sealed is not None and (sealed.path, sealed.tick) == (record.path, record.tick)
         self.ensure(newest, f"back to {record.path}, and the newest one is {sealed}")
@@ -355,7 +363,7 @@ class Checker:
             return
         process = self.world.ranks.get(worker)
         job = self.world.orchestrator.core.state(self.world.plan.job)
-        if process is None or job.mode != "running" or job.ended is not None:
+        if process is None or job.mode != "running" or job.ended or job.capacity.yields:
             return
         healthy = process.alive and not (process.hung or process.stopped or process.was_stopped)
         self.ensure(not healthy, f"{worker} (rank {process.rank}) is fenced and was healthy")

@@ -141,7 +141,7 @@ def _hit_process(world: World, process: Rank, fault: Fault) -> None:
         process.stop()
         world.after(fault.length_ns, process.resume)
     elif fault.kind == "slow-down":
-        process.slow = SLOWER
+        process.slow, process.was_slow = SLOWER, True
         world.after(fault.length_ns, setattr, process, "slow", 1)
     elif fault.kind == "freeze":  # stopped beyond the limit
         process.stop()
@@ -310,7 +310,7 @@ def _take_back(world: World, process: Rank) -> None:
 
 
 def _hear(world: World, node: str, said: AgentSaid) -> None:
-    if node in world.orchestrator.peers:
+    if (world.plan.job, node) in world.orchestrator.peers:
         world.orchestrator.submit(said)
 
 
@@ -364,6 +364,16 @@ def _disk(world: World, fault: Fault) -> str:
     node.disk = fault.kind
     world.after(fault.length_ns, setattr, node, "disk", "")
     return f"of {node.name}"
+
+
+def _place(world: World, fault: Fault) -> str:
+    """From now on whichever rank is there takes longer than the others."""
+    for process in _bystander(world):
+        place = f"{process.node.name}/{process.slot}"
+        world.dragged[place] = 2 + world.random.randrange(2)
+        world.were_dragged.add(place)
+        return place
+    return ""
 
 
 def _slot(world: World, fault: Fault) -> str:
@@ -478,6 +488,7 @@ STRIKES: dict[str, Callable[[World, Fault], str]] = {
     "store": _store,
     "disk": _disk,
     "slot": _slot,
+    "place": _place,
     "echo": _echoes,
     "everyone": _everyone,
     "spare-node": _spare_node,

@@ -124,6 +124,8 @@ class Member(Keeper):
         self.begin_shard()
         plan = self.world.plan
         step_ns = plan.step_ns + self.world.random.randrange(plan.step_ns // 4)
+        step_ns *= self.world.dragged.get(f"{self.node.name}/{self.slot}", 1)
+        self.pace.begins(self.world.now)
         for pulse_ns in range(plan.stall_ns // 2, step_ns, plan.stall_ns // 2):
             self.after(pulse_ns, self._get_on)  # a long step shows that it gets on
         self.after(step_ns, self._computed)
@@ -133,6 +135,7 @@ class Member(Keeper):
 
     def _computed(self) -> None:
         self.marks += 1
+        self.pace.meets(self.world.now)
         if self.error:
             kind, self.error = self.error, ""
             self._interrupted(kind, False)

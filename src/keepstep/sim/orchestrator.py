@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from keepstep.core.orchestrator import EVERY_NODE, Core, Outcome
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
-from keepstep.model.job import AgentGone, AgentJoined, AgentSaid, CoreInput, Wake
+from keepstep.model.job import AgentGone, AgentJoined, AgentSaid, CoreInput, Submit, Wake
 from keepstep.model.records import Record
 from keepstep.sim.net import MS, SECOND, Connection
 
@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from keepstep.sim.world import World
 
 Given = tuple[CoreInput, Connection | None]
+Addressed = tuple[str, str, m.AgentCommand]  # job, node
 
 
 class SimOrchestrator:
     def __init__(self, world: World) -> None:
         self.world = world
+        self.worlds = {world.plan.job: world}  # one for each job
         self.disk: list[Record] = []
         self.core = Core()
         self.alive = True
@@ -40,7 +42,7 @@ class SimOrchestrator:
         self.inputs = 0
         self.crash_at: str = ""  # fault: "record" or "effect", at the next batch
         self.cut_short = False  # it is crashing, and some of its commands never left
-        self.peers: dict[str, Connection] = {}
+        self.peers: dict[tuple[str, str], Connection] = {}  # by job and node
         self._queue: deque[Given] = deque()
         self._writing: list[Record] | None = None
         self._wake_at = -1
@@ -59,9 +61,10 @@ class SimOrchestrator:
         self._queue.clear()
         self.peers.clear()
         self.paused = False
-        for connection in list(self.world.net.connections):
-            connection.server_open = False
-            self.world.after(2 * MS, connection.close, "agent")
+        for world in self.worlds.values():
+            for connection in list(world.net.connections):
+                connection.server_open = False
+                world.after(2 * MS, connection.close, "agent")
         self.world.trace("orchestrator crashed")
 
     def restart(self) -> None:
@@ -72,8 +75,10 @@ class SimOrchestrator:
         self.disk_full = False
         self.core = Core()
         self.core.replay(self.disk)
-        if self.disk:
-            self.world.checker.beliefs.replayed(self.core.state(self.world.plan.job), self.disk)
+        for job, world in self.worlds.items():
+            mine = [record for record in self.disk if record.job == job]
+            if mine:
+                world.checker.beliefs.replayed(self.core.state(job), mine)
         newest = max((record.at_ns for record in self.disk), default=0)
         # The wall clock may have been set back; the driver never starts before its ledger's end.
         self.clock_ns += self.world.random.choice((0, 0, -30 * SECOND, 5 * SECOND))
@@ -95,26 +100,26 @@ class SimOrchestrator:
     def receive(self, connection: Connection, message: m.AgentMessage) -> None:
         if not self.alive or connection.epoch != self.epoch:
             return
-        node = connection.node.name
+        job, node = at = _address(connection)
         given: CoreInput
         if isinstance(message, m.Hello):
-            old = self.peers.pop(node, None)
+            old = self.peers.pop(at, None)
             if old is not None:
                 old.server_open = False
                 old.close("agent")
-            self.peers[node] = connection
-            given = AgentJoined(job=self.world.plan.job, node=node, hello=message)
-        elif self.peers.get(node) is connection:
-            given = AgentSaid(job=self.world.plan.job, node=node, message=message)
+            self.peers[at] = connection
+            given = AgentJoined(job=job, node=node, hello=message)
+        elif self.peers.get(at) is connection:
+            given = AgentSaid(job=job, node=node, message=message)
         else:
             return
         self.submit(given, connection)
 
     def stream_lost(self, connection: Connection) -> None:
-        node = connection.node.name
-        if self.alive and self.peers.get(node) is connection:
-            del self.peers[node]
-            self.submit(AgentGone(job=self.world.plan.job, node=node))
+        job, node = at = _address(connection)
+        if self.alive and self.peers.get(at) is connection:
+            del self.peers[at]
+            self.submit(AgentGone(job=job, node=node))
 
     # ------------------------------------------------------------------ driver
 
@@ -136,7 +141,7 @@ class SimOrchestrator:
         except UsageError as error:
             self.world.trace(f"refused: {error.message}")
             return
-        self.world.handled(given, outcome)
+        self._show(given, outcome)
         if not outcome.records:
             self._act(self._addressed(outcome), outcome, given, connection)
             return
@@ -152,6 +157,17 @@ class SimOrchestrator:
             self.world.after(self.append_ns // 2, self._crash_now, self.epoch)
         wait = self.append_ns + self.world.random.randrange(self.append_ns)
         self.world.after(wait, self._written, self.epoch, outcome, given, connection)
+
+    def _show(self, given: CoreInput, outcome: Outcome) -> None:
+        """To everybody whose business it is."""
+        if len(self.worlds) == 1:
+            self.world.handled(given, outcome)
+            return
+        for job, world in self.worlds.items():
+            records = [record for record in outcome.records if record.job == job]
+            sends = [send for send in outcome.sends if send.job == job]
+            if records or sends or isinstance(given, Wake) or _job_of(given) == job:
+                world.handled(given, Outcome(records=records, sends=sends))
 
     def _crash_now(self, epoch: int) -> None:
         if epoch == self.epoch:
@@ -181,34 +197,37 @@ class SimOrchestrator:
 
     def _durable(self, records: list[Record]) -> None:
         self.disk.extend(records)
-        self.world.checker.durable(records)
+        for job, world in self.worlds.items():
+            world.checker.durable([record for record in records if record.job == job])
 
-    def _addressed(self, outcome: Outcome) -> list[tuple[str, m.AgentCommand]]:
+    def _addressed(self, outcome: Outcome) -> list[Addressed]:
         """One for each node: what goes to all of them may be cut off in the middle."""
-        found: list[tuple[str, m.AgentCommand]] = []
+        found: list[Addressed] = []
         for send in outcome.sends:
             if send.node == EVERY_NODE:
                 connected = self.core.state(send.job).connected()
-                found += [(node.name, send.command) for node in connected]
+                found += [(send.job, node.name, send.command) for node in connected]
             else:
-                found.append((send.node, send.command))
+                found.append((send.job, send.node, send.command))
         return found
 
     def _act(
         self,
-        sends: list[tuple[str, m.AgentCommand]],
+        sends: list[Addressed],
         outcome: Outcome,
         given: CoreInput,
         connection: Connection | None,
     ) -> None:
         if isinstance(given, AgentJoined) and connection is not None:
             connection.down(m.Accepted())
-        for node, command in sends:
-            self.world.checker.sent(node, command)
-            peer = self.peers.get(node)
+        for job, node, command in sends:
+            self.worlds[job].checker.sent(node, command)
+            peer = self.peers.get((job, node))
             if peer is not None:
                 peer.down(command)
-        self.world.acted()
+        for job, world in self.worlds.items():
+            if self.core.knows(job):
+                world.acted()
         news = not isinstance(given, AgentSaid) or not isinstance(given.message, m.Progress)
         if news or outcome.records or outcome.sends:
             self._arm()  # progress only moves deadlines away
@@ -239,3 +258,11 @@ class SimOrchestrator:
             self.submit(Wake())
         else:
             self._arm()
+
+
+def _address(connection: Connection) -> tuple[str, str]:
+    return connection.world.plan.job, connection.node.name
+
+
+def _job_of(given: CoreInput) -> str:
+    return given.spec.job if isinstance(given, Submit) else getattr(given, "job", "")

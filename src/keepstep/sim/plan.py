@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from keepstep.model.job import JobSpec, NodeSpec
 from keepstep.model.schedule import Policy, Provision
@@ -26,6 +27,9 @@ class Fault:
 FOREVER_NS = 1 << 60
 SAVED = "/saved/j"
 PROCESSES = ("victim", "source", "spare", "bystander", "understudy", "waiting", "asking")
+QUIET_NS = 20 * SECOND
+GRACE_NS = 15 * SECOND
+STRAGGLER_NS = 10 * SECOND
 CRASHES = ("crash", "record", "effect", "full")
 
 
@@ -50,12 +54,20 @@ class Plan:
     from_start: bool = False  # faults come while the ranks are being started
     resume_tick: int = 0  # the job starts from a checkpoint of this tick
     checkpoint_ns: int = 0  # time between periodic checkpoints; 0: there are none
+    spoiled: bool = False  # the first checkpoint that is read with another one before it is damaged
     answers: tuple[str, ...] = ()  # of a scheduler: give, refuse, late, silent; (): there is none
     pool: int = 0  # nodes without ranks to keep, by asking the scheduler
     racks: int = 0  # nodes stand in so many, and ranks stay within theirs
+    extra: int = 0  # slots of each node beyond those for its ranks
+    rebalance: bool = False
+    stragglers: Literal["report", "move"] = "report"
     migration: str = "unplanned"  # planned, pre-emptive, unplanned: what is going on
     faults: tuple[Fault, ...] = field(default_factory=tuple)
     job: str = "j"
+    priority: int = 0
+    preempts: bool = False  # it may take nodes from jobs of lower priority
+    beside: tuple[Plan, ...] = ()  # other jobs of the same orchestrator (several.py)
+    free: int = 0  # places that nobody uses; only with others
 
     @property
     def only_processes(self) -> bool:
@@ -100,15 +112,27 @@ class Plan:
     def rank_nodes(self) -> int:
         return self.ranks // self.per_node
 
+    @property
+    def slots(self) -> int:
+        return self.per_node + self.extra
+
+    def place(self, node: str) -> str:
+        return f"p-{node}" if self.job == "j" else f"p-{self.job}-{node}"
+
     def spec(self) -> JobSpec:
         names = [f"n{index}" for index in range(self.rank_nodes + self.spare_nodes)]
-        places = {name: f"p-{name}" for name in names}
-        provision = Provision(scheduler="sim", places=places, kinds=["idle"], back_after_ns=1)
+        places = {name: self.place(name) for name in names}
+        provision = Provision(
+            scheduler="sim",
+            places=places,
+            kinds=["idle", "preempt"] if self.preempts else ["idle"],
+            back_after_ns=1,
+        )
         return JobSpec(
             job=self.job,
             world=self.ranks,
             local_world=self.per_node,
-            nodes=[NodeSpec(name=name, slots=self.per_node) for name in names],
+            nodes=[NodeSpec(name=name, slots=self.slots) for name in names],
             spares=self.spares,
             understudies=self.understudies,
             redundancy="parity" if self.parity else "auto",
@@ -119,5 +143,14 @@ class Plan:
             checkpoints=SAVED if self.checkpoint_ns else "",
             checkpoint_interval_ns=self.checkpoint_ns,
             provision=provision if self.answers else None,
-            policy=Policy(dedicated=self.pool, within=["rack"] if self.racks else []),
+            policy=Policy(
+                priority=self.priority,
+                grace_ns=GRACE_NS,
+                dedicated=self.pool,
+                within=["rack"] if self.racks else [],
+                rebalance="when-free" if self.rebalance else "never",
+                quiet_ns=QUIET_NS,
+                stragglers=self.stragglers,
+                straggler_after_ns=STRAGGLER_NS,
+            ),
         )

@@ -14,6 +14,7 @@ from keepstep.model.page import NEWEST, Sample
 from keepstep.sim import training
 from keepstep.sim.groups import Group
 from keepstep.sim.net import SECOND
+from keepstep.sim.pace import OwnTime
 
 if TYPE_CHECKING:
     from keepstep.sim.node import SimNode
@@ -65,6 +66,7 @@ class Process:
         self.was_stopped = False
         self.hung = False
         self.slow = 1
+        self.was_slow = False
         self.error = ""  # to be raised in the next computation: "device" or "user"
         self.mode = "starting"
         self.epoch = 0
@@ -107,6 +109,7 @@ class Process:
         self.hold = False
         self.asked_ns = 0
         self.commit_ns = 0
+        self.pace = OwnTime()
         self.master = start.master
         wait = SECOND // 2 + world.random.randrange(SECOND)
         self.after(wait, self._started)
@@ -200,6 +203,8 @@ class Process:
             hold=self.hold,
             tick_marks=self.tick_marks,
             asked_ns=self.asked_ns,
+            own_ns=self.pace.own_ns,
+            own_steps=self.pace.steps,
         )
 
     def _started(self) -> None:

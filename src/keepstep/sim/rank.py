@@ -110,7 +110,10 @@ class Rank(Member):
             self.copy = command
             if command.checkpoint:
                 wait = self.world.plan.copy_ns
-                self.after(wait, self._copied, self._from_checkpoint(), None)
+                if self.world.is_spoiled(command.checkpoint):
+                    self.after(wait, self._copy_failed, "checkpoint", "a digest is another one")
+                else:
+                    self.after(wait, self._copied, self._from_checkpoint(), None)
             elif command.tick == 0:
                 self._pull((0, 0, training.first_own(self.rank)), list(command.sources))
             else:

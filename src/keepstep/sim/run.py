@@ -28,6 +28,8 @@ from keepstep.sim.losses import covered, recoverable
 from keepstep.sim.net import SECOND
 from keepstep.sim.plan import Fault, Plan
 from keepstep.sim.reasons import heard
+from keepstep.sim.seats import balanced, relieved
+from keepstep.sim.several import Several
 from keepstep.sim.shards import RENEW
 from keepstep.sim.world import World
 
@@ -84,9 +86,9 @@ class Run:
             if index == plan.missing:
                 continue
             if wait:
-                world.after(wait, world.join_node, f"n{index}", plan.per_node)
+                world.after(wait, world.join_node, f"n{index}", plan.slots)
             else:
-                world.add_node(f"n{index}", plan.per_node)
+                world.add_node(f"n{index}", plan.slots)
         world.submit()
         if plan.from_start:
             self._disturb()
@@ -103,6 +105,10 @@ class Run:
             self._check_gone()
             return
         if not plan.from_start:
+            if plan.stragglers == "move":
+                self._must(lambda: relieved(world), QUIET_NS, "a straggler stays where it is")
+            if plan.rebalance:
+                self._must(lambda: balanced(world), QUIET_NS, "ranks share a node, another is free")
             world.checker.prompt.deferred()
             self._heal()
         steps_ns = 5 * plan.step_ns
@@ -237,6 +243,7 @@ class Run:
             node.resume()
             node.disk = ""
         world.bad_slots.clear()
+        world.dragged.clear()
         for process in list(world.ranks.values()):
             process.resume()
             process.slow = 1
@@ -442,7 +449,7 @@ def run_plan(
     tracing: Callable[[str], None] | None = None,
     given: str = "",
 ) -> Result:
-    run = Run(plan, tracing)
+    run = Several(plan, tracing) if plan.beside else Run(plan, tracing)
     violation = ""
     try:
         run.play()

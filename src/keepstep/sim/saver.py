@@ -66,4 +66,6 @@ class Saver(Process):
             return
         world.saved = {kept: world.saved[kept] for kept in command.keep if kept in world.saved}
         world.saved[path] = dict(parts)
+        if world.spoiled == path:
+            world.spoiled = ""  # written anew
         self.say(m.Sealed(number=command.number, path=path))

@@ -10,6 +10,7 @@ from keepstep.errors import UsageError
 from keepstep.sim.net import MS, SECOND
 from keepstep.sim.plan import Fault, Plan
 from keepstep.sim.scheduler import SCHEDULER, scheduler_story
+from keepstep.sim.several import SEVERAL, several_jobs
 from keepstep.sim.stories import STORIES
 from keepstep.sim.stories_rare import APART, FALL_BACK
 from keepstep.sim.table import (
@@ -26,7 +27,10 @@ from keepstep.sim.table import (
 
 def draw_plan(seed: int) -> tuple[str, Plan]:
     """The world of a seed: half of them from the table or a story, half thrown together. Every
-    fourth has understudies beside its standbys, every eighth shards and parities."""
+    fourth has understudies beside its standbys, every eighth shards and parities; in one of a
+    hundred there are several jobs."""
+    if random.Random(f"several {seed}").random() < 0.01:
+        return find_plan(seed, SEVERAL)
     if random.Random(f"fallback {seed}").random() < 0.03:
         name, plan = find_plan(seed, FALL_BACK)
     else:
@@ -101,7 +105,8 @@ def find_plan(seed: int, name: str) -> tuple[str, Plan]:
     """`name` is a cell, a story, or empty for whatever the seed gives."""
     if not name:
         return draw_plan(seed)
-    stories = {**STORIES, SCHEDULER: scheduler_story}  # that one is only told if it is named
+    # These are only told if they are named.
+    stories = {**STORIES, SCHEDULER: scheduler_story, SEVERAL: several_jobs}
     if name in stories:
         return name, stories[name](seed, random.Random(f"{name} {seed}"))
     parts = name.split("/")

@@ -8,14 +8,17 @@ from dataclasses import replace
 
 from keepstep.sim.net import MS, SECOND
 from keepstep.sim.plan import Fault, Plan
+from keepstep.sim.table import PHASES
 
 FALL_BACK = "fall-back"
 LAST_HOLDERS = "last-holders"
 PARITY = "parity"
 PARITY_START = "parity-start"
 COME_BACK = "come-back"
+STRAGGLER = "straggler"
+REBALANCE = "rebalance"
 # In the common draw these would change the worlds of all other seeds.
-APART = frozenset({FALL_BACK, LAST_HOLDERS, PARITY, PARITY_START, COME_BACK})
+APART = frozenset({FALL_BACK, LAST_HOLDERS, PARITY, PARITY_START, COME_BACK, STRAGGLER, REBALANCE})
 
 
 def _full_disk(seed: int, draw: random.Random) -> Plan:
@@ -151,6 +154,7 @@ def _fall_back(seed: int, draw: random.Random) -> Plan:
         spare_nodes=draw.choice((2, 3, 5)),
         checkpoint_ns=draw.choice((1, 3)) * SECOND,
         faults=(*lost, *draw.choice(others)),
+        spoiled=draw.random() < 0.25,
     )
 
 
@@ -299,6 +303,43 @@ def _parity_start(seed: int, draw: random.Random) -> Plan:
     return Plan(seed=seed, migration="", missing=draw.randrange(4), parity=True, faults=(fault,))
 
 
+def _rebalance(seed: int, draw: random.Random) -> Plan:
+    """A node is lost, its ranks go to nodes that have their own, and then there is another node;
+    ranks go there when it is quiet. Something may happen meanwhile."""
+    at = draw.randrange(20, 60) * SECOND
+    others = (
+        Fault("orchestrator", draw.choice(("crash", "effect")), at_ns=at),
+        Fault("bystander", "crash", at_ns=at),
+        Fault("spare", "crash", phase=draw.choice(PHASES), delay_ns=draw.randrange(SECOND)),
+        Fault("spare-node", "crash", at_ns=at),
+    )
+    faults = (
+        Fault("agent", "crash", at_ns=draw.randrange(2 * SECOND)),
+        Fault("provider", "node", at_ns=draw.randrange(5, 30) * SECOND),
+        *draw.choice(((), (), *((one,) for one in others))),
+    )
+    spares = draw.choice((0, 1, 2))
+    plan = Plan(seed=seed, migration="", spare_nodes=0, spares=spares, faults=faults)
+    return replace(plan, extra=1, rebalance=True)
+
+
+def _straggler(seed: int, draw: random.Random) -> Plan:
+    """A place is slow, and whichever rank is there is moved. Something else may happen meanwhile,
+    or there is no spare, or the next place is slow, too."""
+    slow = Fault("place", "drag", at_ns=draw.randrange(3 * SECOND), length_ns=60 * SECOND)
+    at = draw.randrange(60 * SECOND)
+    others = (
+        Fault("orchestrator", draw.choice(("crash", "effect")), at_ns=at),
+        Fault("bystander", "crash", at_ns=at),
+        Fault("agent", "crash", at_ns=at),
+        Fault("place", "drag", at_ns=at, length_ns=60 * SECOND),
+    )
+    more = draw.choice(((), (), others[:1], others[1:2], others[2:3], others[3:]))
+    plan = Plan(seed=seed, migration="", step_ns=200 * MS, faults=(slow, *more))
+    lonely = draw.random() < 0.1
+    return replace(plan, stragglers="move", spares=0 if lonely else 2)
+
+
 RARE: dict[str, Callable[[int, random.Random], Plan]] = {
     "full-disk": _full_disk,
     "no-spare": _no_spare,
@@ -323,4 +364,6 @@ RARE: dict[str, Callable[[int, random.Random], Plan]] = {
     PARITY_START: _parity_start,
     COME_BACK: _come_back,
     FALL_BACK: _fall_back,
+    STRAGGLER: _straggler,
+    REBALANCE: _rebalance,
 }

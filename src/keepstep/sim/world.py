@@ -23,34 +23,49 @@ from keepstep.sim.check import Checker, Violation
 from keepstep.sim.net import MS, SECOND, Net
 from keepstep.sim.node import SimNode
 from keepstep.sim.orchestrator import SimOrchestrator
+from keepstep.sim.pace import Stragglers
 from keepstep.sim.plan import Plan
 from keepstep.sim.rank import Rank
 from keepstep.sim.saver import Saved
 from keepstep.sim.scheduler import SimScheduler
 
 EVENTS_MAX = 150_000  # a standby that hangs is given up after 300 virtual seconds
+Event = tuple[int, int, Callable[..., None], tuple[Any, ...]]
 SAYING = ("reason", "why", "message", "detail")  # fields of records that carry words
 
 
 class World:
-    def __init__(self, plan: Plan, tracing: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        tracing: Callable[[str], None] | None = None,
+        beside: World | None = None,
+    ) -> None:
+        """`beside`: the world of another job of the same orchestrator, which has the clock."""
         self.plan = plan
-        self.random = random.Random(plan.seed)
+        self._first = first = beside if beside is not None else self
+        own = first is self
+        self.random: random.Random = random.Random(plan.seed) if own else first.random
         self.now = 0
         self.events = 0
-        self._heap: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._heap: list[Event] = [] if own else first._heap
         self._sequence = 0
+        self._others: list[World] = []
         self._pid = 1000
-        self._digest = blake2b(digest_size=8)
+        self._digest: blake2b = blake2b(digest_size=8) if own else first._digest
         self._tracing = tracing
         self._cells: list[str] = []
         self.truth = training.undisturbed(plan.ranks, 64)
         self.target = 1 << 40  # the tick at which the script ends, once that is known
         self.checker = Checker(self)
+        self.stragglers = Stragglers(self.checker)
         self.net = Net(self)
         self.ranks: dict[str, Rank] = {}
         self.nodes: dict[str, SimNode] = {}
-        self.orchestrator = SimOrchestrator(self)
+        self.orchestrator: SimOrchestrator = SimOrchestrator(self) if own else first.orchestrator
+        if not own:
+            self.orchestrator.worlds[plan.job] = self
+            first._others.append(self)
         self.fired_faults: list[str] = []
         self.over = False
         self.watchers: list[Callable[[], None]] = []
@@ -59,20 +74,23 @@ class World:
         self.said: set[str] = set()  # reasons of decisions
         self.spawn_failures = 0
         self.echoes = False  # old answers arrive once more in the next attempt
+        self.dragged: dict[str, int] = {}  # place -> how much slower a rank is there
+        self.were_dragged: set[str] = set()
         self.bad_slots: dict[str, int] = {}  # place -> how many have been started there
         self.parts: dict[int, dict[int, Saved]] = {}  # on a shared disk: tick -> rank -> part
         self.saved: dict[str, dict[int, Saved]] = {}  # complete ones, by path
+        self.spoiled: str | None = None  # the one of them that is damaged; None: not chosen yet
         self.store_failure = ""  # of the next store to be opened: "refuse" or "mute"
 
     # ------------------------------------------------------------------ clock
 
     def at(self, time: int, work: Callable[..., None], *args: Any) -> None:
-        self._sequence += 1
-        heapq.heappush(self._heap, (time, self._sequence, work, args))
+        self._first._sequence += 1
+        heapq.heappush(self._heap, (time, self._first._sequence, work, args))
 
     def after(self, ns: int, work: Callable[..., None], *args: Any) -> None:
-        self._sequence += 1
-        heapq.heappush(self._heap, (self.now + ns, self._sequence, work, args))
+        self._first._sequence += 1
+        heapq.heappush(self._heap, (self.now + ns, self._first._sequence, work, args))
 
     def run(self, until: Callable[[], bool], limit_ns: int, *, ended: bool = False) -> bool:
         """True when `until` came true, or the job ended, before the virtual time was over.
@@ -84,14 +102,21 @@ class World:
             time, _, work, args = heapq.heappop(heap)
             if time > limit_ns:
                 heapq.heappush(heap, (time, 0, work, args))
-                self.now = limit_ns
+                self._set_clock(limit_ns)
                 return False
             self.now = time
+            if self._others:
+                self._set_clock(time)
             self.events += 1
             if self.events > EVENTS_MAX:
                 raise Violation(f"{EVENTS_MAX} events and no end")
             work(*args)
         return (self.over and not ended) or until()
+
+    def _set_clock(self, now: int) -> None:
+        self.now = now
+        for other in self._others:
+            other.now = now
 
     def next_pid(self) -> int:
         self._pid += 1
@@ -112,11 +137,16 @@ class World:
 
     def submit(self) -> None:
         self.orchestrator.submit(Submit(spec=self.plan.spec()))
-        if self.plan.answers:
+        if self.plan.answers and self.plan.job == "j":
             SimScheduler(self, self.plan.answers).tour()
 
     def blobs_at(self, address: m.Address) -> SimNode:
         return self.nodes[address.host]
+
+    def is_spoiled(self, path: str) -> bool:
+        if self.plan.spoiled and self.spoiled is None and len(self.saved) > 1:
+            self.spoiled = path if path == next(reversed(self.saved)) else None
+        return path == self.spoiled
 
     def store_at(self, address: m.Address) -> SimNode:
         return self.nodes[address.host] if address.host in self.nodes else self.nodes["n0"]
@@ -153,6 +183,7 @@ class World:
         line = _short(given)
         for record in outcome.records:
             line += f" | {type(record).__name__}"
+            self.stragglers.decided(record)
             for field in SAYING:
                 said = getattr(record, field, "")
                 if said:

@@ -2,8 +2,13 @@
 
 A directory with `state` (replicated state, one file), `rank-N.side` (side state of the held tick)
 and `rank-N.init` (record of init-time collectives) for every rank, dead ones too, and
-`manifest.json`, written last. A directory without a manifest is not a checkpoint. Periodic ones
-(periodic.py) have the same files, but `state` is a directory.
+`manifest.json`. Without the manifest and the side state of all ranks it is not a checkpoint.
+
+Where ranks have different shards there is no `state`, but `rank-N.state` and `rank-N.classes` (what
+is in it) of as many ranks as it takes, and `rank-N.vault` of dead ones whose shards nobody else
+has: what was kept for them (vaultfile.py).
+
+Periodic checkpoints (periodic.py) have the same files, but `state` is a directory.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from keepstep.errors import PermanentError, UsageError
 from keepstep.model import messages as m
-from keepstep.worker import blobs, transfer
+from keepstep.worker import blobs, statefile, vault, vaultfile
 
 if TYPE_CHECKING:
     from keepstep.worker.seat import Seat
@@ -34,15 +39,18 @@ def put(path: Path, data: bytes) -> None:
 
 
 def write(seat: Seat, command: m.Checkpoint) -> None:
+    """The side state comes last: once all ranks' are there, and the manifest, it is complete."""
     directory = Path(command.path)
     directory.mkdir(parents=True, exist_ok=True)
-    _refuse_shards(seat)
-    _write_side(directory, seat.rank, seat.page.held(-1), seat.page.held(command.tick))
     written = 0
+    if _sharded(seat):
+        written = _write_shards(directory, seat, command)
+    elif command.lead:
+        written = statefile.write_file(directory / "state", seat.state.export())
+    for rank in command.dead:
+        _write_dead(directory, seat, rank, command)
+    _write_side(directory, seat.rank, seat.page.held(-1), seat.page.held(command.tick))
     if command.lead:
-        for rank in command.dead:
-            _write_dead(directory, seat, rank, command)
-        written = transfer.write_file(directory / "state", seat.state.export())
         manifest = {
             "format": FORMAT,
             "tick": command.tick,
@@ -55,14 +63,23 @@ def write(seat: Seat, command: m.Checkpoint) -> None:
     )
 
 
-def _refuse_shards(seat: Seat) -> None:
-    """One rank writes for all, so what it writes must be what all have."""
+def _sharded(seat: Seat) -> bool:
     everybody = set(range(seat.world))
-    if any(set(seat.replicas.ranks[kind]) != everybody for kind in seat.state.classes()):
-        raise PermanentError(
-            "ranks of this job have different shards, which one cannot write",
-            hint="--checkpoint-dir writes all of them while all ranks live",
-        )
+    return any(set(seat.replicas.ranks[kind]) != everybody for kind in seat.state.classes())
+
+
+def _write_shards(directory: Path, seat: Seat, command: m.Checkpoint) -> int:
+    """Of those that have the same shards, the first one that is left writes."""
+    written = 0
+    for rank in command.kept:
+        fetched, _ = seat.redundancy.fetch(rank, command.dead[rank], seat.version)
+        written += vaultfile.write(directory / f"rank-{rank}.vault", fetched)
+    classes, ranks, gone = seat.state.classes(), seat.replicas.ranks, set(command.gone)
+    if any(min(set(ranks[kind]) - gone, default=-1) == seat.rank for kind in classes):
+        path = directory / f"rank-{seat.rank}.state"
+        written += statefile.write_file(path, seat.state.export())
+        put(path.with_suffix(".classes"), json.dumps(sorted(classes)).encode())
+    return written
 
 
 def _write_side(directory: Path, rank: int, init: bytes | None, side: bytes | None) -> None:
@@ -86,14 +103,42 @@ def read_side(directory: str, rank: int, kind: str) -> bytes | None:
     return path.read_bytes() if path.exists() else None
 
 
-def read_state(directory: str, rank: int, state: StateSet) -> int:
-    """Fill `state`, finish_import included. Returns the bytes of its tensors."""
+def read_state(directory: str, rank: int, state: StateSet) -> tuple[int, frozenset[str]]:
+    """Fill `state`, finish_import included. Returns the bytes of its tensors, and what nobody had
+    who wrote: `read_vault` has it."""
     path = Path(directory)
     if (path / "state").is_dir():
         from keepstep.worker import periodic  # PyTorch's checkpoints take a while to be imported
 
-        return periodic.read_state(path, rank, state)
-    return transfer.read_file(path / "state", state)
+        return periodic.read_state(path, rank, state), frozenset()
+    if (path / "state").exists():
+        return statefile.read_files([path / "state"], state)
+    return statefile.read_files(_parts_for(path, rank, state.classes()), state)
+
+
+def _parts_for(path: Path, rank: int, wanted: frozenset[str]) -> list[Path]:
+    """The most useful first, its own of equally useful ones; until all classes are there, or all
+    that somebody has written."""
+    have = {one: frozenset(json.loads(one.read_bytes())) for one in path.glob("rank-*.classes")}
+    own = path / f"rank-{rank}.classes"
+    order = sorted(have, key=lambda one: (-len(wanted & have[one]), one != own, one.name))
+    chosen: list[Path] = []
+    left = set(wanted)
+    for one in order:
+        if not chosen or left & have[one]:
+            chosen.append(one.with_suffix(".state"))
+            left -= have[one]
+    if not chosen:
+        raise PermanentError(f"{path} is damaged: it has no state")
+    return chosen
+
+
+def read_vault(directory: str, rank: int) -> tuple[vault.Fetched, str]:
+    """And from where, in words."""
+    path = Path(directory) / f"rank-{rank}.vault"
+    if not path.exists():
+        raise PermanentError(f"{directory} has no shards of rank {rank}")
+    return vaultfile.read(path), "the checkpoint"
 
 
 def tick_of(directory: str) -> int:

@@ -61,9 +61,13 @@ def wait_for_queue(stop: Callable[[], bool]) -> None:
     wait_for(_event, stop)
 
 
-def new_event() -> Any:
+def new_event(timing: bool = False) -> Any:
     make: Any = torch.cuda.Event  # untyped in torch
-    return make()
+    return make(enable_timing=timing)
+
+
+def record(event: Any) -> None:
+    event.record(torch.cuda.current_stream(home))
 
 
 def wait_for(event: Any, stop: Callable[[], bool]) -> None:

@@ -29,7 +29,7 @@ from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 
 from keepstep.worker import shards
-from keepstep.worker.state import memory, on_cpu
+from keepstep.worker.units import view
 from keepstep.worker.vault import VaultLine
 
 PAUSE = 64  # steps without a guess after a wrong one
@@ -65,23 +65,19 @@ class HostWay:
         return gradient.device.type == "cpu"
 
     def put(self, line: VaultLine, unit: int, version: int, gradient: torch.Tensor) -> Any:
-        return line.put_grad(unit, version, _view(gradient), early=True)
+        return line.put_grad(unit, version, view(gradient), early=True)
 
     def before_write(self, line: VaultLine, ticket: Any) -> None:
         line.wait_read(ticket)
 
     def look(self, gradient: torch.Tensor) -> Any:
-        return xxhash.xxh3_128_digest(_view(gradient))
+        return xxhash.xxh3_128_digest(view(gradient))
 
     def seen(self, look: Any) -> Any:
         return look
 
     def sent(self, line: VaultLine, ticket: Any) -> Any:
         return line.digest_sent(ticket)
-
-
-def _view(tensor: torch.Tensor) -> memoryview:
-    return memory(on_cpu(shards.local(tensor)))
 
 
 @dataclass

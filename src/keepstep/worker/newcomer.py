@@ -23,7 +23,7 @@ import msgspec
 
 from keepstep.errors import KeepstepError
 from keepstep.model import messages as m
-from keepstep.worker import blobs, checkpoint, codec, fsdp, groups, rng, transfer
+from keepstep.worker import blobs, checkpoint, codec, fsdp, groups, rng, transfer, vault
 from keepstep.worker.objects import Registered
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.redundancy import ShardsMissing
@@ -200,13 +200,13 @@ class Newcomer:
             if not self._acceptable(side, copy):
                 return False
             if copy.checkpoint:
-                copied = checkpoint.read_state(copy.checkpoint, seat.rank, seat.state)
+                copied, missing = checkpoint.read_state(copy.checkpoint, seat.rank, seat.state)
                 sources: list[int] = []
-                restored = ""
             else:
                 result = transfer.pull(copy.sources, copy.tick, seat.welcome.token, seat.state)
                 copied, sources = result.bytes_copied, sorted(result.used)
-                restored = self._restore(result.missing, side, copy)
+                missing = result.missing
+            restored = self._restore(missing, side, copy)
             self._adopt(side, copy)
             seat.redundancy.took_over(copy.holders)
         except transfer.SourceLost as error:
@@ -219,10 +219,12 @@ class Newcomer:
             self._failed(copy, "shards-missing", str(error))
             return False
         except transfer.DigestMismatch as error:
-            self._failed(copy, "digest", str(error), error.rank)
+            kind = "checkpoint" if copy.checkpoint else "digest"
+            self._failed(copy, kind, str(error), error.rank)
             return False
         except Exception as error:
-            self._failed(copy, "error", "".join(traceback.format_exception(error))[-4000:])
+            words = "".join(traceback.format_exception(error))[-4000:]
+            self._failed(copy, "checkpoint" if copy.checkpoint else "error", words)
             return False
         seat.channel.send(
             m.Copied(
@@ -245,8 +247,13 @@ class Newcomer:
         version = side["version"] if side is not None else 0
         if version == 0 and seat.natural == seat.line.about["natural"]:
             return "shards as the script builds them, before the first step"
-        updated = seat.redundancy.updated
-        return seat.redundancy.restore(missing, copy.holders, version, updated)
+
+        def fetch() -> tuple[vault.Fetched, str]:
+            if copy.checkpoint:
+                return checkpoint.read_vault(copy.checkpoint, seat.rank)
+            return seat.redundancy.fetch(seat.rank, copy.holders, version)
+
+        return seat.redundancy.restore(missing, version, seat.redundancy.updated, fetch)
 
     def _side_state(self, copy: m.Copy) -> tuple[str, dict[str, Any] | None]:
         if copy.tick == 0:

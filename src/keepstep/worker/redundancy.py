@@ -509,15 +509,19 @@ class Redundancy:
     # ------------------------------------------------------------------ in a newcomer
 
     def restore(
-        self, missing: frozenset[str], holders: list[Address], version: int, updated: list[str]
+        self,
+        missing: frozenset[str],
+        version: int,
+        updated: list[str],
+        fetch: Callable[[], tuple[vault.Fetched, str]],
     ) -> str:
-        """Bring everything to `version`; how, in words. Raises ShardsMissing, or
-        blobs.HoldersUnreachable when somebody who may have it did not answer."""
+        """Bring everything to `version`; how, in words. Raises ShardsMissing, and what `fetch`
+        raises."""
         known = {unit.name for unit in self.units} | {n for u in self.units for n in u.buffers}
         if not missing <= known:
             names = ", ".join(sorted(missing - known)[:3])
             raise ShardsMissing(f"no rank has {names}, and redundancy is {self.mode}")
-        fetched, where = self._fetch(holders, version)
+        fetched, where = fetch()
         if fetched.layout != self.layout:
             raise ShardsMissing("the vault holds another layout than this process has built")
         oldest = Replay(self._seat, self.units).run(fetched, version, updated)
@@ -528,14 +532,15 @@ class Redundancy:
             f"(up to {steps} step{'s' if steps != 1 else ''} replayed)"
         )
 
-    def _fetch(self, holders: list[Address], version: int) -> tuple[vault.Fetched, str]:
-        """And from where, in words."""
+    def fetch(self, rank: int, holders: list[Address], version: int) -> tuple[vault.Fetched, str]:
+        """What was kept for a rank, and where, in words. Raises ShardsMissing, or
+        blobs.HoldersUnreachable when somebody who may have it did not answer."""
         seat = self._seat
         silent: list[str] = []
         why = "nobody holds a vault"
         for holder in holders:
             try:
-                found = vault.fetch(holder, seat.welcome.token, seat.rank, version)
+                found = vault.fetch(holder, seat.welcome.token, rank, version)
                 whose = "the buddy" if self._parity is None else "its own agent"
                 return found, f"the vault of {whose}"
             except OSError as error:
@@ -544,14 +549,14 @@ class Redundancy:
                 why = str(error)
         if self._parity is not None:
             try:
-                return rebuild.rebuild(holders, seat.welcome.token, seat.rank, version)
+                return rebuild.rebuild(holders, seat.welcome.token, rank, version)
             except rebuild.NotRebuilt as error:
                 why = f"{why}; {error}"
             except OSError as error:
                 silent.append(str(error))
         if silent:
-            raise blobs.HoldersUnreachable(f"the vault of rank {seat.rank}: {'; '.join(silent)}")
-        raise ShardsMissing(f"state of rank {seat.rank} at step {version} is in no vault: {why}")
+            raise blobs.HoldersUnreachable(f"the vault of rank {rank}: {'; '.join(silent)}")
+        raise ShardsMissing(f"state of rank {rank} at step {version} is in no vault: {why}")
 
 
 def _content(gradient: torch.Tensor) -> Any:

@@ -76,6 +76,7 @@ class _Import:
     final: dict[str, Tensor] = field(default_factory=dict)
     described: dict[str, shards.Spec | None] = field(default_factory=dict)
     of: dict[str, str] = field(default_factory=dict)  # class
+    source: dict[str, int] = field(default_factory=dict)  # which of the metas
 
     def tree(self, entry: dict[str, Any]) -> Any:
         found = [shards.wrap(self.final[key], self.described[key]) for key in entry["tensors"]]
@@ -270,7 +271,7 @@ class StateSet:
                 pending.missing.add(name)
             else:
                 _require_same(name, tensor, parsed[at]["table"])
-                self._take(pending, name, parsed[at]["table"][name], tensor)
+                self._take(pending, name, at, tensor)
         _require_no_more(own, parsed[0]["table"], self.classes())
         for name in parsed[0]["optimizers"]:
             self._prepare_optimizer(pending, name)
@@ -279,10 +280,8 @@ class StateSet:
         self._import = pending
         return dict(pending.landing)
 
-    def _take(
-        self, pending: _Import, name: str, entry: tuple[Any, ...], own: Tensor | None
-    ) -> None:
-        dtype_name, shape, stride, device, described, _ = entry
+    def _take(self, pending: _Import, name: str, at: int, own: Tensor | None) -> None:
+        dtype_name, shape, stride, device, described, kind = pending.metas[at]["table"][name]
         dtype = codec.dtype_named(dtype_name)
         if own is not None and (own.dtype != dtype or tuple(own.shape) != shape):
             own = None
@@ -293,7 +292,7 @@ class StateSet:
             place = torch.empty_strided(shape, stride, dtype=dtype, device=_device(device))
         pending.final[name] = place
         pending.described[name] = described
-        pending.of[name] = entry[5]
+        pending.of[name], pending.source[name] = kind, at
         same = described is not None or place.stride() == stride
         if (place.device.type == "cpu" or pending.on_device) and same and dense(place):
             pending.landing[name] = place
@@ -317,9 +316,9 @@ class StateSet:
             for key in entry["tensors"] if entry is not None else ():
                 place = have.get(key.rsplit("/", 1)[1]) if isinstance(have, dict) else None
                 place = place if isinstance(place, Tensor) else None
-                self._take(pending, key, meta["table"][key], place)
+                self._take(pending, key, at, place)
         for key in pending.metas[0]["optimizers"][name]["groups"]["tensors"]:
-            self._take(pending, key, pending.metas[0]["table"][key], None)
+            self._take(pending, key, 0, None)
 
     def _prepare_object(self, pending: _Import, name: str, entry: dict[str, Any]) -> None:
         """An object is taken as a whole from the first source, or not at all."""
@@ -335,7 +334,7 @@ class StateSet:
             pending.missing.add(f"object/{name}")
             return
         for key in entry["tensors"]:
-            self._take(pending, key, table[key], None)
+            self._take(pending, key, 0, None)
 
     @property
     def missing(self) -> set[str]:
@@ -345,6 +344,10 @@ class StateSet:
     def provided_by(self) -> dict[str, str]:
         """The class of everything that is to be filled."""
         return dict(self._import.of) if self._import is not None else {}
+
+    def sources(self) -> dict[str, int]:
+        """From which of the metas everything that is to be filled comes."""
+        return dict(self._import.source) if self._import is not None else {}
 
     def presumed_equal(self) -> list[str]:
         """Parameters that are to be filled although nobody says that all ranks have the same."""

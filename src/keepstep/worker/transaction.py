@@ -27,6 +27,7 @@ from torch.optim.optimizer import (
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.worker import cuda, fsdp, groups, guard, results, rng
 from keepstep.worker.objects import Undo
+from keepstep.worker.pace import OwnTime
 from keepstep.worker.recovery import Recovery, Retry
 from keepstep.worker.seat import Seat
 
@@ -48,6 +49,7 @@ class Transactions:
         self._function: Any = None
         self._attached = {id(o): n for n, o in seat.optimizers.items()}
         self._guard = guard.Guard()
+        self._own = OwnTime(seat.page)
         register_optimizer_step_pre_hook(self._before_update)
         register_optimizer_step_post_hook(self._after_update)
         for model in seat.models.values():
@@ -81,6 +83,8 @@ class Transactions:
         """The last pass of a step, going by the step before: what will be published is known."""
         if self.running and self._step and not self._fenced and not self.warming:
             self._backwards += 1
+            if self._backwards == 1:
+                self._own.meets()
             last = self._backwards == self._usual.get(self.running)
             self.seat.redundancy.backward(last)
             if last:
@@ -222,6 +226,7 @@ class Transactions:
         )
         if step:
             seat.redundancy.begin()
+            self._own.begins()
         if seat.injector:
             seat.injector.begin(seat.version, seat.models.values())
         return self._undo
@@ -233,6 +238,7 @@ class Transactions:
 
     def _roll_back(self, undo: Undo) -> None:
         seat = self.seat
+        self._own.disturbed()
         undo_arguments = getattr(self._function, "undo", None)
         if undo_arguments is not None:
             undo_arguments()
@@ -285,6 +291,7 @@ class Transactions:
             self._fence_failed(error)
         self._passed = True
         seat.page.where("apply")
+        self._own.passed()
         return passed
 
     def _let_device_go(self) -> None:
@@ -350,6 +357,9 @@ class Transactions:
             self.recovery.hold(hold)
         elif snapshot >= 0 and seat.periodic is not None:
             seat.periodic.take(snapshot)
+        else:
+            return
+        self._own.disturbed()
 
     def _end(self) -> None:
         self._guard.close()

@@ -44,10 +44,9 @@ from keepstep.worker.serving import (
     send,
 )
 from keepstep.worker.state import StateSet, memory
-from keepstep.worker.statefile import DigestMismatch, read_file, write_file
+from keepstep.worker.statefile import DigestMismatch
 
-__all__ = ["DigestMismatch", "PullResult", "SourceLost", "SourceRefused"]
-__all__ += ["pull", "read_file", "write_file"]
+__all__ = ["DigestMismatch", "PullResult", "SourceLost", "SourceRefused", "pull"]
 
 BATCH_BYTES = 8 << 20
 PIECE_BYTES = 1 << 20  # copied and hashed while it is in the cache

@@ -29,11 +29,14 @@ from keepstep.adapters.schedule.kubernetes_api import (
     NotThere,
     Object,
 )
+from keepstep.adapters.schedule.kubernetes_lease import LeaseElection
 from keepstep.adapters.schedule.kubernetes_objects import Machine
+from keepstep.adapters.schedule.kubernetes_owners import Owners
 from keepstep.adapters.schedule.kubernetes_pods import LOOK_S, Pods
 from keepstep.adapters.schedule.kubernetes_records import Records
 from keepstep.errors import KeepstepError, NoRight, NoSpare, TransientError, UsageError
 from keepstep.model.schedule import (
+    START,
     AgentStart,
     Ask,
     Capabilities,
@@ -44,6 +47,7 @@ from keepstep.model.schedule import (
     Place,
     Spare,
 )
+from keepstep.ports.ledger import Member
 
 AT_ONCE_S = 5.0  # what is free or reserved is given at once, or somebody was faster
 FENCE_S = 2.0  # a kubelet that lives has ended a pod by then
@@ -71,6 +75,7 @@ class KubernetesScheduler:
         self.settings = settings
         self._api = Api(settings.kubeconfig, settings.context)
         self._pods = Pods(self._api)
+        self._owners = Owners(self._api, self._pods)
         self._records = Records(self._api, settings.namespace)
         self._mirrors: tuple[Mirror, Mirror] | None = None
         self._seen: dict[str, Place] = {}
@@ -79,6 +84,12 @@ class KubernetesScheduler:
     @property
     def server(self) -> str:
         return self._api.server
+
+    def election(self, me: Member, secret: str, lease_s: float) -> LeaseElection:
+        """Among the orchestrators of this namespace."""
+        name = f"{me.id}_{me.instance}"
+        space = self.settings.namespace
+        return LeaseElection(self._api, space, name, secret=secret, lease_s=lease_s)
 
     # ----------------------------------------------------------------------- looking
 
@@ -123,6 +134,8 @@ class KubernetesScheduler:
                 f"{count} nodes are wanted, and there are {len(fit)} that will do",
                 hint="see kubectl get nodes --show-labels",
             )
+        if constraints.owner:
+            self._owners.read(space, constraints.owner)
         self._check_rights(space, kinds)
 
     def _check_rights(self, space: str, kinds: list[Kind]) -> None:
@@ -155,7 +168,7 @@ class KubernetesScheduler:
                 Mirror(self._api, core.list_pod_for_all_namespaces),
             )
         nodes, pods = (mirror.look() for mirror in self._mirrors)
-        known = objects.machines(nodes, pods)
+        known = objects.machines(nodes, pods, self._pods.devices.look())
         self._records.pools(known)
         now = {name: one.place for name, one in known.items()}
         news = [place for name, place in now.items() if self._seen.get(name) != place]
@@ -172,7 +185,8 @@ class KubernetesScheduler:
 
     def spares(self, ask: Ask) -> list[Spare]:
         known = self._pods.machines()
-        return [
+        theirs = self._owners.spares(ask, self._space(ask.constraints), known)
+        return [Spare(place=pod["spec"]["nodeName"], kind="reserved") for pod in theirs] + [
             Spare(place=one, kind=kind)
             for kind in ask.kinds
             for one in self._free(known, ask, kind)
@@ -180,14 +194,7 @@ class KubernetesScheduler:
 
     def _free(self, known: dict[str, Machine], ask: Ask, kind: Kind) -> list[str]:
         """Places that this kind would take, best first."""
-        ok = {
-            name: one
-            for name, one in known.items()
-            if one.fits(ask.constraints)
-            and name not in ask.avoid
-            and ask.only in ("", name)
-            and ask.near.items() <= one.place.labels.items()
-        }
+        ok = {name: one for name, one in known.items() if one.suits(ask)}
         # Those first that share no failure domain with what they replace.
         shared = {n: len(ask.apart.items() & one.place.labels.items()) for n, one in ok.items()}
         ok = dict(sorted(ok.items(), key=lambda item: shared[item[0]]))
@@ -221,13 +228,16 @@ class KubernetesScheduler:
 
     def acquire(self, ask: Ask, timeout_s: float) -> Lease:
         end = time.monotonic() + timeout_s
-        before = self._pods.find(ask.job, ask.op)
+        before, space = self._pods.find(ask.job, ask.op), self._space(ask.constraints)
+        theirs = bool(ask.constraints.owner)
+        if any(map(objects.is_foreign, before)) or (theirs and ask.op == START):
+            return self._owners.adopt(ask, space, timeout_s)
         if before:
-            if any(map(objects.is_foreign, before)):
-                return self._adopt(ask, timeout_s)
             if any(objects.HELD in pod["metadata"].get("annotations", {}) for pod in before):
                 return self._given(ask)
             self._pods.delete(before)  # it waits for somebody who was killed
+        if theirs and self._owners.take(ask, space, self._pods.machines()):
+            return self._given(ask)
         tried: list[str] = []
         for kind in ask.kinds:
             limit_s = max(LOOK_S, end - time.monotonic())
@@ -235,6 +245,8 @@ class KubernetesScheduler:
             if not why:
                 return self._given(ask)
             tried.append(f"{kind}: {why}")
+        if theirs and self._owners.take(ask, space, self._pods.machines()):
+            return self._given(ask)  # their controller was faster
         raise NoSpare(f"Kubernetes has no place for job {ask.job} ({'; '.join(tried)})")
 
     def _given(self, ask: Ask) -> Lease:
@@ -242,17 +254,6 @@ class KubernetesScheduler:
         to = ", ".join(lease.places)
         self._records.migration(ask.job, ask.op, "Acquired", kind=lease.kind, to=to)
         return lease
-
-    def _adopt(self, ask: Ask, timeout_s: float) -> Lease:
-        """Pods of somebody else's controller are the places."""
-        end = time.monotonic() + timeout_s
-        while True:
-            for lease in self.leases(ask.job):
-                if lease.op == ask.op and len(lease.places) >= ask.count:
-                    return msgspec.structs.replace(lease, places=lease.places[: ask.count])
-            if time.monotonic() > end:
-                raise NoSpare(f"there are not {ask.count} pods with the label of job {ask.job}")
-            time.sleep(LOOK_S)
 
     def _try(self, ask: Ask, kind: Kind, limit_s: float) -> str:
         """Why it came to nothing; empty if it is held now."""
@@ -305,6 +306,8 @@ class KubernetesScheduler:
     def _create(self, ask: Ask, kind: Kind, terms: list[Object]) -> None:
         preempts = kind == "preempt"
         named = ask.constraints.qos or self.settings.priority_class
+        space, owner = self._space(ask.constraints), ask.constraints.owner
+        above = self._owners.read(space, owner) if owner else None
         for index in range(ask.count):
             pod = objects.agent_pod(
                 self.settings.template,
@@ -317,8 +320,9 @@ class KubernetesScheduler:
                 limits=ask.constraints,
                 terms=terms,
                 pool=ask.constraints.reservation if kind == "reserved" else "",
+                owner=above,
             )
-            self._pods.make(self._space(ask.constraints), pod)
+            self._pods.make(space, pod)
 
     def _await_bound(self, ask: Ask, limit_s: float) -> str:
         end = time.monotonic() + limit_s
@@ -338,6 +342,7 @@ class KubernetesScheduler:
     def release(self, lease: Lease) -> None:
         pods = self._pods.find(lease.job, lease.op)
         self._pods.delete([pod for pod in pods if not objects.is_foreign(pod)])
+        self._owners.let_go(pods)
 
     def abort_swap(self, job: str, op: str) -> None:
         if pods := self._pods.find(job, op):
@@ -350,11 +355,11 @@ class KubernetesScheduler:
         for pod in self._pods.find(job, op) if op else []:
             if pod["metadata"].get("annotations", {}).get(objects.INSTEAD) != place:
                 # The mark comes last: whoever is killed before it says all of it again.
-                to = pod["spec"]["nodeName"]
-                self._records.migration(job, op, "Done", to=to, **{"from": place})
-                self._records.event(
-                    pod, "Swapped", f"job {job}: {to} has taken the place of {place}"
-                )
+                to, above = pod["spec"]["nodeName"], self._owners.root(pod)
+                words = f"job {job}: {to} has taken the place of {place}"
+                self._records.migration(job, op, "Done", above, to=to, **{"from": place})
+                for one in filter(None, (pod, above)):
+                    self._records.event(one, "Swapped", words)
                 self._pods.note(pod, {objects.INSTEAD: place})
 
     # ----------------------------------------------------------------------- agents
@@ -364,7 +369,9 @@ class KubernetesScheduler:
         if not pods:
             raise TransientError(f"job {agent.job} has no pod on {place}")
         pod = pods[0]
-        if objects.is_foreign(pod):
+        (lease,) = objects.leases([pod])
+        if objects.is_foreign(pod):  # it asks by itself
+            self._records.migration(agent.job, lease.op, "Started", node=agent.node)
             return
         phase = pod.get("status", {}).get("phase")
         told = pod["metadata"].get("annotations", {}).get(objects.NODE)
@@ -379,7 +386,6 @@ class KubernetesScheduler:
         except Conflict:  # told before, but it has not begun: the token may be too old by now
             self._api.call(core.patch_namespaced_secret, pod["metadata"]["name"], space, secret)
         self._pods.note(pod, {objects.NODE: agent.node}, {objects.NODE: objects.label(agent.node)})
-        lease = objects.leases([pod])[0]
         self._records.migration(agent.job, lease.op, "Started", node=agent.node)
 
     def stop_agent(self, job: str, node: str) -> None:
@@ -455,8 +461,8 @@ class KubernetesScheduler:
         if self._shown.get(job) == wanted:
             return
         for pod in self._pods.find(job):
-            text = wanted.get(pod["spec"].get("nodeName", ""), "")
-            if pod["metadata"]["labels"].get(objects.RANK, "") != text:
+            text = wanted.get(pod["spec"].get("nodeName", ""))
+            if pod["metadata"]["labels"].get(objects.RANK) != text:
                 with contextlib.suppress(NotThere):
                     self._pods.note(pod, {}, {objects.RANK: text})
         self._shown[job] = wanted

@@ -75,11 +75,14 @@ class Api:
         self.scheduling = client.SchedulingV1Api(self._http)
         self.authorization = client.AuthorizationV1Api(self._http)
         self.custom = client.CustomObjectsApi(self._http)
+        self.coordination = client.CoordinationV1Api(self._http)
+        self._groups = client.ApisApi(self._http)
 
     def call(self, function: Callable[..., Any], *given: Any, **named: Any) -> Object:
+        named.setdefault("_request_timeout", CALL_S)
         for wait_s in (*SURE_S, None):
             try:
-                response = self._ask(function, *given, _request_timeout=CALL_S, **named)
+                response = self._ask(function, *given, **named)
                 break
             except NoRight:
                 if wait_s is None:
@@ -127,6 +130,24 @@ class Api:
         }
         create = self.authorization.create_self_subject_access_review
         return bool(self.call(create, body).get("status", {}).get("allowed"))
+
+    def preferred(self, group: str) -> str:
+        """The version of an API group that the server likes best; empty if it has none."""
+        for one in self.call(self._groups.get_api_versions).get("groups") or []:
+            if one["name"] == group:
+                return str(one["preferredVersion"]["version"])
+        return ""
+
+    def served(self, group: str) -> dict[str, str]:
+        """Resources of an API group, and the best version that has each."""
+        found: dict[str, str] = {}
+        for one in self.call(self._groups.get_api_versions).get("groups") or []:
+            for version in one["versions"] if one["name"] == group else ():
+                name = version["version"]
+                said = self.call(self.custom.get_api_resources, group, name)
+                for resource in said.get("resources") or []:
+                    found.setdefault(resource["name"], name)
+        return found
 
     def _ask(self, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
         try:

@@ -18,13 +18,14 @@ from typing import Any, get_args
 import msgspec
 
 from keepstep.adapters.schedule.kubernetes_api import GROUP, Object
-from keepstep.model.schedule import START, AgentStart, Constraints, Kind, Lease, Place
+from keepstep.model.schedule import START, AgentStart, Ask, Constraints, Kind, Lease, Place
 
 JOB, OP, KIND, RANK = f"{GROUP}/job", f"{GROUP}/op", f"{GROUP}/kind", f"{GROUP}/rank"
 NODE = f"{GROUP}/node"  # of the job, whose agent runs in the pod
 INDEX = f"{GROUP}/index"  # of the pod in its lease
 HELD = f"{GROUP}/held"  # the lease was complete at one time
 INSTEAD = f"{GROUP}/instead-of"
+ADOPTED = f"{GROUP}/adopted"  # somebody else's pod, which a job uses
 DEGRADED, FENCED = f"{GROUP}/degraded", f"{GROUP}/fenced"  # taints of ours
 REASON = f"{GROUP}/reason"  # why; a taint's value is too short for it
 SPARE = f"{GROUP}/spare"  # taint of nodes of a pool, by whoever made it
@@ -142,16 +143,29 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
             and all(self.labels.get(k) == v for k, v in selector(limits.features).items())
         )
 
+    def suits(self, ask: Ask) -> bool:
+        return (
+            self.fits(ask.constraints)
+            and self.place.name not in ask.avoid
+            and ask.only in ("", self.place.name)
+            and ask.near.items() <= self.place.labels.items()
+        )
 
-def machines(nodes: list[Object], pods: list[Object]) -> dict[str, Machine]:
+
+def machines(
+    nodes: list[Object], pods: list[Object], devices: dict[str, list[str]] | None = None
+) -> dict[str, Machine]:
+    """`devices`: node -> what is wrong with them."""
     there: dict[str, list[Occupant]] = defaultdict(list)
     for pod in pods:
         if (one := occupant(pod)) is not None:
             there[one.node].append(one)
-    return {node["metadata"]["name"]: _machine(node, there) for node in nodes}
+    names = {node["metadata"]["name"]: node for node in nodes}
+    bad = devices or {}
+    return {name: _machine(node, there, bad.get(name, [])) for name, node in names.items()}
 
 
-def _machine(node: Object, there: dict[str, list[Occupant]]) -> Machine:
+def _machine(node: Object, there: dict[str, list[Occupant]], devices: list[str]) -> Machine:
     meta, spec, status = node["metadata"], node.get("spec", {}), node.get("status", {})
     labels = meta.get("labels") or {}
     gpus = sum(
@@ -164,7 +178,7 @@ def _machine(node: Object, there: dict[str, list[Occupant]]) -> Machine:
         one for one in there[meta["name"]] if one.ours or (one.gpus > 0 if gpus else not one.daemon)
     ]
     taints = spec.get("taints") or []
-    state, reason, ours = _health(meta, spec, status, taints)
+    state, reason, ours = _health(meta, spec, status, devices)
     return Machine(
         place=Place(
             name=meta["name"],
@@ -182,8 +196,9 @@ def _machine(node: Object, there: dict[str, list[Occupant]]) -> Machine:
     )
 
 
-def _health(meta: Object, spec: Object, status: Object, taints: list[Object]) -> Any:
+def _health(meta: Object, spec: Object, status: Object, devices: list[str]) -> Any:
     """("", "", False) if nothing is wrong: how bad it is, why, and whether only we say so."""
+    taints = spec.get("taints") or []
     keys = {one["key"] for one in taints}
     said = str((meta.get("annotations") or {}).get(REASON, ""))
     conditions = {one["type"]: one for one in status.get("conditions") or []}
@@ -209,6 +224,7 @@ def _health(meta: Object, spec: Object, status: Object, taints: list[Object]) ->
         for kind, one in conditions.items()
         if FAULTS.match(kind) and one.get("status") == "True"
     ]
+    theirs += devices
     if theirs:
         return "degraded", "; ".join(theirs), False
     if DEGRADED in keys:
@@ -243,47 +259,14 @@ def selector(features: str) -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
-class Owner(msgspec.Struct, frozen=True, kw_only=True):
-    kind: str
-    name: str
-    index: int  # of the pod among those with ranks
-
-
-# Labels or annotations with the index of a pod, and with the name of what it belongs to.
-OWNERS = (
-    ("TrainJob", "jobset.sigs.k8s.io/job-global-index", "trainer.kubeflow.org/trainjob-name"),
-    ("PyTorchJob", "training.kubeflow.org/replica-index", "training.kubeflow.org/job-name"),
-    ("JobSet", "jobset.sigs.k8s.io/job-global-index", "jobset.sigs.k8s.io/jobset-name"),
-    ("Job", "batch.kubernetes.io/job-completion-index", "batch.kubernetes.io/job-name"),
-    ("Job", "batch.kubernetes.io/job-completion-index", "job-name"),
-)
-
-
-def owner(pod: Object) -> Owner | None:
-    """Who made it, if that is a training job: its place in the order of ranks is theirs to say."""
-    meta = pod["metadata"]
-    said = {**(meta.get("labels") or {}), **(meta.get("annotations") or {})}
-    for kind, index, name in OWNERS:
-        if name not in said:
-            continue
-        within = int(said.get("batch.kubernetes.io/job-completion-index", 0))
-        number = int(said.get(index, 0))
-        if kind == "PyTorchJob" and said.get("training.kubeflow.org/replica-type") == "worker":
-            number += 1  # behind the master, who is rank 0
-        if kind in ("TrainJob", "JobSet"):
-            # One Job with an index per pod, or several Jobs of one pod each.
-            number = within if "batch.kubernetes.io/job-completion-index" in said else number
-        return Owner(kind=kind, name=said[name], index=number)
-    return None
-
-
 def may_run(pod: Object) -> bool:
     return pod.get("status", {}).get("phase") not in ("Succeeded", "Failed")
 
 
 def is_foreign(pod: Object) -> bool:
     """Somebody else made it, for a job that its label names: it starts its agent itself."""
-    return OP not in (pod["metadata"].get("annotations") or {})
+    notes = pod["metadata"].get("annotations") or {}
+    return OP not in notes or ADOPTED in notes
 
 
 def leases(pods: list[Object], job: str = "") -> list[Lease]:
@@ -298,7 +281,7 @@ def leases(pods: list[Object], job: str = "") -> list[Lease]:
 
 
 def _lease(key: tuple[str, str], pods: list[Object]) -> Lease:
-    pods = sorted(pods, key=index_of)
+    pods = sorted(pods, key=order)
     notes = pods[0]["metadata"].get("annotations") or {}
     word = (pods[0]["metadata"].get("labels") or {}).get(KIND, "queue")
     return Lease(
@@ -312,12 +295,24 @@ def _lease(key: tuple[str, str], pods: list[Object]) -> Lease:
     )
 
 
-def index_of(pod: Object) -> int:
-    notes = pod["metadata"].get("annotations") or {}
-    if INDEX in notes:
-        return int(notes[INDEX])
-    made = owner(pod)
-    return made.index if made is not None else 0
+def order(pod: Object) -> tuple[int, int, str]:
+    """Of pods of one lease: as we have said, else as their controllers number them."""
+    meta = pod["metadata"]
+    index = (meta.get("annotations") or {}).get(INDEX)
+    return numbered(pod) if index is None else (int(index), 0, meta["name"])
+
+
+def numbered(pod: Object) -> tuple[int, int, str]:
+    """By its controller. A JobSet has one Job with an index for each pod, or several Jobs; a
+    PyTorchJob has a master before its workers."""
+    meta = pod["metadata"]
+    said = {**(meta.get("labels") or {}), **(meta.get("annotations") or {})}
+    if (replica := said.get("training.kubeflow.org/replica-index")) is not None:
+        worker = said.get("training.kubeflow.org/replica-type") == "worker"
+        return int(worker), int(replica), meta["name"]
+    job = int(said.get("jobset.sigs.k8s.io/job-global-index", 0))
+    within = int(said.get("batch.kubernetes.io/job-completion-index", 0))
+    return job, within, meta["name"]
 
 
 # ------------------------------------------------------------------------------------------- making
@@ -335,6 +330,7 @@ def agent_pod(
     limits: Constraints,
     terms: list[Object],
     pool: str = "",
+    owner: Object | None = None,
 ) -> Object:
     """A pod that holds a place. Its container starts when it is told what to run: until then a
     volume is missing."""
@@ -345,6 +341,8 @@ def agent_pod(
     marks = {JOB: job, OP: op, INDEX: str(index)}
     meta["annotations"] = {**(meta.get("annotations") or {}), **marks}
     meta["name"] = name
+    if owner is not None:  # and goes with it
+        meta["ownerReferences"] = [reference(owner)]
     container = (spec.get("containers") or [{}])[0]
     container.setdefault("name", "agent")
     container["command"] = ["sh", f"{MOUNT}/{TOLD}"]
@@ -373,20 +371,46 @@ def agent_pod(
     return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
 
 
+def claim(pod: Object, job: str, op: str, kind: Kind, index: int) -> tuple[Object, Object]:
+    """Annotations and labels that make somebody else's pod a place of a job."""
+    notes = {OP: op, INDEX: str(index), HELD: "true", ADOPTED: "true"}
+    if JOB not in (pod["metadata"].get("labels") or {}):  # their template has named no job
+        notes[JOB] = job
+    return notes, {JOB: label(job), OP: label(op), KIND: kind}
+
+
+def unclaim(pod: Object) -> tuple[Object, Object]:
+    ours = (JOB,) if JOB in pod["metadata"].get("annotations", {}) else ()
+    notes = dict.fromkeys((OP, INDEX, HELD, ADOPTED, INSTEAD, *ours))
+    return notes, dict.fromkeys((OP, KIND, RANK, *ours))
+
+
 def renewed(old: Object) -> Object:
     """The same pod once more, pinned to where it was, and told nothing."""
     meta, spec = old["metadata"], copy.deepcopy(old["spec"])
     spec["affinity"] = _affinity(meta["annotations"][JOB], on([spec.pop("nodeName")]))
     gone = (NODE, RANK)
-    kept = {
+    kept: Object = {
         name: {key: value for key, value in meta[name].items() if key not in gone}
         for name in ("labels", "annotations")
     }
+    if "ownerReferences" in meta:
+        kept["ownerReferences"] = meta["ownerReferences"]
     return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {"name": meta["name"], **kept},
         "spec": spec,
+    }
+
+
+def reference(one: Object) -> Object:
+    meta = one["metadata"]
+    return {
+        "apiVersion": one["apiVersion"],
+        "kind": one["kind"],
+        "name": meta["name"],
+        "uid": meta["uid"],
     }
 
 

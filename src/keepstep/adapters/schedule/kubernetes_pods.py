@@ -7,6 +7,7 @@ import time
 
 from keepstep.adapters.schedule import kubernetes_objects as objects
 from keepstep.adapters.schedule.kubernetes_api import Api, Conflict, NotThere, Object
+from keepstep.adapters.schedule.kubernetes_devices import Devices
 from keepstep.adapters.schedule.kubernetes_objects import Machine
 from keepstep.errors import TransientError, UsageError
 
@@ -17,11 +18,13 @@ END_S = 30.0  # a pod gets its own grace period within this time
 class Pods:
     def __init__(self, api: Api) -> None:
         self._api = api
+        self.devices = Devices(api)
 
     def machines(self) -> dict[str, Machine]:
         core = self._api.core
         nodes = self._api.items(core.list_node)
-        return objects.machines(nodes, self._api.items(core.list_pod_for_all_namespaces))
+        pods = self._api.items(core.list_pod_for_all_namespaces)
+        return objects.machines(nodes, pods, self.devices.look())
 
     def find(self, job: str = "", op: str = "") -> list[Object]:
         """Ours, or whatever pods somebody has labelled as a job's."""
@@ -38,10 +41,13 @@ class Pods:
             self._api.call(self._api.core.create_namespaced_pod, space, pod)
 
     def note(
-        self, pod: Object, notes: dict[str, str], labels: dict[str, str] | None = None
+        self, pod: Object, notes: Object, labels: Object | None = None, *, unchanged: bool = False
     ) -> None:
+        """`unchanged`: raise Conflict if the pod is not as it was read."""
         meta = pod["metadata"]
         body: Object = {"metadata": {"annotations": notes}}
+        if unchanged:
+            body["metadata"]["resourceVersion"] = meta["resourceVersion"]
         if labels:
             body["metadata"]["labels"] = labels
         self._api.call(self._api.core.patch_namespaced_pod, meta["name"], meta["namespace"], body)
@@ -73,7 +79,7 @@ class Pods:
         if grace_s is not None:
             body["gracePeriodSeconds"] = grace_s
         with contextlib.suppress(NotThere, Conflict):  # gone, or another one of that name
-            if objects.owner(pod) is not None and grace_s is None:
+            if objects.is_foreign(pod) and grace_s is None:
                 # Theirs: their controllers are told that it is a disruption, not a failure.
                 self._evict(meta)
                 return

@@ -19,7 +19,7 @@ from keepstep.adapters.schedule.kubernetes_api import (
     NotThere,
     Object,
 )
-from keepstep.adapters.schedule.kubernetes_objects import Machine, name_of
+from keepstep.adapters.schedule.kubernetes_objects import Machine, name_of, reference
 from keepstep.errors import KeepstepError, NoRight
 from keepstep.model.schedule import START
 
@@ -43,7 +43,9 @@ class Records:
         call = getattr(self._api.custom, verb)
         return self._api.call(call, GROUP, VERSION, space, "migrations", *given)
 
-    def migration(self, job: str, op: str, phase: str, **fields: str) -> None:
+    def migration(
+        self, job: str, op: str, phase: str, owner: Object | None = None, **fields: str
+    ) -> None:
         """For people who look; nothing depends on it."""
         if op == START:
             return
@@ -55,6 +57,8 @@ class Records:
             "spec": {"job": job, "op": op},
         }
         status = {**fields, "phase": phase, phase.lower(): _now()}
+        if owner is not None:
+            status["owner"] = f"{owner['kind']}/{owner['metadata']['name']}"
         try:
             with contextlib.suppress(Conflict):
                 self._migrations("create_namespaced_custom_object", space, body)
@@ -64,9 +68,10 @@ class Records:
         except KeepstepError as error:
             log.info("migration %s is not recorded: %s", name, error.message)
 
-    def event(self, pod: Object, reason: str, message: str) -> None:
-        meta = pod["metadata"]
-        about = {"apiVersion": "v1", "kind": "Pod", "name": meta["name"], "uid": meta["uid"]}
+    def event(self, one: Object, reason: str, message: str) -> None:
+        meta = one["metadata"]
+        # In a list objects do not say what they are.
+        about = reference({"apiVersion": "v1", "kind": "Pod", **one})
         body = {
             "metadata": {"generateName": f"{meta['name']}.", "namespace": meta["namespace"]},
             "involvedObject": {**about, "namespace": meta["namespace"]},

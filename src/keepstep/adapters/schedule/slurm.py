@@ -41,6 +41,8 @@ from keepstep.model.schedule import (
 )
 
 AT_ONCE_S = 5.0  # what is free or reserved is given at once, or somebody was faster
+# Nodes that have just left an allocation say that they are idle long before they can be had.
+IDLE_TRIES = 3
 STEP_S = 30.0
 LOOK_S = 0.05
 STEP = "keepstep-"  # how names of our steps begin
@@ -155,8 +157,8 @@ class SlurmScheduler:
         tried: list[str] = []
         ask = self._inside(ask)
         for kind in ask.kinds:
-            flags, why = self._flags(kind, ask)
-            if not why:
+            tries, why = self._tries(kind, ask)
+            for flags in tries:
                 limit_s = max(LOOK_S, end - time.monotonic())
                 if kind in ("reserved", "idle"):
                     limit_s = min(AT_ONCE_S, limit_s)
@@ -177,24 +179,26 @@ class SlurmScheduler:
     def _of(self, job: str, op: str) -> Lease | None:
         return next((lease for lease in self.leases(job) if lease.op == op), None)
 
-    def _flags(self, kind: Kind, ask: Ask) -> tuple[list[str], str]:
-        """Or why it is of no use to try."""
+    def _tries(self, kind: Kind, ask: Ask) -> tuple[list[list[str]], str]:
+        """Flags to try in turn, or why that is of no use."""
         avoid = ["--exclude", ",".join(ask.avoid)] if ask.avoid else []
         if kind == "reserved":
             if not ask.constraints.reservation:
                 return [], "no reservation is named"
             if not any(one.kind == kind for one in self.spares(ask)):
                 return [], "all of its nodes are used"
-            return [*avoid, f"--reservation={ask.constraints.reservation}"], ""
+            return [[*avoid, f"--reservation={ask.constraints.reservation}"]], ""
         if kind == "idle":
             free = [name for name in self._idle(ask) if name not in ask.avoid]
             if len(free) < ask.count:
                 return [], "no node is idle"
             # By name: anything else could cost somebody else their nodes.
-            return [f"--nodelist={','.join(free[: ask.count])}"], ""
+            firsts = range(0, len(free) - ask.count + 1, ask.count)
+            names = [",".join(free[i : i + ask.count]) for i in firsts[:IDLE_TRIES]]
+            return [[f"--nodelist={one}"] for one in names], ""
         if kind == "preempt" and not self.capabilities().preempt:
             return [], "preemption is switched off"
-        return avoid, ""
+        return [avoid], ""
 
     def _allocate(self, ask: Ask, kind: Kind, flags: list[str], limit_s: float) -> str:
         """Why not; empty if it was given."""

@@ -189,12 +189,12 @@ class PostgresLedger:
             )
         return secret
 
-    def acquire(self) -> Member:
+    def acquire(self, *, take: bool = True) -> Member:
         def work(db: Connection) -> tuple[Any, ...]:
             for statement in SET_BACK:
                 db.execute(statement)
             db.execute(ENROLL, self._me)
-            taken = db.execute(ACQUIRE, self._me).fetchone()
+            taken = db.execute(ACQUIRE, self._me).fetchone() if take else None
             self._token = int(taken[0]) if taken is not None else self._token
             return self._holder(db)
 

@@ -98,7 +98,7 @@ class SqliteLedger:
         self._me = me
         return ""
 
-    def acquire(self) -> Member:
+    def acquire(self, *, take: bool = True) -> Member:
         assert self._me is not None, "enroll first"
         return self._me  # whoever has this object has the lock
 

@@ -589,6 +589,8 @@ class AgentMachine:
                     tick=sample.tick,
                     where=sample.where,
                     steps_per_s=process.rate.observe(now_ns, sample),
+                    own_ns=sample.own_ns,
+                    own_steps=sample.own_steps,
                 )
             states.append(state)
         return states
