@@ -36,7 +36,7 @@ def main() -> int:
         print(f"error: {reason}", file=sys.stderr)
         return 2
     fired: dict[str, int] = {}
-    runs, begun, commit = 0, time.monotonic(), _commit()
+    runs, begun, commit, text = 0, time.monotonic(), _commit(), ""
     traffic = dict.fromkeys(
         ["messages", "bytes", "corrupt", "missing", "resent_chunks", "path_losses"], 0
     )
