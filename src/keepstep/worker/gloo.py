@@ -99,23 +99,35 @@ def _listening(sock: socket.socket) -> bool:
 
 
 def shutdown(meshes: Iterable[Mesh]) -> int:
+    count = 0
+    for sock in _connections(meshes):
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+            count += 1
+    return count
+
+
+def connected(meshes: Iterable[Mesh]) -> bool:
+    """Their backends have connections that they have not closed."""
+    return any(True for _ in _connections(meshes))
+
+
+def _connections(meshes: Iterable[Mesh]) -> Iterator[socket.socket]:
     incoming: set[Address] = set()
     outgoing: set[Address] = set()
     for mesh in meshes:
         incoming |= mesh.incoming
         outgoing |= mesh.outgoing
     if not incoming and not outgoing:
-        return 0
-    count = 0
+        return
     for _, sock in tcp_sockets():
-        with contextlib.suppress(OSError):
-            if _listening(sock):
-                continue
-            peer = address(sock.getpeername())  # raises unless connected
-            if peer in outgoing or address(sock.getsockname()) in incoming:
-                sock.shutdown(socket.SHUT_RDWR)
-                count += 1
-    return count
+        try:
+            peer = None if _listening(sock) else address(sock.getpeername())
+            ours = peer in outgoing or address(sock.getsockname()) in incoming
+        except OSError:  # not connected
+            continue
+        if peer is not None and ours:
+            yield sock
 
 
 def after_fork() -> None:

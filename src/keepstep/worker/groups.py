@@ -14,7 +14,9 @@ What the user's script creates is made solo or real by frontend.py.
 
 A gloo backend's destructor runs its queue empty and joins its threads. Once it has returned
 nothing of the old generation can write into a gradient any more; go_solo and swap therefore insist
-that theirs was the last reference. NCCL's are aborted instead, and the device drained.
+that theirs was the last reference. An operation that gloo has forgotten (asleep.py) never ends, but
+without connections it cannot write either: it is left behind. NCCL's are aborted instead, and the
+device drained.
 
 Threads: abort() from any; stage() in a builder thread; everything else in the main thread.
 """
@@ -39,11 +41,12 @@ import torch.distributed.distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from keepstep.errors import LocalProtocolError, PermanentError, UsageError
-from keepstep.worker import cuda, frontend, gloo, guard, nccl
+from keepstep.worker import asleep, cuda, frontend, gloo, guard, nccl
 from keepstep.worker import fence as fences
 from keepstep.worker.fence import Fence
 
 RELEASE_TIMEOUT_S = 10.0
+FORGOTTEN_S = 1.0  # an operation without connections that sleeps for so long sleeps for ever
 RENDEZVOUS_TIMEOUT_S = 7 * 86_400.0  # ended by abort() or the end of the store, not by a clock
 
 _ext: Any = None
@@ -256,7 +259,10 @@ def _release(old: list[tuple[str, Any]], meshes: list[gloo.Mesh]) -> None:
             if not collected:
                 collected = bool(gc.collect() or True)  # an exception's frames may be in a cycle
             time.sleep(0.001)
+        holder = [backend]
         del backend
+        if name not in kept:
+            _destroy(holder, meshes)
     if kept:
         raise PermanentError(
             f"backends of groups {', '.join(sorted(kept))} are still in use elsewhere in the "
@@ -264,6 +270,23 @@ def _release(old: list[tuple[str, Any]], meshes: list[gloo.Mesh]) -> None:
             hint="do not keep the result of ProcessGroup._get_backend()",
         )
     gloo.forget(meshes)
+
+
+def _destroy(holder: list[Any], meshes: list[gloo.Mesh]) -> None:
+    """The destructor waits for the backend's threads: in a thread of its own, for one of them may
+    never end."""
+    done = threading.Event()
+
+    def destroy() -> None:
+        holder.clear()
+        done.set()
+
+    threading.Thread(target=destroy, name="keepstep-destroy", daemon=True).start()
+    operations = asleep.operations()
+    while not done.wait(asleep.LOOK_S):
+        slept_s = operations.slept_s()
+        if meshes and slept_s >= FORGOTTEN_S and not gloo.connected(meshes):
+            return
 
 
 # --------------------------------------------------------------------------------- stage and swap
