@@ -188,7 +188,7 @@ def test_clients_find_the_active_one_through_the_standby(within: Within) -> None
     async def scenario(cluster: Cluster) -> None:
         a, b = await cluster.start("a"), await cluster.start("b")
         a.driver.submit(Submit(spec=spec()))
-        await until(lambda: len(a.terms.members) == 2, "both are known")
+        await until(lambda: len(a.terms.members) == 2 and a.jobs(), "both, and the job, are known")
 
         def operate() -> None:
             client = Client(b.url, b.token)

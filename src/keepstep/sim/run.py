@@ -67,6 +67,7 @@ class Run:
     def __init__(self, plan: Plan, tracing: Callable[[str], None] | None = None) -> None:
         self.plan = plan
         self.world = World(plan, tracing)
+        self.worlds = {plan.job: self.world}
         self.waiting: list[Fault] = []
         self.pending = 0  # faults that have not struck
         self.missed = 0
@@ -468,7 +469,7 @@ def run_plan(
         inputs=world.orchestrator.inputs,
         virtual_s=world.now / SECOND,
         digest=world.digest(),
-        fired=tuple(world.fired_faults),
+        fired=tuple(fault for one in run.worlds.values() for fault in one.fired_faults),
         in_phase=run.missed == 0,
         outcome=ended.view.state if ended is not None else "running",
         reasons=heard(world.said),
