@@ -263,6 +263,8 @@ def test_of_two_jobs_the_one_of_higher_priority_is_served_and_the_other_one_yiel
     def new(world: World) -> str:
         """The node that it was given."""
         for one in worlds:
+            one.step()
+            one.progress()
             one.run(1)
         view = world.core.capacity(world.spec.job)
         assert view is not None
