@@ -48,7 +48,7 @@ def move(job: Keepstep) -> dict[str, Any]:
         "the end of the move",
         every_s=ASK_S,
     )
-    incident = job.incidents()[-1]
+    incident = job.incidents()[known]  # if it was undone, others follow
     if incident["outcome"] != "RESOLVED":
         raise RuntimeError(f"the move failed: {incident['reason']}")
     job.until(lambda: job.step() > before + 3, "the next steps")

@@ -67,9 +67,10 @@ class Block(nn.Module):
 
 if rank == 0:
     width, layers, heads = SIZES[args.size]
-    body = [Block(width, heads) for _ in range(layers)]
-    net = nn.Sequential(nn.Embedding(VOCABULARY, width), *body, nn.Linear(width, VOCABULARY))
-    net = net.to(device, torch.bfloat16)
+    with device:  # there it takes no time
+        body = [Block(width, heads) for _ in range(layers)]
+        net = nn.Sequential(nn.Embedding(VOCABULARY, width), *body, nn.Linear(width, VOCABULARY))
+    net = net.to(torch.bfloat16)
     batch = torch.randint(VOCABULARY, (args.rows, TOKENS), device=device)
 else:
     net = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8))

@@ -43,7 +43,8 @@ def main() -> None:
         return
     ctypes.CDLL("libcudart.so.13", ctypes.RTLD_GLOBAL)
     named = socket.socket(socket.AF_UNIX)  # as CUDA's driver has one
-    named.bind(f"\0keepstep-test-{os.environ['RANK']}-{os.getpid()}")
+    name = f"\0keepstep-test-{os.environ['RANK']}-{os.getpid()}"
+    named.bind(name.ljust(108, "\0"))  # all the room that a name has
     named.listen()
     pretend()
     at = allocate()

@@ -175,8 +175,9 @@ def allocate(size):
     return at
 def move(what):
     error = ctypes.create_string_buffer(500)
+    parts = (3,) if what == "save" else ()
     code = getattr(library, "keepstep_segments_" + what)(
-        folder.encode(), 3, error, ctypes.c_size_t(500))
+        folder.encode(), *parts, error, ctypes.c_size_t(500))
     return code, error.value.decode()
 def numbers():
     known, present = u64(), u64()
@@ -201,6 +202,14 @@ assert move("save") == (0, ""), "saved"
 assert numbers() == (total, 0)
 assert sum(os.path.getsize(os.path.join(folder, n)) for n in os.listdir(folder)) == total
 assert move("save")[0] == -1  # twice
+late = allocate(6 << 20)  # segments come and go while the others are away
+ctypes.memmove(late, b"late" * (6 << 18), 6 << 20)
+assert library.cudaFree(places.pop(1)) == 0
+del contents[1]
+places.append(late)
+contents.append(b"late" * (6 << 18))
+total += (6 << 20) - (2 << 20)
+assert numbers() == (total, 6 << 20), numbers()
 libc.setenv(b"FAKE_CUDA_FAIL", b"cuMemCreate=2", 1)
 code, error = move("load")
 assert code == -1 and "old address" in error, error

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import shutil
 import signal
 import socket
@@ -359,12 +360,16 @@ class Standby:
         the image they become others of the same length: it has no sums."""
         taken = set(preflight.unix_sockets(os.getpid()).values())
         for name in taken.intersection(names):
-            others = (name[:-1] + letter for letter in string.ascii_letters)
+            head, tail = _without_last(name)
+            others = (head + letter + tail for letter in string.ascii_letters)
             free = next(other for other in others if other not in taken)
-            old, new = (b"\0" + one[1:].encode() for one in (name, free))
+            taken.add(free)
+            # What is shown as @ is a zero, or an @; some names have a zero at every unused place.
+            old = re.compile(b"\0" + re.escape(name[1:].encode()).replace(b"@", b"[@\0]"))
+            new = free.encode().replace(b"@", b"\0").replace(b"\\", rb"\\")
             for path in (self._folder / "files.img", self._folder / "unixsk.img"):
                 if path.exists():
-                    path.write_bytes(path.read_bytes().replace(old, new))
+                    path.write_bytes(old.sub(new, path.read_bytes()))
 
     def _restore(self, begun: i.ImageBegun, tell: int) -> int:
         """In the new namespaces."""
@@ -390,6 +395,12 @@ class Standby:
         if done.returncode != 0:
             os._exit(1)
         return begun.pid
+
+
+def _without_last(name: str) -> tuple[str, str]:
+    """What is before and behind the last letter of a socket's name."""
+    end = len(name.rstrip("@")) - 1
+    return name[:end], name[end + 1 :]
 
 
 def last_error(log: Path) -> str:

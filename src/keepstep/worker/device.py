@@ -6,7 +6,7 @@ the addresses stay reserved. The driver then finds little more than a context. T
 do this (native/gpu) is loaded into the process by its nest; without it, and for allocations that it
 has not seen, the driver's snapshot takes everything.
 
-Everything here is for the main thread, except `describe`.
+Everything here is for the main thread, except `describe` and `wait_until_back`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import threading
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +30,8 @@ NVIDIA = "/dev/nvidia"
 _library = ctypes.CDLL(None)
 _here = hasattr(_library, "keepstep_segments_save")
 _away = False
+_here_again = threading.Event()
+_here_again.set()
 
 
 def kind() -> Literal["", "cuda", "hip"]:
@@ -117,14 +120,15 @@ def offload(move: bool) -> bool:
     os.makedirs(PARTS_FOLDER, mode=0o700, exist_ok=True)
     _clear()
     try:
-        _move("save")
+        _save()
     except PermanentError:
         known, present = _bytes()
         if present < known:  # not before all of it was written
-            _move("load")
+            _load()
         _clear()
         raise
     _away = True
+    _here_again.clear()
     return True
 
 
@@ -132,9 +136,15 @@ def come_back() -> None:
     """At once if nothing is away. PermanentError: it cannot be had back."""
     global _away
     if _away:
-        _move("load")
+        _load()
         _away = False
         _clear()
+        _here_again.set()
+
+
+def wait_until_back() -> None:
+    """For threads that compute on the device: what they allocate might have no memory behind it."""
+    _here_again.wait()
 
 
 def _clear() -> None:
@@ -143,8 +153,15 @@ def _clear() -> None:
         part.unlink()
 
 
-def _move(what: Literal["save", "load"]) -> None:
+def _save() -> None:
+    _told(_library.keepstep_segments_save, PARTS)
+
+
+def _load() -> None:
+    _told(_library.keepstep_segments_load)
+
+
+def _told(call: Any, *parts: int) -> None:
     error = ctypes.create_string_buffer(ERROR_BYTES)
-    call = getattr(_library, f"keepstep_segments_{what}")
-    if call(PARTS_FOLDER.encode(), PARTS, error, ctypes.c_size_t(ERROR_BYTES)) != 0:
+    if call(PARTS_FOLDER.encode(), *parts, error, ctypes.c_size_t(ERROR_BYTES)) != 0:
         raise PermanentError(f"what is on the GPU could not be moved: {error.value.decode()}")

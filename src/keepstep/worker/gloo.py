@@ -131,9 +131,7 @@ def _connections(meshes: Iterable[Mesh]) -> Iterator[socket.socket]:
 
 
 def after_fork() -> None:
-    """A forked child (DataLoader worker) must not keep the connections of a dead rank alive.
-
-    The numbers stay taken by /dev/null: gloo's copies of them must not hit something else."""
+    """A forked child (DataLoader worker) must not keep the connections of a dead rank alive."""
     global _lock, _listeners
     _lock, _listeners = threading.Lock(), threading.Lock()
     meshes = list(_meshes)
@@ -141,16 +139,25 @@ def after_fork() -> None:
     outgoing = frozenset[Address]().union(*(mesh.outgoing for mesh in meshes))
     if not incoming and not outgoing:
         return
-    null = os.open(os.devnull, os.O_RDWR)
+    ours = []
     for fd, sock in tcp_sockets():
         with contextlib.suppress(OSError):
             local = address(sock.getsockname())
             listening = _listening(sock)
             if local in incoming or (not listening and address(sock.getpeername()) in outgoing):
-                os.dup2(null, fd, inheritable=False)
-    os.close(null)
+                ours.append(fd)
+    forget_sockets(ours)
     _meshes.clear()
     _installed.clear()
+
+
+def forget_sockets(numbers: Iterable[int]) -> None:
+    """The numbers stay taken by /dev/null: the library's copies of them must not hit something
+    else."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in list(numbers):
+        os.dup2(null, number, inheritable=False)
+    os.close(null)
 
 
 def listen(bind: str) -> socket.socket:

@@ -55,10 +55,14 @@ class Line:
 class Stager:
     """Builds the groups of the next generation beside the old ones."""
 
-    def __init__(self, channel: Channel, rank: int, world: int) -> None:
+    def __init__(
+        self, channel: Channel, rank: int, world: int, ready: Callable[[], None] = lambda: None
+    ) -> None:
+        """`ready` comes back when groups may be built."""
         self._channel = channel
         self._rank = rank
         self._world = world
+        self._ready = ready
         self._lock = threading.Lock()
         self._staged: tuple[int, groups.StagedGroups] | None = None
         self._building = -1  # generation
@@ -74,6 +78,7 @@ class Stager:
     def _build(self, command: m.Stage) -> None:
         generation = command.generation
         try:
+            self._ready()
             staged = groups.stage(
                 generation,
                 command.store.host,

@@ -56,7 +56,7 @@ class Runtime:
         self.generation = int(os.environ.get("KEEPSTEP_GENERATION", "0"))
         self.steps = 0
         self._pid = os.getpid()
-        self._stager = Stager(channel, self._rank, self._world)
+        self._stager = Stager(channel, self._rank, self._world, device.wait_until_back)
         self._stopping: Stopping | None = None
         self._refused = -1  # generation of the last Hold that could not be met
         self._held = False
@@ -86,6 +86,7 @@ class Runtime:
         register_optimizer_step_post_hook(self._stepped)
         groups.install_destroy()
         os.register_at_fork(after_in_child=device.after_fork)
+        os.register_at_fork(after_in_child=_forget_connections)
         # Loader workers hand tensors over through named sockets: where every place has room.
         if folder := os.environ.get("KEEPSTEP_SOCKETS"):
             multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
@@ -414,6 +415,13 @@ def foreign_sockets() -> list[str]:
             to = f" to {peer[0]}:{peer[1]}" if peer else ""
             found.append(f"the script has a {kind} socket open{to} (fd {number})")
     return found
+
+
+def _forget_connections() -> None:
+    """In a forked child, where gloo's and the store's are gone already: NCCL's."""
+    if nccl.used:
+        opened = python_sockets()
+        gloo.forget_sockets(number for number, _ in gloo.inet_sockets() if number not in opened)
 
 
 def python_sockets() -> set[int]:

@@ -120,12 +120,22 @@ struct Segment {
   Handle handle;
   Pointer context;
   int device;
-  bool present;
+  bool present;  // it has physical memory
+  bool away;     // its content is in the files
 };
+
+// One copy, and where in its file the bytes are.
+struct Piece {
+  Address at;
+  size_t size;
+  off_t offset;
+};
+using Shares = std::vector<std::vector<Piece>>;
 
 struct Table {
   std::mutex lock;
   std::map<Address, Segment> segments;
+  Shares saved;  // what is in the files: segments may come and go meanwhile
 };
 
 Table& table() {
@@ -205,22 +215,33 @@ Result allocate(void** out, size_t size) {
 
 // ------------------------------------------------------------------------------ saving and loading
 
-struct Piece {
-  Address at;
-  size_t size;
-};
-
-// The same on both sides, because it depends only on the segments: neighbours in one file.
-std::vector<std::vector<Piece>> divide(int parts) {
+// Neighbours in one file.
+Shares divide(int parts) {
   size_t total = 0, seen = 0;
   for (const auto& [at, segment] : table().segments) total += segment.size;
-  std::vector<std::vector<Piece>> shares(parts);
+  Shares shares(parts);
+  std::vector<off_t> ends(parts);
   for (const auto& [at, segment] : table().segments)
     for (size_t done = 0; done < segment.size; done += kPiece) {
       const size_t size = std::min(kPiece, segment.size - done);
       const size_t share = std::min<size_t>(parts - 1, seen * parts / std::max<size_t>(1, total));
-      shares[share].push_back({at + done, size});
+      shares[share].push_back({at + done, size, ends[share]});
+      ends[share] += size;
       seen += size;
+    }
+  return shares;
+}
+
+// Of what was saved, that which has still a place: a segment may have been freed since.
+Shares wanted() {
+  Shares shares(table().saved.size());
+  for (size_t share = 0; share < shares.size(); ++share)
+    for (const Piece& piece : table().saved[share]) {
+      auto next = table().segments.upper_bound(piece.at);
+      if (next == table().segments.begin()) continue;
+      const auto& [at, segment] = *--next;
+      if (segment.away && piece.at + piece.size <= at + segment.size)
+        shares[share].push_back(piece);
     }
   return shares;
 }
@@ -281,26 +302,24 @@ class Lane {
 };
 
 bool save_share(const std::vector<Piece>& pieces, int file, Lane& lane, Trouble& trouble) {
-  off_t end = 0;
   if (!lane.fetch(pieces[0], 0)) return false;
   for (size_t i = 0; i < pieces.size(); ++i) {
     if (!lane.wait()) return false;
     if (i + 1 < pieces.size() && !lane.fetch(pieces[i + 1], (i + 1) % kBuffers)) return false;
-    const ssize_t done = pwrite(file, lane.buffers[i % kBuffers], pieces[i].size, end);
-    if (!trouble.check_file(done, pieces[i].size, "writing device memory")) return false;
-    end += done;
+    const Piece& piece = pieces[i];
+    const ssize_t done = pwrite(file, lane.buffers[i % kBuffers], piece.size, piece.offset);
+    if (!trouble.check_file(done, piece.size, "writing device memory")) return false;
   }
   return true;
 }
 
 bool load_share(const std::vector<Piece>& pieces, int file, Lane& lane, Trouble& trouble) {
-  off_t end = 0;
   for (size_t i = 0; i < pieces.size(); ++i) {
-    const ssize_t done = pread(file, lane.buffers[i % kBuffers], pieces[i].size, end);
-    if (!trouble.check_file(done, pieces[i].size, "reading device memory")) return false;
-    end += done;
+    const Piece& piece = pieces[i];
+    const ssize_t done = pread(file, lane.buffers[i % kBuffers], piece.size, piece.offset);
+    if (!trouble.check_file(done, piece.size, "reading device memory")) return false;
     // The copy before this one is over: the buffer that it used is the next to be filled.
-    if (!lane.wait() || !lane.put(pieces[i], i % kBuffers)) return false;
+    if (!lane.wait() || !lane.put(piece, i % kBuffers)) return false;
   }
   return lane.wait();
 }
@@ -318,10 +337,10 @@ void one_share(const std::vector<Piece>& pieces, const std::string& path, int fl
   close(file);
 }
 
-void in_parallel(const char* folder, int parts, int flags, Share move, Trouble& trouble) {
-  const auto shares = divide(parts);
+void in_parallel(const Shares& shares, const char* folder, int flags, Share move,
+                 Trouble& trouble) {
   std::vector<std::thread> threads;
-  for (int i = 0; i < parts; ++i)
+  for (size_t i = 0; i < shares.size(); ++i)
     if (!shares[i].empty())
       threads.emplace_back(one_share, std::cref(shares[i]),
                            std::string(folder) + "/part-" + std::to_string(i), flags, move,
@@ -335,6 +354,7 @@ void give_back(Trouble& trouble) {
     if (!segment.present) continue;
     if (!trouble.check(cu.unmap(at, segment.size), "cuMemUnmap")) return;
     segment.present = false;
+    segment.away = true;
     if (!trouble.check(cu.release(segment.handle), "cuMemRelease")) return;
   }
 }
@@ -379,20 +399,24 @@ EXPORT int keepstep_segments_save(const char* folder, int parts, char* error, si
   const std::lock_guard<std::mutex> held(table().lock);
   Trouble trouble;
   settle(trouble);
-  if (trouble.first.empty())
-    in_parallel(folder, parts, O_CREAT | O_EXCL | O_WRONLY, save_share, trouble);
+  if (trouble.first.empty()) {
+    table().saved = divide(parts);
+    in_parallel(table().saved, folder, O_CREAT | O_EXCL | O_WRONLY, save_share, trouble);
+  }
   if (trouble.first.empty()) give_back(trouble);
   return told(trouble, error, room);
 }
 
 // May be called again after a failure: the files are left as they are.
-EXPORT int keepstep_segments_load(const char* folder, int parts, char* error, size_t room) {
+EXPORT int keepstep_segments_load(const char* folder, char* error, size_t room) {
   const std::lock_guard<std::mutex> held(table().lock);
   Trouble trouble;
   for (auto& [at, segment] : table().segments)
     if (!segment.present)
       trouble.check(back(at, segment), "device memory at the old address");
-  if (trouble.first.empty()) in_parallel(folder, parts, O_RDONLY, load_share, trouble);
+  if (trouble.first.empty()) in_parallel(wanted(), folder, O_RDONLY, load_share, trouble);
+  if (trouble.first.empty())
+    for (auto& [at, segment] : table().segments) segment.away = false;
   return told(trouble, error, room);
 }
 
