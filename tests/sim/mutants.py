@@ -334,6 +334,11 @@ def _every_death_counts(old: Any, job_: Job, out: Out, attempt: Attempt, tick: i
     return result
 
 
+def _every_attempt_counts(old: Any, job_: Job, out: Out, attempt: Attempt, tick: int) -> bool:
+    attempt.incident.sticky_tick = None  # it is set again if this is worth trying
+    return bool(old(job_, out, attempt, tick))
+
+
 def _marks_of_a_life(
     old: Any, self: Any, now: int, worker: str, rank: int, sample: Any, *a: Any
 ) -> Any:
@@ -481,6 +486,9 @@ FIXED: dict[str, Patch] = {
     ),
     "once: a lost node was the rank's own fault": lambda: wrap(
         migration._worth_trying, _every_death_counts
+    ),
+    "once: a failed rendezvous was a lost connection": lambda: wrap(
+        migration._worth_trying, _every_attempt_counts
     ),
     "once: a young process was blamed for a hang": lambda: method(
         stall.StallDetector, "_report", _marks_of_a_life
@@ -1020,6 +1028,7 @@ HINTS: dict[str, tuple[str, ...]] = {
     ),
     "once: unreachable side state was lost": ("dark-data",),
     "once: a lost node was the rank's own fault": ("unlucky-rank",),
+    "once: a failed rendezvous was a lost connection": ("dark-groups",),
     "once: a young process was blamed for a hang": ("hang-after-move",),
     "once: three failed rendezvous ended the job": ("dark-data",),
     "once: one failed store ended the start": ("start",),

@@ -601,6 +601,29 @@ def test_connections_that_never_hold_end_the_job() -> None:
     assert world.view.state == "failed" and world.view.exit_code == 3
 
 
+def test_groups_that_can_not_be_built_again_are_no_connections_lost_again() -> None:
+    world = trained()
+    failures = [0]
+
+    def refuse(worker: object, said: m.Message) -> m.Message | None:
+        if isinstance(said, m.Stage) and worker is world.rank(0) and failures[0] < limit:
+            failures[0] += 1
+            return m.StageFailed(generation=said.generation, error="rendezvous")
+        return None
+
+    world.refuse = refuse
+    limit = 8  # a network that needs two minutes
+    fail(world, 2, "comm", "Connection reset")
+    world.run()
+    world.assert_training()
+    assert failures == [8] and world.last.attempts == 9
+    limit = 1_000_000
+    fail(world, 2, "comm", "Connection reset")
+    world.run()
+    assert "could not be built" in world.view.reason and "the state of tick" in world.view.reason
+    assert world.view.state == "failed" and world.view.exit_code == 3
+
+
 def test_a_device_error_replaces_the_rank_after_fencing_it() -> None:
     world = trained()
     broken = world.rank(2)

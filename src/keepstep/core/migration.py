@@ -290,7 +290,9 @@ def _worth_trying(job: Job, out: Out, attempt: Attempt, tick: int) -> bool:
                 "the cause is not the place it runs in",
             )
             return False
-    if not attempt.moving:
+    # Decided again before COMMIT: there were no connections to lose. Groups that cannot be built
+    # have a patience of their own (stage_failed).
+    if not attempt.moving and attempt.incident.sticky_tick is None:
         seen_tick, count = job.reconnects
         job.reconnects = (tick, count + 1 if seen_tick == tick else 1)
         if job.reconnects[1] > RECONNECTS_MAX:

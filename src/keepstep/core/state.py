@@ -336,7 +336,7 @@ class Job:
     causes: dict[int, tuple[str, str]] = field(default_factory=dict)  # dead rank -> (cause, why)
     alarm: tuple[str, str] | None = None  # a rank's exception: (cause, why), until an attempt
     deaths: dict[int, tuple[int, set[str]]] = field(default_factory=dict)  # rank -> tick, workers
-    reconnects: tuple[int, int] = (-1, 0)  # tick, attempts without any victim at it
+    reconnects: tuple[int, int] = (-1, 0)  # tick, losses without any victim at it
     hang_warned: bool = False
     injects: dict[str, InjectSpec] = field(default_factory=dict)
     fired: list[str] = field(default_factory=list)

@@ -121,6 +121,11 @@ class Run:
             steps_ns = 2 * (goal - self._tick()) * plan.step_ns
             self._must(lambda: self._tick() > goal, QUIET_NS + steps_ns, "no steps are made")
             self._check_parities()
+        if (plan.checkpoint_ns or plan.parity) and not world.over:
+            # Meanwhile a taint may have been cleared, or the death of a node with spares noticed:
+            # what is started then is not ready yet.
+            self._quiet_since = None
+            self._must(self._settled, QUIET_NS + steps_ns, "the healed job does not come to rest")
         if not world.over:
             self._check_leaks()
             world.target = max(process.tick for process in world.ranks.values()) + 3

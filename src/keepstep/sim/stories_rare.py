@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from keepstep.sim.net import MS, SECOND
 from keepstep.sim.plan import Fault, Plan
-from keepstep.sim.table import PHASES
+from keepstep.sim.table import MIGRATIONS, PHASES
 
 FALL_BACK = "fall-back"
 LAST_HOLDERS = "last-holders"
@@ -17,8 +17,11 @@ PARITY_START = "parity-start"
 COME_BACK = "come-back"
 STRAGGLER = "straggler"
 REBALANCE = "rebalance"
+DARK_GROUPS = "dark-groups"
 # In the common draw these would change the worlds of all other seeds.
-APART = frozenset({FALL_BACK, LAST_HOLDERS, PARITY, PARITY_START, COME_BACK, STRAGGLER, REBALANCE})
+APART = frozenset(
+    {FALL_BACK, LAST_HOLDERS, PARITY, PARITY_START, COME_BACK, STRAGGLER, REBALANCE, DARK_GROUPS}
+)
 
 
 def _full_disk(seed: int, draw: random.Random) -> Plan:
@@ -340,6 +343,14 @@ def _straggler(seed: int, draw: random.Random) -> Plan:
     return replace(plan, stragglers="move", spares=0 if lonely else 2)
 
 
+def _dark_groups(seed: int, draw: random.Random) -> Plan:
+    """Connections break although everybody lives, and for a minute or two none can be built."""
+    reset = Fault("new-groups", "reset", phase="COMMIT")
+    length = draw.randrange(60, 150) * SECOND
+    dark = Fault("data", "cut", phase="REWIRE", delay_ns=draw.randrange(SECOND), length_ns=length)
+    return Plan(seed=seed, migration=draw.choice(MIGRATIONS), faults=(reset, dark))
+
+
 RARE: dict[str, Callable[[int, random.Random], Plan]] = {
     "full-disk": _full_disk,
     "no-spare": _no_spare,
@@ -366,4 +377,5 @@ RARE: dict[str, Callable[[int, random.Random], Plan]] = {
     FALL_BACK: _fall_back,
     STRAGGLER: _straggler,
     REBALANCE: _rebalance,
+    DARK_GROUPS: _dark_groups,
 }
