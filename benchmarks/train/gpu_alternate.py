@@ -129,10 +129,11 @@ def run(name: str, count: int) -> int:
 for name in variants:
     run(name, WARM_UP)
 memory = [0, 0]
-if device.type == "cuda":
-    for index, name in enumerate(("plain", "protected")):
+for index, name in enumerate(("plain", "protected")):  # on both ranks: they meet in each step
+    if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        run(name, 2)
+    run(name, 2)
+    if device.type == "cuda":
         memory[index] = torch.cuda.max_memory_allocated()
 order = random.Random(11)
 measured: list[dict[str, int]] = []
