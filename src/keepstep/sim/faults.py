@@ -92,7 +92,8 @@ def _spare(world: World) -> list[Rank]:
 def _understudy(world: World) -> list[Rank]:
     job = facts(world)
     names = [worker.id for worker in job.understudies()] if job is not None else []
-    return [world.random.choice([world.ranks[n] for n in names])] if names else []
+    found = [world.ranks[name] for name in names if name in world.ranks]
+    return [world.random.choice(found)] if found else []
 
 
 def _strike_later(world: World, fault: Fault) -> None:

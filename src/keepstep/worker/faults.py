@@ -55,13 +55,14 @@ class Injector:
     def __init__(self, armed: list[m.Arm], send: Callable[[Any], None]) -> None:
         self._armed = armed
         self._send = send
-        self._hook: Any = None
+        self._hooks: list[Any] = []
 
     def __bool__(self) -> bool:
         return bool(self._armed)
 
     def begin(self, version: int, models: Iterable[torch.nn.Module]) -> None:
-        """in_backward: fire when the gradient of what a layer in the middle gave out is there."""
+        """in_backward: fire when the gradient of what a layer in the middle gave out is there, or
+        that of a parameter of its: a compiled model does not call hooks of its layers."""
         if any(a.step == version and a.point == "in_backward" for a in self._armed):
             layers = [layer for model in models for layer in model.modules() if _has_own(layer)]
             middle = layers[len(layers) // 2]
@@ -72,12 +73,16 @@ class Injector:
                         hook: Any = tensor.register_hook  # untyped in torch
                         hook(lambda _: self.point("in_backward", version))
 
-            self._hook = middle.register_forward_hook(given)
+            self._hooks = [middle.register_forward_hook(given)]
+            for parameter in middle.parameters(recurse=False):
+                if parameter.requires_grad:
+                    on_gradient: Any = parameter.register_hook
+                    self._hooks.append(on_gradient(lambda _: self.point("in_backward", version)))
 
     def end(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def point(self, name: str, version: int, victim: torch.Tensor | None = None) -> None:
         for arm in self._armed:
