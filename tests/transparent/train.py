@@ -57,9 +57,9 @@ def main() -> None:
     listener = socket.create_server(("127.0.0.1", 0)) if given.socket else None
     child = subprocess.Popen(["sleep", "1000"]) if given.child else None
     device = given.device
-    if device == "cuda":  # all ranks share one GPU, which NCCL must not notice
+    if device == "cuda":  # ranks may share one, which NCCL must not notice
         os.environ["NCCL_HOSTID"] = f"rank-{os.environ['RANK']}"
-        torch.cuda.set_device(0)
+        torch.cuda.set_device(int(os.environ["RANK"]) % torch.cuda.device_count())
     dist.init_process_group("gloo" if device == "cpu" else "nccl")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(7)
