@@ -6,8 +6,9 @@ a thread of its own. What does not come back in time ends the process (cuda.dead
 
 Detection never relies on torch's watchdog: whoever waits for a dead peer waits until the agents'
 Abort. A communicator that has failed by itself (its network gave up) is asked for that while its
-kernels are waited for: they would wait for ever. The environment set in __main__.py keeps the
-watchdog from ending the process meanwhile.
+kernels are waited for: they would wait for ever. Whoever waits inside of CUDA, for a number that a
+kernel computes for instance, cannot ask: a thread does, and tells. The environment set in
+__main__.py keeps the watchdog from ending the process meanwhile.
 
 ncclCommInitRank cannot be interrupted. So a backend first waits in the store, where it can, until
 all members are there; if one of them dies in the fraction of a second that connecting then takes,
@@ -35,8 +36,12 @@ NCCL_SUCCESS, NCCL_IN_PROGRESS = 0, 7
 RealNccl: Any = getattr(c10d, "ProcessGroupNCCL", None)
 
 DROP_S_MAX = 10.0
+WATCH_S = 0.25
+WATCH_PATIENCE_S = 1.0  # whoever asks by himself does so more often, and can say more
+WATCH_AGAIN_S = 5.0
 
 used = False  # there was a backend in this process, at some time
+tell: Callable[[str], None] | None = None  # of a communicator that has failed by itself
 _lock = threading.Lock()  # guards the three below; never held while anything blocks
 _backends: dict[int, Any] = {}  # by id: in use, staged and being built
 _aborts: dict[int, threading.Thread] = {}
@@ -63,7 +68,9 @@ def options(timeout: timedelta, like: Any = None) -> Any:
 def build(store: Any, rank: int, size: int, chosen: Any) -> Any:
     """A backend that connects when it is first used."""
     global used
-    used = True
+    if not used:
+        used = True
+        _thread("nccl", _watch).start()
     backend = RealNccl(store, rank, size, chosen)
     cuda.ask_in_waits(failed)
     with _lock:
@@ -131,6 +138,21 @@ def failed() -> str:
                 words = library.ncclGetErrorString(error.value).decode(errors="replace")
                 return f"NCCL: {words}"
     return ""
+
+
+def _watch() -> None:
+    """Until somebody aborts the communicator: the word may be lost with the agent's stream."""
+    since = told = 0.0
+    while True:
+        time.sleep(WATCH_S)
+        reason, now = failed(), time.monotonic()
+        if not reason:
+            since = 0.0
+            continue
+        since = since or now
+        if tell is not None and now - since > WATCH_PATIENCE_S and now - told > WATCH_AGAIN_S:
+            told = now
+            tell(reason)
 
 
 def abort() -> None:

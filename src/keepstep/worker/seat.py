@@ -18,7 +18,7 @@ import torch
 
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
-from keepstep.worker import asleep, blobs, buckets, codec, cuda, groups, rng, shards
+from keepstep.worker import asleep, blobs, buckets, codec, cuda, groups, nccl, rng, shards
 from keepstep.worker.ahead import Ahead
 from keepstep.worker.batches import Loop
 from keepstep.worker.channel import Channel
@@ -172,6 +172,7 @@ class Seat:
         self._watch = asleep.Watch()
         self.channel.on_abort = self._on_abort
         self.channel.on_stage = self.stager.begin
+        nccl.tell = self._network_failed
 
     # ------------------------------------------------------------------ state
 
@@ -431,6 +432,18 @@ class Seat:
         self.buddy_line.interrupt()
         self.redundancy.interrupt()
         self.stager.discard(below=self.channel.abort_generation)
+
+    def _network_failed(self, reason: str) -> None:
+        """In a thread of its own: the main one may wait for the device, and never hear of it."""
+        if not self.aborted():
+            self.channel.send(
+                m.Failure(
+                    generation=self.generation,
+                    error_kind="comm",
+                    error=f"Connection lost: {reason}",
+                    version=self.version,
+                )
+            )
 
     def median_step_ns(self) -> int:
         return int(statistics.median(self.step_times_ns)) if self.step_times_ns else 0
