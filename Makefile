@@ -104,9 +104,11 @@ transparent: setup setup-criu
 	$(BIN)/pytest -q tests/transparent
 
 test-all: export KEEPSTEP_ALL := 1
-test-all: setup setup-postgres setup-criu k8s-control-plane lint unit sim network schedulers
+test-all: setup setup-postgres setup-criu setup-slurm k8s-control-plane lint unit sim network
+	$(BIN)/pytest -q tests/schedulers --suite-report benchmarks/results/suite-schedulers.json
 	$(BIN)/pytest -q tests/chaos --chaos-all --chaos-report benchmarks/results/chaos-full.json
-	$(BIN)/pytest -q tests/transparent --transparent-all
+	$(BIN)/pytest -q tests/transparent --transparent-all \
+	  --suite-report benchmarks/results/suite-transparent.json
 
 # On a machine with one NVIDIA GPU, with its own Python and torch: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python

@@ -23,7 +23,7 @@ from keepstep.net.environment import plugin_environment
 SCRIPT = Path(__file__).parent / "train" / "collectives.py"
 SIZES = (4 << 10, 16 << 10, 64 << 10, 128 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
 BLOCK_BYTES = 256 << 20  # of one measurement, but at most so many operations:
-BLOCK_MAX = 300
+BLOCK_MAX = 100
 APART = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_IB_DISABLE": "1",

@@ -1,4 +1,5 @@
-"""A real PostgreSQL server for the tests that need one: private, and gone at the end."""
+"""A report of the run, if one is wanted, and a real PostgreSQL server for the tests that need one:
+private, and gone at the end."""
 
 from __future__ import annotations
 
@@ -17,8 +18,19 @@ from pathlib import Path
 import psutil
 import pytest
 
+from reporting import Suite
+
 USER = "keepstep"
 START_S = 30.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--suite-report", default="", help="write how each test ended to this file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if path := config.getoption("--suite-report"):
+        config.pluginmanager.register(Suite(Path(path).resolve()))
 
 
 def server_programs() -> Path | None:
