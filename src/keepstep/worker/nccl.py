@@ -132,7 +132,8 @@ def failed() -> str:
                 continue
             error = ctypes.c_int(0)
             with contextlib.suppress(RuntimeError):  # not connected yet
-                if library.ncclCommGetAsyncError(pointer(), ctypes.byref(error)) != 0:
+                comm = pointer()
+                if not comm or library.ncclCommGetAsyncError(comm, ctypes.byref(error)) != 0:
                     continue
             if error.value not in (NCCL_SUCCESS, NCCL_IN_PROGRESS):
                 words = library.ncclGetErrorString(error.value).decode(errors="replace")
