@@ -45,6 +45,24 @@ def test_a_taint_is_written_again_if_somebody_was_faster(
     assert not lab.scheduler.untaint(place)  # theirs is why nobody may use it
 
 
+def test_a_fence_that_an_old_node_controller_has_overwritten_is_put_up_again(
+    lab: KubernetesLab,
+) -> None:
+    place = start(lab, 1).places[0]
+    lab.plane.crash_node(place)
+    lab.scheduler.taint(place, "fenced", "it is lost")
+    assert lab.state(place).state == "down"
+    theirs = {"key": "example.com/theirs", "effect": "NoSchedule"}
+    lab.plane.change_node(place, {"taints": [theirs]})  # as it knew the list, without looking
+    until(lambda: lab.scheduler.watch() is not None and lab.state(place).ours, "the fence again")
+    keys = {one["key"] for one in lab.plane.node(place)["spec"]["taints"]}
+    assert keys >= {"keepstep.dev/fenced", "example.com/theirs"}
+    assert lab.scheduler.untaint(place)
+    lab.scheduler.watch()
+    assert not lab.state(place).ours  # taken away on purpose, it stays away
+    lab.plane.start_node(place)
+
+
 def test_a_node_is_not_blamed_for_a_pod_that_somebody_took(lab: KubernetesLab) -> None:
     place = start(lab, 1).places[0]
     (pod,) = lab.plane.pods("keepstep.dev/job")

@@ -142,7 +142,7 @@ def test_a_node_is_lost_and_another_one_cordoned(
     job.until(lambda: a not in ranks(plane), "the swap")
     (d,) = set(ranks(plane)) - {b, c}
     job.until(lambda: ranks(plane) == {d: "0", b: "1", c: "2"}, "the swap in the labels")
-    assert "keepstep.dev/fenced" in taints(plane, a)
+    job.until(lambda: "keepstep.dev/fenced" in taints(plane, a), "the fence")
     done = {"job-spare-1": ("Done", "idle", a, d)}
     job.until(lambda: migrations(plane) == done, "the swap in the migrations")
     swapped = f"job job: {d} has taken the place of {a}"

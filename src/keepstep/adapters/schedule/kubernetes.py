@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -52,6 +53,7 @@ from keepstep.ports.ledger import Member
 AT_ONCE_S = 5.0  # what is free or reserved is given at once, or somebody was faster
 FENCE_S = 2.0  # a kubelet that lives has ended a pod by then
 CONFLICTS_MAX = 10
+LOST_S = 120.0  # the node controller has noticed by then that a kubelet is silent
 NO_TAINT = (
     "without the right to patch nodes none is tainted: a lost node is given up only when its ranks "
     "must have ended themselves"
@@ -79,6 +81,7 @@ class KubernetesScheduler:
         self._records = Records(self._api, settings.namespace)
         self._mirrors: tuple[Mirror, Mirror] | None = None
         self._seen: dict[str, Place] = {}
+        self._fenced: dict[str, tuple[str, float]] = {}  # lately: why, and until when it counts
         self._shown: dict[str, dict[str, str]] = {}
 
     @property
@@ -171,6 +174,7 @@ class KubernetesScheduler:
         known = objects.machines(nodes, pods, self._pods.devices.look())
         self._records.pools(known)
         now = {name: one.place for name, one in known.items()}
+        self._fence_again(now)
         news = [place for name, place in now.items() if self._seen.get(name) != place]
         news += [
             msgspec.structs.replace(place, state="down", reason="it is no node any more")
@@ -429,16 +433,30 @@ class KubernetesScheduler:
             return  # its kubelet has ended them: the agent has failed, or somebody took its pod
         if not now.place.ours or now.place.state != "down":
             self._change(place, lambda node: objects.with_taint(node, objects.FENCED, words))
+            self._fenced[place] = (words, time.monotonic() + LOST_S)
         with contextlib.suppress(TransientError):
             self._pods.delete(there, grace_s=1, limit_s=FENCE_S)
         self._pods.delete(there, grace_s=0)
 
     def untaint(self, place: str) -> bool:
+        self._fenced.pop(place, None)
         now = self._pods.machines().get(place)
         if now is None or not now.place.ours:
             return False
         self._change(place, objects.without_taints)
         return True
+
+    def _fence_again(self, now: dict[str, Place]) -> None:
+        """The node controller of older servers (1.20) writes the list of taints as it has read it,
+        whatever was added since: ours may be gone when it notices that a kubelet is silent. Whoever
+        takes ours away on purpose comes later."""
+        for name, (words, until) in list(self._fenced.items()):
+            if time.monotonic() > until or name not in now:
+                self._fenced.pop(name, None)
+            elif now[name].state != "down":
+                fence = partial(objects.with_taint, key=objects.FENCED, reason=words)
+                with contextlib.suppress(TransientError):
+                    self._change(name, fence)
 
     def _change(self, place: str, change: Callable[[Object], Object]) -> None:
         """Read, change, write; again if somebody was faster. Taints are one list: two who write it
