@@ -137,7 +137,7 @@ def test_one_rank_leaves_early_and_then_the_first_node_is_lost(
         assert all(one.steps_lost == 0 for one in job.resolved())
         job.until(lambda: a not in ranks(plane), "the end of the old pod")
         job.until(lambda: len([label for label in ranks(plane).values() if label]) == 3, "labels")
-        assert "keepstep.dev/fenced" in taints(plane, a)
+        job.until(lambda: "keepstep.dev/fenced" in taints(plane, a), "the fence")
         job.finish()
     finally:
         end(job.process)
