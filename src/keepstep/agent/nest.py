@@ -360,9 +360,9 @@ class Standby:
         the image they become others of the same length: it has no sums."""
         taken = set(preflight.unix_sockets(os.getpid()).values())
         for name in taken.intersection(names):
-            head, tail = _without_last(name)
-            others = (head + letter + tail for letter in string.ascii_letters)
-            free = next(other for other in others if other not in taken)
+            free = other_name(name, taken)
+            if not free:
+                continue  # CRIU says what is wrong
             taken.add(free)
             # What is shown as @ is a zero, or an @; some names have a zero at every unused place.
             old = re.compile(b"\0" + re.escape(name[1:].encode()).replace(b"@", b"[@\0]"))
@@ -397,10 +397,13 @@ class Standby:
         return begun.pid
 
 
-def _without_last(name: str) -> tuple[str, str]:
-    """What is before and behind the last letter of a socket's name."""
+def other_name(name: str, taken: set[str]) -> str:
+    """Of a socket, with another last letter, and as long in bytes; "" if there is none."""
     end = len(name.rstrip("@")) - 1
-    return name[:end], name[end + 1 :]
+    if end < 1 or not name.isascii():
+        return ""
+    others = (name[:end] + letter + name[end + 1 :] for letter in string.ascii_letters)
+    return next((other for other in others if other not in taken), "")
 
 
 def last_error(log: Path) -> str:

@@ -6,7 +6,8 @@ the addresses stay reserved. The driver then finds little more than a context. T
 do this (native/gpu) is loaded into the process by its nest; without it, and for allocations that it
 has not seen, the driver's snapshot takes everything.
 
-Everything here is for the main thread, except `describe` and `wait_until_back`.
+Everything here is for the main thread, except `describe` and
+`wait_until_back`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ NVIDIA = "/dev/nvidia"
 _library = ctypes.CDLL(None)
 _here = hasattr(_library, "keepstep_segments_save")
 _away = False
+_awaited = False
 _here_again = threading.Event()
 _here_again.set()
 
@@ -109,7 +111,6 @@ def offload(move: bool) -> bool:
     """Before the driver's snapshot: what is cached is given back in any case. False: there is
     nothing that could be moved, or it shall stay. PermanentError: it failed, and everything is
     where it was."""
-    global _away
     if _away and move:
         return True  # for a move that came to nothing; the files are all there is of it
     come_back()
@@ -124,27 +125,42 @@ def offload(move: bool) -> bool:
     except PermanentError:
         known, present = _bytes()
         if present < known:  # not before all of it was written
-            _load()
+            _leave()
+            come_back()
         _clear()
         raise
+    _leave()
+    return True
+
+
+def _leave() -> None:
+    global _away
     _away = True
     _here_again.clear()
-    return True
 
 
 def come_back() -> None:
     """At once if nothing is away. PermanentError: it cannot be had back."""
-    global _away
+    global _away, _awaited
     if _away:
         _load()
         _away = False
         _clear()
+        _awaited = False
         _here_again.set()
 
 
 def wait_until_back() -> None:
     """For threads that compute on the device: what they allocate might have no memory behind it."""
-    _here_again.wait()
+    global _awaited
+    if not _here_again.is_set():
+        _awaited = True
+        _here_again.wait()
+
+
+def awaited() -> bool:
+    """Somebody wants to compute: the main thread is to make it come back."""
+    return _awaited
 
 
 def _clear() -> None:

@@ -146,6 +146,8 @@ def _watch() -> None:
     since = told = 0.0
     while True:
         time.sleep(WATCH_S)
+        if cuda.home is not None:
+            torch.cuda.set_device(cuda.home)  # it is the current device whose communicator is asked
         reason, now = failed(), time.monotonic()
         if not reason:
             since = 0.0

@@ -25,6 +25,7 @@ import statistics
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from typing import Any, NoReturn
 
@@ -87,6 +88,7 @@ class Runtime:
         groups.install_destroy()
         os.register_at_fork(after_in_child=device.after_fork)
         os.register_at_fork(after_in_child=_forget_connections)
+        watch_sockets()
         # Loader workers hand tensors over through named sockets: where every place has room.
         if folder := os.environ.get("KEEPSTEP_SOCKETS"):
             multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
@@ -196,7 +198,7 @@ class Runtime:
     def _obey(self) -> bool:
         """One look. True: the script goes on."""
         channel = self._channel
-        if channel.hold_generation <= self.generation:
+        if channel.hold_generation <= self.generation or device.awaited():
             device.come_back()  # whoever wanted to take it away does not want to any more
         if channel.abort_generation > self.generation:
             asked, answer = channel.abort_generation, self._answered(m.Report)
@@ -424,8 +426,32 @@ def _forget_connections() -> None:
         gloo.forget_sockets(number for number, _ in gloo.inet_sockets() if number not in opened)
 
 
+_opened: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_detached: set[int] = set()
+
+
+def watch_sockets() -> None:
+    """Python notes which sockets it opens. To look for them among all objects would touch, and so
+    copy, all memory of a forked child."""
+    kind: Any = socket.socket
+    begin, detach = kind.__init__, kind.detach
+
+    def noted(sock: Any, *args: Any, **kwargs: Any) -> None:
+        begin(sock, *args, **kwargs)
+        _opened.add(sock)
+
+    def let_go(sock: Any) -> int:
+        number: int = detach(sock)
+        _detached.add(number)
+        return number
+
+    kind.__init__, kind.detach = noted, let_go
+    # type() and not isinstance: lazy proxies answer isinstance by importing things.
+    _opened.update(thing for thing in gc.get_objects() if issubclass(type(thing), socket.socket))
+
+
 def python_sockets() -> set[int]:
     """Descriptors."""
-    # type() and not isinstance: lazy proxies answer isinstance by importing things.
-    found = (thing for thing in gc.get_objects() if issubclass(type(thing), socket.socket))
-    return {sock.fileno() for sock in found}
+    while True:
+        with contextlib.suppress(RuntimeError):  # another thread has opened one meanwhile
+            return {sock.fileno() for sock in _opened} | _detached
