@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections import Counter
@@ -69,7 +70,14 @@ def run_task(task: Task) -> Result:
 
 
 def _run_batch(tasks: list[Task]) -> list[Result]:
-    return [run_task(task) for task in tasks]
+    """Cycles are collected once for all: worlds are small, and looking at everything that lives
+    in one again and again takes a tenth of its time."""
+    gc.disable()
+    try:
+        return [run_task(task) for task in tasks]
+    finally:
+        gc.enable()
+        gc.collect()
 
 
 def run_many(
