@@ -504,26 +504,35 @@ def test_a_store_lost_with_its_node_is_replaced() -> None:
     assert world.view.state in ("running", "held"), (host, ranks)
 
 
+class DarkNetwork:
+    """Groups can not be built, `limit` times in all."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.failures = self.limit = 0
+        world.refuse = self._refuse
+
+    def _refuse(self, worker: object, said: m.Message) -> m.Message | None:
+        if not isinstance(said, m.Stage) or worker is not self._world.rank(0):
+            return None
+        if self.failures == self.limit:
+            return None
+        self.failures += 1
+        return m.StageFailed(generation=said.generation, error="rendezvous")
+
+
 def test_groups_that_can_not_be_built_are_tried_for_minutes_then_given_up() -> None:
     world = trained()
-    failures = [0]
-
-    def refuse(worker: object, said: m.Message) -> m.Message | None:
-        if isinstance(said, m.Stage) and worker is world.rank(0) and failures[0] < limit:
-            failures[0] += 1
-            return m.StageFailed(generation=said.generation, error="rendezvous")
-        return None
-
-    world.refuse = refuse
-    limit = 2
+    network = DarkNetwork(world)
+    network.limit = 2
     world.kill(1)
     world.run()
     world.assert_training()
-    limit = 7  # a network that needs a minute
+    network.limit = 7  # a network that needs a minute
     world.kill(2)
     world.run()
     world.assert_training()
-    limit = 1_000_000
+    network.limit = 1_000_000
     world.kill(3)
     world.run()
     assert "could not be built" in world.view.reason
@@ -603,21 +612,13 @@ def test_connections_that_never_hold_end_the_job() -> None:
 
 def test_groups_that_can_not_be_built_again_are_no_connections_lost_again() -> None:
     world = trained()
-    failures = [0]
-
-    def refuse(worker: object, said: m.Message) -> m.Message | None:
-        if isinstance(said, m.Stage) and worker is world.rank(0) and failures[0] < limit:
-            failures[0] += 1
-            return m.StageFailed(generation=said.generation, error="rendezvous")
-        return None
-
-    world.refuse = refuse
-    limit = 8  # a network that needs two minutes
+    network = DarkNetwork(world)
+    network.limit = 8  # a network that needs two minutes
     fail(world, 2, "comm", "Connection reset")
     world.run()
     world.assert_training()
-    assert failures == [8] and world.last.attempts == 9
-    limit = 1_000_000
+    assert network.failures == 8 and world.last.attempts == 9
+    network.limit = 1_000_000
     fail(world, 2, "comm", "Connection reset")
     world.run()
     assert "could not be built" in world.view.reason and "the state of tick" in world.view.reason

@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 from keepstep.worker import nccl
 
@@ -33,17 +34,17 @@ def test_a_failed_communicator_is_told_of_although_nobody_asks(
 
     over = threading.Event()
     monkeypatch.setattr(nccl, "failed", failed)
-    monkeypatch.setattr(nccl, "tell", tell)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
 
     def watch() -> None:
         with pytest.raises(Enough):
-            nccl._watch()
+            nccl._watch(torch.device("cuda", 0), tell)
 
     thread = threading.Thread(target=watch)
     thread.start()
     try:
-        trouble[0] = "NCCL: remote process exited or there was a network error"
         began = time.monotonic()
+        trouble[0] = "NCCL: remote process exited or there was a network error"
         assert twice.wait(30), heard
     finally:
         over.set()

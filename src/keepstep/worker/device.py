@@ -6,8 +6,7 @@ the addresses stay reserved. The driver then finds little more than a context. T
 do this (native/gpu) is loaded into the process by its nest; without it, and for allocations that it
 has not seen, the driver's snapshot takes everything.
 
-Everything here is for the main thread, except `describe` and
-`wait_until_back`.
+Everything here is for the main thread, except `describe` and `wait_until_back`.
 """
 
 from __future__ import annotations
@@ -141,12 +140,11 @@ def _leave() -> None:
 
 def come_back() -> None:
     """At once if nothing is away. PermanentError: it cannot be had back."""
-    global _away, _awaited
+    global _away
     if _away:
         _load()
         _away = False
         _clear()
-        _awaited = False
         _here_again.set()
 
 
@@ -156,6 +154,7 @@ def wait_until_back() -> None:
     if not _here_again.is_set():
         _awaited = True
         _here_again.wait()
+        _awaited = False
 
 
 def awaited() -> bool:

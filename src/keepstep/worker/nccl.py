@@ -41,7 +41,6 @@ WATCH_PATIENCE_S = 1.0  # whoever asks by himself does so more often, and can sa
 WATCH_AGAIN_S = 5.0
 
 used = False  # there was a backend in this process, at some time
-tell: Callable[[str], None] | None = None  # of a communicator that has failed by itself
 _lock = threading.Lock()  # guards the three below; never held while anything blocks
 _backends: dict[int, Any] = {}  # by id: in use, staged and being built
 _aborts: dict[int, threading.Thread] = {}
@@ -68,9 +67,7 @@ def options(timeout: timedelta, like: Any = None) -> Any:
 def build(store: Any, rank: int, size: int, chosen: Any) -> Any:
     """A backend that connects when it is first used."""
     global used
-    if not used:
-        used = True
-        _thread("nccl", _watch).start()
+    used = True
     backend = RealNccl(store, rank, size, chosen)
     cuda.ask_in_waits(failed)
     with _lock:
@@ -141,19 +138,24 @@ def failed() -> str:
     return ""
 
 
-def _watch() -> None:
+def watch(tell: Callable[[str], None]) -> None:
+    """From now on `tell` is called, in a thread of its own, if a communicator fails by itself."""
+    if cuda.home is not None:
+        _thread("nccl", _watch, cuda.home, tell).start()
+
+
+def _watch(home: torch.device, tell: Callable[[str], None]) -> None:
     """Until somebody aborts the communicator: the word may be lost with the agent's stream."""
     since = told = 0.0
+    torch.cuda.set_device(home)  # it is the current device whose communicator is asked
     while True:
         time.sleep(WATCH_S)
-        if cuda.home is not None:
-            torch.cuda.set_device(cuda.home)  # it is the current device whose communicator is asked
         reason, now = failed(), time.monotonic()
         if not reason:
             since = 0.0
             continue
         since = since or now
-        if tell is not None and now - since > WATCH_PATIENCE_S and now - told > WATCH_AGAIN_S:
+        if now - since > WATCH_PATIENCE_S and now - told > WATCH_AGAIN_S:
             told = now
             tell(reason)
 

@@ -172,7 +172,7 @@ class Seat:
         self._watch = asleep.Watch()
         self.channel.on_abort = self._on_abort
         self.channel.on_stage = self.stager.begin
-        nccl.tell = self._network_failed
+        nccl.watch(self._network_failed)
 
     # ------------------------------------------------------------------ state
 
