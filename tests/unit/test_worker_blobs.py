@@ -108,7 +108,8 @@ def test_over_tls_only_nodes_of_the_job_are_served(tmp_path: Path) -> None:
     with buddy(files[0]) as (address, _):
         with socket.create_connection((address.host, address.port), 10) as plain:
             plain.sendall(frame(BlobGet(token="t", rank=0, tick=1)))
-            plain.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(OSError):  # it has hung up already
+                plain.shutdown(socket.SHUT_WR)
             assert b"Blob" not in said(plain)  # at most that this is no TLS
         peers.use(files[1])
         try:
