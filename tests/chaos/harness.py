@@ -230,7 +230,7 @@ class Job:
 
     def stuck(self) -> str:
         """Ends a job that does not end by itself, and says what its ranks were doing."""
-        status = self.status()
+        status, incidents = self.status(), self.incidents()
         lengths = {path: path.stat().st_size for path in self.home.rglob("*.log")}
         for rank in status.get("ranks", []):
             with contextlib.suppress(OSError):
@@ -248,7 +248,8 @@ class Job:
         about = {key: status.get(key) for key in known}
         ranks = [(r["rank"], r["worker"], r["state"]) for r in status.get("ranks", [])]
         output = self.output()[-4000:]
-        return "\n".join([f"job did not end: {about} {ranks}", *logs, output, json.dumps(status)])
+        found = [json.dumps(one) for one in (*incidents, status)]
+        return "\n".join([f"job did not end: {about} {ranks}", *logs, output, *found])
 
     def nothing_left(self, within_s: float = 5.0) -> None:
         _, alive = psutil.wait_procs(list(self.seen.values()), timeout=within_s)

@@ -118,6 +118,24 @@ def test_a_process_that_ended_takes_its_losses_along() -> None:
     assert [view.processes for view in node.watch.views(node.now)] == [1]
 
 
+def test_a_communicator_that_is_closed_takes_its_losses_along() -> None:
+    """Its process lives, and has new ones, or none."""
+    node = Node()
+    for comms in (0, 4):
+        for comm, remote in (("c1", "10.0.0.8"), ("c2", "10.0.0.9")):
+            node.hear("path-down", path=1, comm=comm, reason="reset", remote=remote)
+        node.hear("stats", path=1, comms=4, comms_up=2)
+        node.hear("stats", path=0, comms=4, comms_up=4)  # over the same interface
+        node.after(1)
+        assert not node.said
+        for _ in range(40):
+            node.hear("stats", path=1, comms=comms, comms_up=comms)
+            node.after(1)
+        assert node.said and not node.taints()
+        node.said.clear()
+        node.alive(60)
+
+
 def test_views_sum_over_processes() -> None:
     node = Node()
     node.hear("stats", pid=1, comms=2, comms_up=2, sent_bytes=10, local="10.0.0.1")

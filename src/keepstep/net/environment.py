@@ -52,7 +52,13 @@ def is_rocm() -> bool:
 
 def plugin_environment() -> dict[str, str]:
     name = plugin.RCCL_NAME if is_rocm() else plugin.NCCL_NAME
-    return {"NCCL_NET_PLUGIN": str(plugin.ensure() / name), "NCCL_NET": "Keepstep"}
+    return {
+        "NCCL_NET_PLUGIN": str(plugin.ensure() / name),
+        "NCCL_NET": "Keepstep",
+        # NCCL 2.28 and 2.29 unload a plugin with their last communicator, forget its name, and can
+        # load it never again: a process that has lost all connections could not make new ones.
+        "NCCL_NET_PLUGIN_REF_COUNT": "1",
+    }
 
 
 def check_mode(mode: Mode, root: Path = rdma.SYS) -> None:

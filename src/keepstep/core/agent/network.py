@@ -40,8 +40,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 class _Interface:
     name: str
     local: str = ""
-    # Whoever has lost it: (process, communicator) -> the peer, where it is known.
-    lost: dict[tuple[int, str], str] = field(default_factory=dict)
+    # Whoever has lost it: (process, path, communicator) -> the peer, where it is known.
+    lost: dict[tuple[int, int, str], str] = field(default_factory=dict)
     link_down: set[int] = field(default_factory=set)  # processes that see its link down
     since_ns: int = 0  # of the current fault
     ours: bool = False  # the current fault is this node's
@@ -49,7 +49,13 @@ class _Interface:
     faults: deque[int] = field(default_factory=deque)  # ours, when they began
     noted_ns: int = -NOTE_NS
     tainted: bool = False
-    stats: dict[int, PathEvent] = field(default_factory=dict)
+    stats: dict[tuple[int, int], PathEvent] = field(default_factory=dict)  # process, path
+
+    def forget(self, process: int, path: int | None = None) -> None:
+        """Losses of communicators that are gone; without a path the process is."""
+        gone = [key for key in self.lost if key[0] == process and path in (None, key[1])]
+        for key in gone:
+            del self.lost[key]
 
     @property
     def failing(self) -> bool:
@@ -71,7 +77,7 @@ class PathWatch:
             return []
         it = self._interfaces.setdefault(event.interface, _Interface(event.interface))
         it.local = event.local or it.local
-        who = (event.pid, event.comm)
+        who = (event.pid, event.path, event.comm)
         before = it.failing
         match event.event:
             case "path-down" | "path-suspect":
@@ -85,7 +91,9 @@ class PathWatch:
             case "link-up":
                 it.link_down.discard(event.pid)
             case "stats":
-                it.stats[event.pid] = event
+                it.stats[event.pid, event.path] = event
+                if event.comms_up == event.comms:  # what it had lost is closed
+                    it.forget(event.pid, event.path)
         return self._changed(now_ns, it, before)
 
     def look(self, now_ns: int) -> list[PathNoticed]:
@@ -97,8 +105,8 @@ class PathWatch:
             before = it.failing
             for pid in silent:
                 it.link_down.discard(pid)
-                it.stats.pop(pid, None)
-                it.lost = {who: peer for who, peer in it.lost.items() if who[0] != pid}
+                it.stats = {key: stats for key, stats in it.stats.items() if key[0] != pid}
+                it.forget(pid)
             signals += self._changed(now_ns, it, before)
         return signals
 
@@ -155,7 +163,7 @@ class PathWatch:
             interface=it.name,
             state="down" if down else degraded,
             local=it.local,
-            processes=len(stats),
+            processes=len({process for process, _ in it.stats}),
             comms=comms,
             comms_up=up,
             sent_bytes=sum(s.sent_bytes for s in stats),
