@@ -6,8 +6,7 @@ at once, because starting takes longer than moving, and are moved one after the 
 the longest time between two steps that the script logs. Needs one GPU, CRIU and root.
 
 *fast*: the rank moves what torch has allocated itself. *driver*: everything is in the snapshot of
-CUDA's driver, and so in CRIU's image, which then is three times in the host's memory: so the
-largest size is moved the fast way only.
+CUDA's driver, which takes it into host memory first: so the largest size is moved the fast way only.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ OPTIONS += ["--spare-nodes", "1", "--quiet"]
 CASES = [(8.0, "fast"), (0.5, "fast"), (8.0, "driver"), (40.0, "fast"), (0.5, "driver")]
 QUICK = [(0.5, "fast"), (0.5, "driver")]
 STEPS_MIN = 5
-PARTS = ("gpu-offload", "gpu-lock", "gpu-checkpoint", "dump", "stream", "restore")
-PARTS += ("gpu-restore", "copy")
+PARTS = ("gpu-offload", "gpu-lock", "gpu-checkpoint", "gpu-stow", "dump", "stream", "restore")
+PARTS += ("gpu-fetch", "gpu-restore", "copy")
 
 
 def start(gigabytes: float, way: str, device: str) -> Keepstep:

@@ -24,7 +24,8 @@ from keepstep.native import criu
 
 Launch = Callable[..., Transparent]
 Reference = Callable[..., Future[list[dict[str, Any]]]]
-PHASES = {"gpu-offload", "gpu-lock", "gpu-checkpoint", "dump", "stream", "restore", "gpu-restore"}
+PHASES = {"gpu-offload", "gpu-lock", "gpu-checkpoint", "gpu-stow", "dump", "stream", "restore"}
+PHASES |= {"gpu-fetch", "gpu-restore"}
 WORDS = ("--device", "cuda")
 
 

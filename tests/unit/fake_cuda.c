@@ -1,12 +1,17 @@
 // As much of libcuda and libcudart as Keepstep asks for, in host memory. Not thread-safe.
 // FAKE_CUDA_FAIL="cuCheckpointProcessCheckpoint=999,cuMemCreate=2" makes calls fail; what the file
 // FAKE_CUDA_FAIL_ONCE says makes one call fail, and is gone then. The file FAKE_CUDA_STATE has the
-// state that all processes see.
+// state that all processes see. A process in which fake_thread() was called takes memory of its own
+// for a snapshot, by a thread of the driver's, and looks at it when it is restored.
 #define _GNU_SOURCE
+#include <dirent.h>
+#include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 typedef unsigned long long u64;
 
@@ -79,7 +84,89 @@ int cuCheckpointProcessGetState(int pid, int* found) {
   *found = *state(0);
   return 0;
 }
-int cuCheckpointProcessGetRestoreThreadId(int pid, int* thread) { *thread = pid + 1; return 0; }
+
+// Words between the driver here and its thread in a process: files in the process's nest.
+#define NEST "/run/keepstep-nest"
+#define AREA (24 << 20)
+int fake_areas;  // that were found as they had been left
+
+static void place(char* path, int pid, const char* name) {
+  if (pid) snprintf(path, 200, "/proc/%d/root" NEST "/fake-%s", pid, name);
+  else snprintf(path, 200, NEST "/fake-%s", name);
+}
+static void say(int pid, const char* name, int number) {
+  char made[200], path[200];
+  place(made, pid, "making");
+  place(path, pid, name);
+  FILE* file = fopen(made, "w");
+  if (!file) return;
+  fprintf(file, "%d", number);
+  fclose(file);
+  rename(made, path);
+}
+static int heard(int pid, const char* name, int looks) {
+  char path[200];
+  int number = -1;
+  FILE* file = NULL;
+  place(path, pid, name);
+  for (; looks && !(file = fopen(path, "r")); looks -= looks > 0) usleep(1000);
+  if (!file) return -1;
+  if (fscanf(file, "%d", &number) != 1) number = -1;
+  fclose(file);
+  remove(path);
+  return number;
+}
+// The driver's thread in a process, or 0.
+static int thread_in(int pid) {
+  char path[300], name[20] = "";
+  int found = 0;
+  snprintf(path, sizeof path, "/proc/%d/task", pid);
+  DIR* tasks = opendir(path);
+  for (struct dirent* one; tasks && !found && (one = readdir(tasks));) {
+    snprintf(path, sizeof path, "/proc/%d/task/%s/comm", pid, one->d_name);
+    FILE* file = fopen(path, "r");
+    if (file && fgets(name, sizeof name, file) && !strcmp(name, "fake-driver\n"))
+      found = atoi(one->d_name);
+    if (file) fclose(file);
+  }
+  if (tasks) closedir(tasks);
+  return found;
+}
+static void* live(void* unused) {
+  (void)unused;
+  pthread_setname_np(pthread_self(), "fake-driver");
+  for (;;) {
+    heard(0, "take", -1);
+    // Numbers, zeros that are worth leaving out, numbers with a few zeros.
+    unsigned* area = mmap(NULL, AREA, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    const unsigned count = AREA / sizeof *area;
+    for (unsigned i = 0; i < count; ++i)
+      area[i] = i < count / 3 || (i > 2 * count / 3 && i / 1024 % 7) ? i * 2654435761u : 0;
+    say(0, "taken", 1);
+    heard(0, "give", -1);
+    int right = 1;
+    for (unsigned i = 0; i < count; ++i)
+      right &= area[i] == (i < count / 3 || (i > 2 * count / 3 && i / 1024 % 7) ? i * 2654435761u : 0);
+    munmap(area, AREA);
+    fake_areas += right;
+    say(0, "given", right);
+  }
+  return NULL;
+}
+void fake_thread(void) {
+  pthread_t thread;
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  pthread_create(&thread, NULL, live, NULL);
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+int cuCheckpointProcessGetRestoreThreadId(int pid, int* thread) {
+  *thread = thread_in(pid);
+  if (!*thread) *thread = pid + 1;
+  return 0;
+}
 int cuCheckpointProcessLock(int pid, unsigned* args) {
   (void)pid;
   fake_timeout_ms = args ? args[0] : 0;
@@ -88,14 +175,19 @@ int cuCheckpointProcessLock(int pid, unsigned* args) {
 int cuCheckpointProcessCheckpoint(int pid, void* args) {
   (void)pid, (void)args;
   if (fails("hang")) for (;;);
-  return go("cuCheckpointProcessCheckpoint", 1, 2);
+  int code = go("cuCheckpointProcessCheckpoint", 1, 2);
+  if (code || !thread_in(pid)) return code;
+  say(pid, "take", 1);
+  return heard(pid, "taken", 5000) == 1 ? 0 : 999;
 }
 int cuCheckpointProcessRestore(int pid, void* args) {
-  (void)pid;
   struct { unsigned char (*pairs)[32]; unsigned count; }* given = args;
   fake_pair_count = given ? given->count : 0;
   if (given) memcpy(fake_pairs, given->pairs, 32 * given->count);
-  return go("cuCheckpointProcessRestore", 2, 1);
+  int code = go("cuCheckpointProcessRestore", 2, 1);
+  if (code || !thread_in(pid)) return code;
+  say(pid, "give", 1);
+  return heard(pid, "given", 5000) == 1 ? 0 : 999;
 }
 int cuCheckpointProcessUnlock(int pid, void* args) {
   (void)pid, (void)args;

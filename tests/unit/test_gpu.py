@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.agent import gpu
+from keepstep.agent import areas, gpu
 from keepstep.errors import PermanentError, TransientError
 from keepstep.model.messages import Gpu
 from keepstep.native import segments
@@ -53,7 +53,7 @@ def card(number: int, name: str = "one") -> Gpu:
 def test_a_process_is_frozen_and_thawed(fake: ctypes.CDLL) -> None:
     driver = gpu.Driver()
     assert driver.state(7) == "RUNNING" and driver.restore_thread(7) == 8
-    assert set(driver.freeze(7, 1234)) == {"gpu-lock", "gpu-checkpoint"}
+    assert set(driver.freeze(7, 1234).took_ns) == {"gpu-lock", "gpu-checkpoint"}
     assert driver.state(7) == "CHECKPOINTED"
     assert ctypes.c_uint.in_dll(fake, "fake_timeout_ms").value == 1234
     assert set(driver.thaw(7)) == {"gpu-restore"}
@@ -133,7 +133,7 @@ def test_a_helper_calls_the_driver(fake: ctypes.CDLL) -> None:
     helper = gpu.Helper()
     facts = helper.facts()
     assert facts.version == 13_000 and [one.name for one in facts.gpus] == ["Fake 0", "Fake 1"]
-    assert "gpu-checkpoint" in helper.freeze(7, 10)
+    assert "gpu-checkpoint" in helper.freeze(7, 10).took_ns
     with pytest.raises(TransientError, match="CUDA_ERROR_ILLEGAL_STATE"):
         helper.freeze(7, 10)  # which put it back
     assert helper.thaw(7, 10) == {}
@@ -243,3 +243,136 @@ def test_segments_come_back_where_they_were(library: Path, tmp_path: Path) -> No
         text=True,
     )
     assert done.stdout == "good\n", done.stderr
+
+
+# -------------------------------------------------------------------------------------------- areas
+
+
+def test_new_memory_is_told_from_old() -> None:
+    kib, mib = 1 << 10, 1 << 20
+    arena = areas.ARENA_BYTES
+    before = [((10 * mib, 20 * mib), True), ((40 * mib, 41 * mib), False)]
+    after = [
+        ((10 * mib, 30 * mib), True),  # grown together with the old one
+        ((34 * mib, 39 * mib), False),  # of a file
+        ((39 * mib, 46 * mib), True),  # around what was there
+        ((50 * mib, 50 * mib + 64 * kib), True),
+        ((arena, arena + 8 * mib), True),
+    ]
+    found = areas.new_areas(before, after)
+    assert found == [(20 * mib, 30 * mib), (41 * mib, 46 * mib)]
+    assert areas.new_areas(after, after) == []
+
+
+STOPPED = """
+import threading, time
+for _ in range(3):
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+print("here", flush=True)
+input()
+"""
+
+
+def threads(pid: int) -> dict[int, str]:
+    """Their states: t is stopped by somebody who traces it."""
+    found = {}
+    for path in Path(f"/proc/{pid}/task").iterdir():
+        found[int(path.name)] = (path / "stat").read_text().rpartition(")")[2].split()[0]
+    return found
+
+
+def test_all_threads_but_one_are_stopped_and_go_on() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPPED], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        pid = process.pid
+        assert process.stdout is not None and process.stdout.readline() == b"here\n"
+        assert areas.thread_of(pid, pid) == pid and areas.thread_of(pid, 1) is None
+        with areas.others_stopped(pid, pid):
+            seen = threads(pid)
+            assert len(seen) == 4 and seen.pop(pid) != "t" and set(seen.values()) == {"t"}
+        assert "t" not in threads(pid).values()
+        process.communicate(b"\n", timeout=20)
+        assert process.returncode == 0
+
+
+AREAS = """
+import ctypes, hashlib, mmap, os, resource, signal, sys
+folder, limit, library = sys.argv[1], int(sys.argv[2]), ctypes.CDLL(sys.argv[3])
+if limit:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+mib = 1 << 20
+kinds = [
+    os.urandom(10 * mib) + bytes(20 * mib) + (os.urandom(4096) + bytes(4096)) * 1280,
+    bytes(6 * mib),
+    os.urandom(5 * mib - 4096),
+]
+places = []
+for data in kinds:
+    private = mmap.mmap(-1, len(data), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    private[:] = data
+    places.append(private)
+starts = [ctypes.addressof(ctypes.c_char.from_buffer(place)) for place in places]
+assert library.keepstep_areas_watch(folder.encode(), 8, 3) == 0
+assert library.keepstep_areas_watch(folder.encode(), 8, 3) == 0  # once is enough
+print(*(f"{at} {at + len(data)}" for at, data in zip(starts, kinds)), flush=True)
+for line in sys.stdin:
+    assert all(place[:] == data for place, data in zip(places, kinds)), "not what it was"
+    if line == "again\\n":
+        assert library.keepstep_areas_watch(folder.encode(), 8, 3) == 0
+    print("good", flush=True)
+"""
+
+
+class AreaProcess:
+    def __init__(self, folder: Path, limit: int = 0) -> None:
+        words = [sys.executable, "-c", AREAS, str(folder), str(limit), str(segments.ensure())]
+        self._process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        numbers = list(map(int, self._process.stdout.readline().split()))
+        self.areas = list(zip(numbers[::2], numbers[1::2]))
+
+    def resident(self) -> int:
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        return int(status.partition("RssAnon:")[2].split()[0]) << 10
+
+    def right(self, word: str) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{word}\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == "good\n"
+
+    def end(self) -> None:
+        self._process.communicate(timeout=20)
+        assert self._process.returncode == 0
+
+
+def test_areas_go_into_files_without_their_zeros_and_come_back(tmp_path: Path) -> None:
+    it = AreaProcess(tmp_path)
+    for _ in range(2):
+        before = it.resident()
+        assert areas.stow(tmp_path, it.areas, 20) == "" and areas.stowed(tmp_path)
+        assert before - it.resident() > 24 << 20  # zeros do not come back as memory
+        files = list(tmp_path.glob("part-*"))
+        assert {path.name for path in files} <= {"part-8", "part-9", "part-10"}
+        assert sum(path.stat().st_size for path in files) < 26 << 20
+        areas.fetch(tmp_path, 20)
+        assert not list(tmp_path.iterdir())
+        it.right("again")
+    it.end()
+
+
+def test_areas_stay_where_they_were_if_there_is_no_room(tmp_path: Path) -> None:
+    it = AreaProcess(tmp_path, limit=3 << 20)
+    assert "File too large" in areas.stow(tmp_path, it.areas, 20)
+    assert not areas.stowed(tmp_path) and not list(tmp_path.iterdir())
+    it.right("check")
+    it.end()
+
+
+def test_a_process_that_does_not_answer_has_a_limit(tmp_path: Path) -> None:
+    with pytest.raises(TransientError, match=r"did not answer areas-stow in 0 s"):
+        areas.stow(tmp_path, [(0, 1 << 24)], 0.05)
+    assert areas.stowed(tmp_path)

@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from keepstep.agent import areas
 from keepstep.agent.tree import inner_pid
 from keepstep.errors import KeepstepError, PermanentError, TransientError
 from keepstep.model.messages import Gpu
@@ -116,6 +117,11 @@ def pairs(there: Sequence[Gpu], here: Sequence[Gpu], used: str, slot: int) -> li
     ]
 
 
+class Frozen(msgspec.Struct, frozen=True):
+    took_ns: dict[str, int] = {}
+    areas: list[areas.Area] = []  # of host memory, which the driver alone uses until it restores
+
+
 class Driver:
     """PermanentError: there is none that can do this."""
 
@@ -196,14 +202,14 @@ class Driver:
 
     # ------------------------------------------------------------------ whole
 
-    def freeze(self, pid: int, timeout_ms: int = LOCK_MS) -> dict[str, int]:
-        """Until it is checkpointed. How long each part took, in nanoseconds. If it fails, the
-        process is as it was, as far as the driver can: else the error says so."""
+    def freeze(self, pid: int, timeout_ms: int = LOCK_MS) -> Frozen:
+        """Until it is checkpointed. If it fails, the process is as it was, as far as the driver
+        can: else the error says so."""
         began = time.monotonic_ns()
         try:
             self.lock(pid, timeout_ms)
             locked = time.monotonic_ns()
-            self.checkpoint(pid)
+            taken = self._checkpoint_alone(pid)
         except CudaError as error:
             try:
                 self.thaw(pid)
@@ -212,7 +218,25 @@ class Driver:
                     f"{error.message}; and it did not come back: {worse}"
                 ) from error
             raise
-        return {"gpu-lock": locked - began, "gpu-checkpoint": time.monotonic_ns() - locked}
+        took = {"gpu-lock": locked - began, "gpu-checkpoint": time.monotonic_ns() - locked}
+        return Frozen(took_ns=took, areas=taken)
+
+    def _checkpoint_alone(self, pid: int) -> list[areas.Area]:
+        """The memory that the driver took for it; empty if that cannot be told."""
+        thread = None
+        try:
+            with contextlib.suppress(CudaError):
+                thread = areas.thread_of(pid, self.restore_thread(pid))
+            if thread is not None:
+                with areas.others_stopped(pid, thread):
+                    before = areas.mappings(pid)
+                    self.checkpoint(pid)
+                    return areas.new_areas(before, areas.mappings(pid))
+        except (OSError, TransientError) as error:
+            print(f"keepstep: the driver's memory is not known: {error}", file=sys.stderr)
+        if self.state(pid) != "CHECKPOINTED":
+            self.checkpoint(pid)
+        return []
 
     def thaw(self, pid: int, places: Sequence[tuple[str, str]] = ()) -> dict[str, int]:
         """Until it runs, from whatever state."""
@@ -246,8 +270,7 @@ class Order(msgspec.Struct, frozen=True):
     places: list[tuple[str, str]] = []
 
 
-class Answer(msgspec.Struct, frozen=True):
-    took_ns: dict[str, int] = {}
+class Answer(Frozen, frozen=True):
     error: str = ""
 
 
@@ -274,20 +297,22 @@ class Helper:
             raise PermanentError(self._facts.error)
         return self._facts
 
-    def freeze(self, pid: int, seconds_max: float) -> dict[str, int]:
+    def freeze(self, pid: int, seconds_max: float) -> Frozen:
         return self._do(Order(what="freeze", pid=pid), seconds_max)
 
     def thaw(
         self, pid: int, seconds_max: float, places: Sequence[tuple[str, str]] = ()
     ) -> dict[str, int]:
-        return self._do(Order(what="thaw", pid=pid, places=list(places)), seconds_max)
+        order = Order(what="thaw", pid=pid, places=list(places))
+        return self._do(order, seconds_max).took_ns
 
     def thaw_in(
         self, nest: int, seconds_max: float, places: Sequence[tuple[str, str]]
     ) -> dict[str, int]:
-        return self._do(Order(what="thaw-in", pid=nest, places=list(places)), seconds_max)
+        order = Order(what="thaw-in", pid=nest, places=list(places))
+        return self._do(order, seconds_max).took_ns
 
-    def _do(self, order: Order, seconds_max: float) -> dict[str, int]:
+    def _do(self, order: Order, seconds_max: float) -> Frozen:
         self.facts()
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # its last word, or none, is read below
@@ -296,7 +321,7 @@ class Helper:
         answer = msgspec.json.decode(self._line(seconds_max, order.what), type=Answer)
         if answer.error:
             raise TransientError(f"the GPU's part failed: {answer.error}")
-        return answer.took_ns
+        return answer
 
     def _line(self, seconds_max: float, what: str) -> bytes:
         """One line comes in one write: it is there whole, or not at all."""
@@ -337,7 +362,8 @@ def main() -> int:
             if pid is None:
                 say(Answer(error="the process has ended"))
             elif order.what == "freeze":
-                say(Answer(took_ns=driver.freeze(pid, order.timeout_ms)))
+                frozen = driver.freeze(pid, order.timeout_ms)
+                say(Answer(took_ns=frozen.took_ns, areas=frozen.areas))
             else:
                 say(Answer(took_ns=driver.thaw(pid, order.places)))
         except KeepstepError as error:

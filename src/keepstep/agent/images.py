@@ -36,12 +36,13 @@ from typing import Any, Protocol
 import msgspec
 
 from keepstep.adapters.transport.blocking import relay
-from keepstep.agent import gpu, preflight
+from keepstep.agent import areas, gpu, preflight
 from keepstep.agent.nest import image_folder, last_error
 from keepstep.agent.session import kill_group
 from keepstep.agent.tree import inner_pid, tree
 from keepstep.errors import KeepstepError, TransientError, UsageError
 from keepstep.model.image import (
+    PARTS,
     PARTS_FOLDER,
     ImageBegun,
     ImageEnd,
@@ -101,7 +102,8 @@ class Images:
         self._dumping: set[str] = set()
         self._stopped: dict[str, tuple[int, int]] = {}  # worker -> generation, its process
         self._gpus: dict[str, gpu.Helper] = {}  # worker -> who calls the driver for it
-        self._parts: dict[int, Future[Path | None]] = {}  # rank -> what it had on the GPU
+        # rank -> where it has put what it had on the GPU, and what its driver took of that
+        self._parts: dict[int, tuple[Future[Path | None], Future[Path | None]]] = {}
         self._over: dict[str, int] = {}  # worker -> generation up to which moves are over
         self._lines: dict[int, queue.Queue[socket.socket]] = {}  # rank -> where pages may go
 
@@ -166,14 +168,14 @@ class Images:
 
     def _no_parts(self, rank: int, error: KeepstepError) -> None:
         """Nobody is kept waiting for what does not come."""
-        parts = self._parts.get(rank)
-        if parts is not None and not parts.done():
-            parts.set_exception(error)
+        for parts in self._parts.get(rank, ()):
+            if not parts.done():
+                parts.set_exception(error)
 
     def _pass_pages(self, connection: socket.socket, rank: int) -> None:
         """Until the dump that needs this line is over, or none comes."""
         claimed = self._lines[rank] = queue.Queue(1)
-        self._parts[rank] = Future()
+        self._parts[rank] = (Future(), Future())
         connection.sendall(frame(ImageEnd(files=0)))
         with contextlib.suppress(queue.Empty), claimed.get(timeout=CLAIM_S) as local:
             relay(connection, local)
@@ -181,7 +183,7 @@ class Images:
     def _send_part(self, connection: socket.socket, request: ImagePart) -> None:
         """When the rank has moved it out of the GPU; meanwhile the rank is dumped."""
         try:
-            folder = self._parts[request.rank].result(OFFLOAD_S)
+            folder = self._parts[request.rank][request.part >= PARTS].result(OFFLOAD_S)
         except (KeyError, TimeoutError, KeepstepError) as error:
             connection.sendall(frame(ImageRefused(error=f"nothing came from the GPU: {error}")))
             return
@@ -253,11 +255,11 @@ class Images:
         helper.facts()
         return helper
 
-    def _offload(self, request: ImageGet, inspected: Inspected) -> int:
-        """Nanoseconds that it took."""
+    def _offload(self, request: ImageGet, inspected: Inspected) -> tuple[int, bool]:
+        """Nanoseconds that it took, and whether the rank can move its driver's memory."""
         if inspected.device and not request.gpu:
             raise TransientError("it uses a GPU, and did not when it was looked at")
-        folder, took_ns = None, 0
+        folder, took_ns, areas = None, 0, False
         if inspected.device:
             worker, said = self._exchange(
                 request.rank,
@@ -267,20 +269,40 @@ class Images:
                 request.seconds_max,
             )
             assert isinstance(said, Offloaded)
-            took_ns = said.took_ns
+            took_ns, areas = said.took_ns, said.areas
             if said.error:
                 logger.warning("%s: %s; its driver does it", worker.name, said.error)
             elif said.moved:
-                folder = Path(f"/proc/{self._inner(worker)}/root{PARTS_FOLDER}")
-        parts = self._parts.get(request.rank)
-        if parts is not None and not parts.done():
-            parts.set_result(folder)
-        return took_ns
+                folder = _parts_folder(self._inner(worker))
+        self._have_parts(request.rank, 0, folder)
+        return took_ns, areas
+
+    def _have_parts(self, rank: int, which: int, folder: Path | None) -> None:
+        parts = self._parts.get(rank)
+        if parts is not None and not parts[which].done():
+            parts[which].set_result(folder)
+
+    def _freeze(
+        self, request: ImageGet, worker: Rank, pid: int, areas_wanted: bool
+    ) -> tuple[dict[str, int], bool]:
+        """How long its GPU took, and whether what the driver has saved is in files."""
+        frozen = self._helper(worker.name).freeze(pid, request.seconds_max)
+        began, folder, stowed = time.monotonic_ns(), _parts_folder(pid), False
+        if areas_wanted and frozen.areas:
+            error = areas.stow(folder, frozen.areas, request.seconds_max)
+            stowed = not error
+            if error:
+                logger.warning("%s: %s; CRIU moves it", worker.name, error)
+        self._have_parts(request.rank, 1, folder if stowed else None)
+        took = {"gpu-stow": time.monotonic_ns() - began} if stowed else {}
+        return {**frozen.took_ns, **took}, stowed
 
     def _thaw(self, worker: str, pid: int) -> None:
         """A process that does not get its GPU back would wait for it for ever, and all others for
         it."""
         try:
+            if areas.stowed(folder := _parts_folder(pid)):
+                areas.fetch(folder, gpu.THAW_S_MAX)
             self._helper(worker).thaw(pid, gpu.THAW_S_MAX)
         except KeepstepError as error:
             logger.error("%s is lost: %s", worker, error)
@@ -292,8 +314,8 @@ class Images:
     ) -> None:
         folder = image_folder(self._job, worker.name, "dump")
         try:
-            offload_ns = self._offload(request, inspected)
-            begun = self._dump(request, worker, inspected, folder)
+            offload_ns, areas_wanted = self._offload(request, inspected)
+            begun = self._dump(request, worker, inspected, folder, areas_wanted)
             if inspected.device:
                 gpu_ns = {**begun.gpu_ns, "gpu-offload": offload_ns}
                 begun = msgspec.structs.replace(begun, gpu_ns=gpu_ns)
@@ -310,7 +332,12 @@ class Images:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _dump(
-        self, request: ImageGet, worker: Rank, inspected: Inspected, folder: Path
+        self,
+        request: ImageGet,
+        worker: Rank,
+        inspected: Inspected,
+        folder: Path,
+        areas_wanted: bool,
     ) -> ImageBegun:
         pid = self._inner(worker)
         first, own = _numbers(pid)
@@ -322,10 +349,10 @@ class Images:
             if self._over.get(worker.name, -1) >= request.generation:
                 raise TransientError(f"{worker.name} does not hold for this move any more")
             self._dumping.add(worker.name)
-        stopped, gpu_ns = False, dict[str, int]()
+        stopped, gpu_ns, stowed = False, dict[str, int](), False
         try:
             if inspected.device:
-                gpu_ns = self._helper(worker.name).freeze(pid, request.seconds_max)
+                gpu_ns, stowed = self._freeze(request, worker, pid, areas_wanted)
             began = time.monotonic_ns()
             found = preflight.scan(pid, inspected.control)
             if offenders := [*inspected.foreign, *found.offenders]:
@@ -357,7 +384,12 @@ class Images:
             names=found.names,
             dump_ns=time.monotonic_ns() - began,
             gpu_ns=gpu_ns,
+            areas=stowed,
         )
+
+
+def _parts_folder(pid: int) -> Path:
+    return Path(f"/proc/{pid}/root{PARTS_FOLDER}")
 
 
 def _numbers(pid: int) -> tuple[int, int]:

@@ -34,7 +34,7 @@ import msgspec
 
 from keepstep.adapters.transport.blocking import PIECE_BYTES, Frames, relay, shut
 from keepstep.adapters.transport.tls import client_context
-from keepstep.agent import gpu, preflight
+from keepstep.agent import areas, gpu, preflight
 from keepstep.agent.namespaces import (
     PR_SET_PDEATHSIG,
     bind,
@@ -73,7 +73,8 @@ def run_rank(command: list[str], descriptors: list[int]) -> NoReturn:
     def enter() -> int:
         Path("/proc/sys/kernel/ns_last_pid").write_text(str(FIRST_PID))
         os.environ["KEEPSTEP_SOCKETS"] = i.NEST
-        if library := os.environ.pop("KEEPSTEP_SEGMENTS", ""):
+        library = os.environ.get("KEEPSTEP_SEGMENTS", "")
+        if library and os.environ.get("KEEPSTEP_OFFLOAD") != "0":
             os.environ["LD_PRELOAD"] = library  # for the rank only
         # Its own session: CRIU cannot give one that belongs to somebody outside.
         rank = subprocess.Popen(command, pass_fds=descriptors, start_new_session=True)
@@ -242,7 +243,7 @@ class Standby:
             os.waitpid(first, 0)
             raise KeepstepError(f"the image did not come to life: {words or 'no word from it'}")
         restored = time.monotonic_ns()
-        gpu_ns = {**begun.gpu_ns, **self._thaw(first)}
+        gpu_ns = {**begun.gpu_ns, **self._thaw(first, begun.areas)}
         return first, m.Restored(
             generation=command.generation,
             page=begun.page,
@@ -253,11 +254,16 @@ class Standby:
             gpu_ns=gpu_ns,
         )
 
-    def _thaw(self, first: int) -> dict[str, int]:
+    def _thaw(self, first: int, stowed: bool) -> dict[str, int]:
         if self._gpu is None or self._facts is None or not self._facts.gpu:
             return {}
-        try:  # by the nest's number: this process does not see the rank's any more
-            return self._gpu.thaw_in(os.getpid(), gpu.THAW_S_MAX, self._places)
+        began, took = time.monotonic_ns(), dict[str, int]()
+        try:
+            if stowed:
+                areas.fetch(self._parts, gpu.THAW_S_MAX)
+                took["gpu-fetch"] = time.monotonic_ns() - began
+            # By the nest's number: this process does not see the rank's any more.
+            return took | self._gpu.thaw_in(os.getpid(), gpu.THAW_S_MAX, self._places)
         except KeepstepError:
             os.kill(first, signal.SIGKILL)
             os.waitpid(first, 0)
@@ -270,7 +276,7 @@ class Standby:
                 raise RemoteProtocolError(f"{type(answer).__name__} in answer to ImagePages")
             line.settimeout(None)  # it ends with the dump, which has a limit
             ours, theirs = socket.socketpair()
-            with ours, theirs, ThreadPoolExecutor(i.PARTS) as pool:
+            with ours, theirs, ThreadPoolExecutor(2 * i.PARTS) as pool:
                 parts = self._fetch_parts(holder, pool)
                 command = [*criu.find()[0], "page-server", "-D", str(self._folder)]
                 command += ["-o", "pages.log", "--ps-socket", str(theirs.fileno())]
@@ -293,10 +299,10 @@ class Standby:
     def _fetch_parts(self, holder: m.Address, pool: ThreadPoolExecutor) -> list[Future[None]]:
         """What the process had on its GPU, while it is dumped. The pool must be gone before the
         process is woken: that is done by a fork."""
-        if self._facts is None or not self._facts.offloads:
+        if self._facts is None or not self._facts.gpu:
             return []
         self._parts.mkdir(mode=0o700)
-        return [pool.submit(self._fetch_part, holder, part) for part in range(i.PARTS)]
+        return [pool.submit(self._fetch_part, holder, part) for part in range(2 * i.PARTS)]
 
     def _fetch_part(self, holder: m.Address, number: int) -> None:
         with closing(_connect(self._welcome, holder)) as line:

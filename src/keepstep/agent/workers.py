@@ -101,8 +101,7 @@ class Worker:
 
 def _segments(start: StartWorker) -> Path | None:
     """What lets a rank move its device memory itself; without it the driver does, more slowly."""
-    wanted = start.transparent and start.rank >= 0 and gpu.present()
-    if not wanted or os.environ.get("KEEPSTEP_OFFLOAD") == "0":
+    if not (start.transparent and start.rank >= 0 and gpu.present()):
         return None
     try:
         return segments.ensure()

@@ -9,7 +9,8 @@ One connection to the blob port of the agent that has the process, for one reque
 
 Pages go while they are dumped, so whoever gets an image opens a line for them first. What the
 process had on a GPU goes beside, in parts, if the process can move that itself: it has written them
-into files, and is dumped while they travel.
+into files, and is dumped while they travel. So does the memory that the GPU's driver has taken for
+its snapshot, in as many parts more.
 The process must hold when ImageGet comes. It is left stopped, and stays so until its agent is told
 to kill it (the move was committed) or to go on (Abort or Release).
 """
@@ -74,6 +75,9 @@ class ImageBegun(Message, frozen=True):
     names: list[str]  # of sockets that have one, but none in the file system
     dump_ns: int
     gpu_ns: dict[str, int] = {}  # what its GPU took, by name
+    areas: bool = (
+        False  # its driver's memory is in parts; it fetches them before the driver restores
+    )
 
 
 class ImageFile(Message, frozen=True):

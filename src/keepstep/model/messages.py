@@ -256,6 +256,7 @@ class Offloaded(Message, frozen=True):
 
     number: int
     moved: bool  # else the driver must
+    areas: bool  # it can move what the driver takes for that
     took_ns: int
     error: str = ""
 

@@ -1,6 +1,7 @@
-"""Compiles native/gpu, which gives device memory back behind the same addresses, with plain g++.
+"""Compiles native/gpu, which gives device memory back behind the same addresses (segments.cpp), and
+moves what CUDA's driver has saved of it (areas.cpp), with plain g++.
 
-It is loaded into ranks of transparent jobs (LD_PRELOAD). It needs no CUDA headers and fits any
+It is loaded into ranks of transparent jobs. It needs no CUDA headers and fits any
 torch, so its cache key is only machine, flags and sources.
 """
 
@@ -35,6 +36,6 @@ def _build(folder: Path) -> None:
     tool = compiler()
     print("keepstep: compiling the keeper of device memory", file=sys.stderr, flush=True)
     exports = f"-Wl,--version-script={SOURCES / 'exports.map'}"
-    source, library = str(SOURCES / "segments.cpp"), str(folder / NAME)
-    command = [tool, *FLAGS, "-shared", source, "-o", library, *LINK, exports]
+    sources, library = map(str, sorted(SOURCES.glob("*.cpp"))), str(folder / NAME)
+    command = [tool, *FLAGS, "-shared", *sources, "-o", library, *LINK, exports]
     run_all([command], hint="the compiler needs C++17 (g++ >= 9)")

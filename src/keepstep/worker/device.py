@@ -6,6 +6,9 @@ the addresses stay reserved. The driver then finds little more than a context. T
 do this (native/gpu) is loaded into the process by its nest; without it, and for allocations that it
 has not seen, the driver's snapshot takes everything.
 
+What the driver takes into the process's memory is moved by a thread of that library, too, which
+hears from the agent by files: the process cannot do it, because it waits for the driver.
+
 Everything here is for the main thread, except `describe` and `wait_until_back`.
 """
 
@@ -29,6 +32,9 @@ NVIDIA = "/dev/nvidia"
 
 _library = ctypes.CDLL(None)
 _here = hasattr(_library, "keepstep_segments_save")
+# Without being asked for memory, if the script wants none from it (KEEPSTEP_OFFLOAD=0).
+_file = os.environ.get("KEEPSTEP_SEGMENTS", "")
+_areas: Any = _library if _here else ctypes.CDLL(_file) if _file else None
 _away = False
 _awaited = False
 _here_again = threading.Event()
@@ -130,6 +136,14 @@ def offload(move: bool) -> bool:
         raise
     _leave()
     return True
+
+
+def watch_areas() -> bool:
+    """From now on what the driver takes can be moved. False: there is nobody who could."""
+    if _areas is None:
+        return False
+    os.makedirs(PARTS_FOLDER, mode=0o700, exist_ok=True)
+    return bool(_areas.keepstep_areas_watch(PARTS_FOLDER.encode(), PARTS, PARTS) == 0)
 
 
 def _leave() -> None:

@@ -282,16 +282,19 @@ class Runtime:
         )
 
     def _offload(self, command: m.Offload) -> None:
-        began, moved = time.monotonic_ns(), False
+        began, moved, areas = time.monotonic_ns(), False, False
         error = "the rank does not hold for this move any more"
         if command.generation == self._channel.hold_generation:
             try:
                 moved, error = device.offload(command.move), ""
+                areas = device.watch_areas()
             except PermanentError as trouble:
                 error = str(trouble)
         took_ns = time.monotonic_ns() - began
         self._channel.send(
-            m.Offloaded(number=command.number, moved=moved, took_ns=took_ns, error=error)
+            m.Offloaded(
+                number=command.number, moved=moved, areas=areas, took_ns=took_ns, error=error
+            )
         )
 
     def _arrive(self, welcome: m.Welcome) -> None:
