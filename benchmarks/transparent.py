@@ -6,7 +6,7 @@ at once, because starting takes longer than moving, and are moved one after the 
 the longest time between two steps that the script logs. Needs one GPU, CRIU and root.
 
 *fast*: the rank moves what torch has allocated itself. *driver*: everything is in the snapshot of
-CUDA's driver, which takes it into host memory first: so the largest size is moved the fast way only.
+CUDA's driver, which takes it into host memory first; the largest size is moved the fast way only.
 """
 
 from __future__ import annotations
