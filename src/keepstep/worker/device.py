@@ -37,6 +37,7 @@ _file = os.environ.get("KEEPSTEP_SEGMENTS", "")
 _areas: Any = _library if _here else ctypes.CDLL(_file) if _file else None
 _away = False
 _awaited = False
+_clearing: threading.Thread | None = None
 _here_again = threading.Event()
 _here_again.set()
 
@@ -119,6 +120,8 @@ def offload(move: bool) -> bool:
     if _away and move:
         return True  # for a move that came to nothing; the files are all there is of it
     come_back()
+    if _clearing is not None:
+        _clearing.join()
     torch.cuda.synchronize(cuda.home)
     torch.cuda.empty_cache()
     if not move or not _bytes()[0]:
@@ -154,12 +157,14 @@ def _leave() -> None:
 
 def come_back() -> None:
     """At once if nothing is away. PermanentError: it cannot be had back."""
-    global _away
+    global _away, _clearing
     if _away:
         _load()
         _away = False
-        _clear()
         _here_again.set()
+        # Nobody needs to wait for that: to give back gigabytes of files takes seconds.
+        _clearing = threading.Thread(target=_clear, name="keepstep-clear", daemon=True)
+        _clearing.start()
 
 
 def wait_until_back() -> None:
@@ -179,7 +184,7 @@ def awaited() -> bool:
 def _clear() -> None:
     """The folder itself may be where another one is mounted."""
     for part in Path(PARTS_FOLDER).iterdir():
-        part.unlink()
+        part.unlink(missing_ok=True)
 
 
 def _save() -> None:
