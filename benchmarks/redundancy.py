@@ -20,7 +20,7 @@ SIZES = {
     "cpu": ["--rows", "8", "--tokens", "128"],
     # Two ranks on one GPU take turns, and each collective costs some milliseconds.
     "cuda": ["--width", "512", "--layers", "6", "--vocabulary", "16000", "--rows", "8",
-             "--tokens", "1024", "--micro", "8", "--block", "4"],
+             "--tokens", "1024", "--micro", "20", "--block", "4"],
 }  # fmt: skip
 
 

@@ -9,8 +9,10 @@ Abort or Release to it, and not while CRIU is still at work in it. If the dump f
 once: nobody can have its image.
 
 A rank that uses a GPU first moves what it has there into files, if it can (worker/device.py); the
-driver then takes its own part into the process's memory (gpu.py). On the way back the driver comes
-first, when the tree runs again, and the rank fetches its files when it hears that it may go on.
+driver then takes its own part into the process's memory (gpu.py), which goes into files as well
+(areas.py). On the way back it is the other way round: what was the driver's memory is fetched when
+the tree runs again, then the driver restores, and the rank fetches its files when it hears that it
+may go on.
 """
 
 from __future__ import annotations
@@ -353,6 +355,8 @@ class Images:
         try:
             if inspected.device:
                 gpu_ns, stowed = self._freeze(request, worker, pid, areas_wanted)
+            else:
+                self._have_parts(request.rank, 1, None)
             began = time.monotonic_ns()
             found = preflight.scan(pid, inspected.control)
             if offenders := [*inspected.foreign, *found.offenders]:
