@@ -52,6 +52,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="the other parts: rounds of measurement")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu",
                         help="redundancy: cuda puts all ranks on one GPU")  # fmt: skip
+    parser.add_argument("--keep", choices=["buddy", "parity"], default="buddy",
+                        help="redundancy: which kind")  # fmt: skip
     parser.add_argument("--adapter", choices=["local", "slurm", "kubernetes"], default="local",
                         help="schedulers: which one")  # fmt: skip
     args = parser.parse_args()
@@ -69,7 +71,7 @@ def main() -> None:
             else {"rounds": args.rounds}
         )
         if part == "redundancy":
-            options["device"] = args.device
+            options |= {"device": args.device, "keep": args.keep}
         if part == "schedulers":
             options["adapter"] = args.adapter
         for text in PARTS[part](args.quick, **options):

@@ -14,8 +14,8 @@ from typing import Any
 from benchmarks import report
 from benchmarks.drive import Keepstep
 
-WORLD = 2
-LAYOUT = ["--nproc-per-node", "1", "--local-nodes", str(WORLD), "--quiet", "--redundancy", "buddy"]
+# Ranks, each on a node of its own, and nodes besides: one without a member keeps a parity.
+WORLDS = {"buddy": (2, 0), "parity": (3, 1)}
 SIZES = {
     "cpu": ["--rows", "8", "--tokens", "128"],
     # Two ranks on one GPU take turns, and each collective costs some milliseconds.
@@ -24,12 +24,15 @@ SIZES = {
 }  # fmt: skip
 
 
-def measure(device: str, rounds: int) -> dict[str, Any]:
+def measure(device: str, rounds: int, keep: str) -> dict[str, Any]:
+    world, spares = WORLDS[keep]
+    layout = ["--nproc-per-node", "1", "--local-nodes", str(world), "--spare-nodes", str(spares)]
+    layout += ["--redundancy", keep, "--quiet"]
     arguments = ["--device", device, "--rounds", str(rounds), *SIZES[device]]
-    with Keepstep(LAYOUT, "shards.py", arguments) as job:
+    with Keepstep(layout, "shards.py", arguments) as job:
         job.wait(1500)
-        ranks = job.results(WORLD)
-    return compare(ranks)
+        ranks = job.results(world)
+    return {"keep": keep, **compare(ranks)}
 
 
 def compare(ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -50,7 +53,7 @@ def compare(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         }
 
     copy_s = max(rank["copy_alone_s"] for rank in ranks)
-    per_rank = ("bytes_per_step", "vault_bytes", "vault_reserved", "pinned_bytes")
+    per_rank = ("bytes_per_step", "vault_bytes", "vault_reserved", "parity_bytes", "pinned_bytes")
     return {
         "ranks": len(ranks),
         "device": ranks[0]["device"],
@@ -67,12 +70,14 @@ def compare(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def run(quick: bool, rounds: int | None = None, device: str = "cpu") -> list[str]:
+def run(
+    quick: bool, rounds: int | None = None, device: str = "cpu", keep: str = "buddy"
+) -> list[str]:
     provenance = report.Provenance()
     rounds = rounds or (2 if quick else 8)
-    report.say(f"redundancy: {device}, {rounds} rounds")
-    result = measure(device, rounds)
-    name = "redundancy" if device == "cpu" else f"redundancy-{device}"
+    report.say(f"redundancy: {keep}, {device}, {rounds} rounds")
+    result = measure(device, rounds, keep)
+    name = "-".join(["redundancy", *[device] * (device != "cpu"), *[keep] * (keep != "buddy")])
     path = report.write(name, quick, provenance.close(), {"result": result})
     return [summary(result), f"written: {path.name}"]
 
@@ -90,8 +95,9 @@ def summary(result: dict[str, Any]) -> str:
         ["step / copy", f"{result['step_by_copy']:.1f}"],
         ["step-time ratio, 95 %", shown(result["ratio"])],
         ["off against off, 95 %", shown(result["control_ratio"])],
-        ["to the vault, per step and rank", f"{mb * result['bytes_per_step']:.1f} MiB"],
+        ["to vaults, per step and rank", f"{mb * result['bytes_per_step']:.1f} MiB"],
         ["held by the vault, per rank", f"{mb * result['vault_bytes']:.1f} MiB"],
+        ["held by the parity, per group", f"{mb * result['parity_bytes']:.1f} MiB"],
         ["pinned in the rank", f"{mb * result['pinned_bytes']:.1f} MiB"],
     ]
-    return report.table("", ("redundancy", result["device"]), rows)
+    return report.table("", (result["keep"], result["device"]), rows)

@@ -32,8 +32,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import keepstep
+from keepstep.worker import rebuild, vault
 from keepstep.worker import redundancy as kept
-from keepstep.worker import vault
 from keepstep.worker.units import view
 
 parser = argparse.ArgumentParser()
@@ -111,6 +111,7 @@ def switch(on: bool) -> None:
         return
     keeper.units = units if on else []
     keeper._begun = -1
+    keeper._realign = True  # with a parity all ranks put their bases at the same versions
     keeper._line.truncate(0)  # what is there has a gap now
     for unit in units:
         unit.version = -1
@@ -171,6 +172,19 @@ for _ in range(args.rounds):
 switch(True)
 held = vault.fetch(keeper._line.address, seat.welcome.token, rank, seat.version).bytes
 staging = keeper._staging
+
+
+def parity_bytes() -> int:
+    """Of the whole group; the holder has them."""
+    if keeper._parity is None:
+        return 0
+    line = keeper._parity
+    assert line._line is not None and line._common >= 0, "no parity is kept"
+    where, token = line._line.address, seat.welcome.token
+    reply, _ = rebuild._fetch_parity(where, token, rank, seat.version, line._common)
+    return sum(cell.size for cell in reply.cells)
+
+
 result = {
     "parameters": sum(p.numel() for p in net.parameters()),
     "local_parameters": sum(unit.parameter.to_local().numel() for unit in units),
@@ -180,6 +194,7 @@ result = {
     "bytes_per_step": statistics.fmean(sent),
     "vault_bytes": held,
     "vault_reserved": keeper.reserve,
+    "parity_bytes": parity_bytes(),
     "pinned_bytes": staging.bytes if staging is not None else 0,
     "copy_alone_s": copy_alone(),
     "device": torch.cuda.get_device_name(0) if args.device == "cuda" else "cpu",
