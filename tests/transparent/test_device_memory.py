@@ -48,6 +48,19 @@ def test_device_memory_goes_along(
 
 
 @pytest.mark.timeout(290)
+def test_the_driver_can_be_left_to_move_it_all(
+    launch: Launch, reference: Reference, verdict: Verdict, cuda: Cuda, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("KEEPSTEP_OFFLOAD", "0")
+    it = launch(script=SCRIPT)
+    it.train()
+    assert set(it.moved(0)["timings_ms"]) >= PHASES
+    it.job.finish()
+    right(it, [0, 1])
+    verdict.identical(it.job, reference(2), faults=0, incidents=1)
+
+
+@pytest.mark.timeout(290)
 def test_what_fails_is_undone_or_done_by_the_driver(
     launch: Launch, reference: Reference, verdict: Verdict, cuda: Cuda, faults: Any
 ) -> None:
@@ -59,6 +72,7 @@ def test_what_fails_is_undone_or_done_by_the_driver(
         it.job.spare_parked()
         incident = it.migrate(1)
         assert incident["outcome"] == "RESOLVED" and incident["attempts"] > 1, incident
+        assert set(incident["timings_ms"]) >= PHASES
         cuda.struck()
     before = holders(it)
     faults.set("restore-fails")
@@ -66,7 +80,7 @@ def test_what_fails_is_undone_or_done_by_the_driver(
     faults.clear()
     assert holders(it) == before
     cuda.fail_once("cuMemcpyDtoHAsync")
-    it.moved(0)
+    assert set(it.moved(0)["timings_ms"]) >= PHASES
     cuda.struck()
     it.job.finish()
     right(it, [3, 4])  # also when three spares have failed

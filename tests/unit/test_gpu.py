@@ -135,9 +135,7 @@ def test_a_helper_calls_the_driver(fake: ctypes.CDLL) -> None:
     assert facts.version == 13_000 and [one.name for one in facts.gpus] == ["Fake 0", "Fake 1"]
     assert "gpu-checkpoint" in helper.freeze(7, 10).took_ns
     with pytest.raises(TransientError, match="CUDA_ERROR_ILLEGAL_STATE"):
-        helper.freeze(7, 10)  # which put it back
-    assert helper.thaw(7, 10) == {}
-    helper.close()
+        helper.freeze(7, 10)  # it was somebody else's: nothing is undone
     assert not helper.alive
 
 
@@ -248,20 +246,49 @@ def test_segments_come_back_where_they_were(library: Path, tmp_path: Path) -> No
 # -------------------------------------------------------------------------------------------- areas
 
 
+MIB = 1 << 20
+ARENA = areas.ARENA_BYTES
+
+
+def mapped(start: int, end: int, rights: str = "rw-p", name: str = "") -> areas.Mapping:
+    return areas.Mapping(start * MIB, end * MIB, rights, name)
+
+
 def test_new_memory_is_told_from_old() -> None:
-    kib, mib = 1 << 10, 1 << 20
-    arena = areas.ARENA_BYTES
-    before = [((10 * mib, 20 * mib), True), ((40 * mib, 41 * mib), False)]
+    before = [mapped(10, 20), mapped(40, 41, "r--p")]
     after = [
-        ((10 * mib, 30 * mib), True),  # grown together with the old one
-        ((34 * mib, 39 * mib), False),  # of a file
-        ((39 * mib, 46 * mib), True),  # around what was there
-        ((50 * mib, 50 * mib + 64 * kib), True),
-        ((arena, arena + 8 * mib), True),
+        mapped(10, 30),  # grown together with the old one
+        mapped(34, 39, name="/a/file"),
+        mapped(39, 46),  # around what was there
+        mapped(50, 52),
+        mapped(64, 74),  # aligned like an arena, but nothing follows it
+        mapped(90, 100, name="[heap]"),
     ]
-    found = areas.new_areas(before, after)
-    assert found == [(20 * mib, 30 * mib), (41 * mib, 46 * mib)]
-    assert areas.new_areas(after, after) == []
+    found = [(20, 30), (41, 46), (64, 74)]
+    assert areas.new_areas(before, after, False) == in_bytes(found)
+    assert areas.new_areas(after, after, False) == []
+    other = mapped(200, 201, "r-xp", "/usr/lib/libjemalloc.so.2")
+    assert areas.new_areas(before, [*after, other], False) == []
+
+
+def in_bytes(found: list[tuple[int, int]]) -> list[areas.Area]:
+    return [(start * MIB, end * MIB) for start, end in found]
+
+
+def test_mallocs_arenas_are_left_alone() -> None:
+    assert areas.new_areas([], [mapped(128, 140), mapped(140, 192, "---p")], False) == []
+    assert areas.new_areas([], [mapped(192, 256)], False) == []
+    # As seen: the driver's area ends where an arena begins, and both are one mapping.
+    merged = [mapped(70, 140), mapped(140, 192, "---p")]
+    assert areas.new_areas([], merged, False) == in_bytes([(70, 128)])
+    assert areas.new_areas([mapped(128, 140)], merged, False) == in_bytes([(70, 128)])
+    assert areas.new_areas([], [mapped(130, 140), mapped(140, 192, "---p")], False) == []
+
+
+def test_stacks_of_new_threads_are_left_alone() -> None:
+    after = [mapped(9, 10, "---p"), mapped(10, 18), mapped(30, 40)]
+    assert areas.new_areas([], after, True) == in_bytes([(30, 40)])
+    assert areas.new_areas([], after, False) == in_bytes([(10, 18), (30, 40)])
 
 
 STOPPED = """
@@ -294,6 +321,30 @@ def test_all_threads_but_one_are_stopped_and_go_on() -> None:
         assert "t" not in threads(pid).values()
         process.communicate(b"\n", timeout=20)
         assert process.returncode == 0
+
+
+STUCK = """
+import sys, time
+from keepstep.agent import areas
+areas.STOP_S_MAX = -1.0
+try:
+    with areas.others_stopped(int(sys.argv[1]), int(sys.argv[1])):
+        print("all stopped")
+except areas.TransientError as error:
+    print(error)
+"""
+
+
+def test_a_thread_that_does_not_stop_goes_on_with_the_end_of_who_asked() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPPED], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"here\n"
+        words = [sys.executable, "-c", STUCK, str(process.pid)]
+        done = subprocess.run(words, capture_output=True, text=True)
+        assert "does not stop" in done.stdout, done
+        assert "t" not in threads(process.pid).values()
+        process.communicate(b"\n", timeout=20)
 
 
 AREAS = """
@@ -334,6 +385,8 @@ class AreaProcess:
         numbers = list(map(int, self._process.stdout.readline().split()))
         self.areas = list(zip(numbers[::2], numbers[1::2]))
 
+        self.lives = lambda: areas.runs(self._process.pid)
+
     def resident(self) -> int:
         status = Path(f"/proc/{self._process.pid}/status").read_text()
         return int(status.partition("RssAnon:")[2].split()[0]) << 10
@@ -353,12 +406,12 @@ def test_areas_go_into_files_without_their_zeros_and_come_back(tmp_path: Path) -
     it = AreaProcess(tmp_path)
     for _ in range(2):
         before = it.resident()
-        assert areas.stow(tmp_path, it.areas, 20) == "" and areas.stowed(tmp_path)
+        assert areas.stow(tmp_path, it.areas, 20, it.lives) == "" and areas.stowed(tmp_path)
         assert before - it.resident() > 24 << 20  # zeros do not come back as memory
         files = list(tmp_path.glob("part-*"))
         assert {path.name for path in files} <= {"part-8", "part-9", "part-10"}
         assert sum(path.stat().st_size for path in files) < 26 << 20
-        areas.fetch(tmp_path, 20)
+        areas.fetch(tmp_path, 20, it.lives)
         assert not list(tmp_path.iterdir())
         it.right("again")
     it.end()
@@ -366,13 +419,41 @@ def test_areas_go_into_files_without_their_zeros_and_come_back(tmp_path: Path) -
 
 def test_areas_stay_where_they_were_if_there_is_no_room(tmp_path: Path) -> None:
     it = AreaProcess(tmp_path, limit=3 << 20)
-    assert "File too large" in areas.stow(tmp_path, it.areas, 20)
+    assert "File too large" in areas.stow(tmp_path, it.areas, 20, it.lives)
     assert not areas.stowed(tmp_path) and not list(tmp_path.iterdir())
+    it.right("again")
+    # Nobody waits for the answer, and the process is asked to bring back what it never moved.
+    with pytest.raises(TransientError, match=r"did not answer areas-stow in 0 s"):
+        areas.stow(tmp_path, it.areas, 0.0, it.lives)
+    areas.fetch(tmp_path, 20, it.lives)
+    assert not list(tmp_path.iterdir())
     it.right("check")
     it.end()
 
 
-def test_a_process_that_does_not_answer_has_a_limit(tmp_path: Path) -> None:
-    with pytest.raises(TransientError, match=r"did not answer areas-stow in 0 s"):
-        areas.stow(tmp_path, [(0, 1 << 24)], 0.05)
+def test_areas_come_back_although_nobody_waited_until_they_were_away(tmp_path: Path) -> None:
+    it = AreaProcess(tmp_path)
+    for _ in range(2):  # also with what the time before has left
+        with pytest.raises(TransientError, match=r"did not answer areas-stow in 0 s"):
+            areas.stow(tmp_path, it.areas, 0.0, it.lives)
+        assert areas.stowed(tmp_path)
+        areas.fetch(tmp_path, 20, it.lives)
+        it.right("again")
+    assert not list(tmp_path.iterdir())
+    it.end()
+
+
+def test_areas_that_are_lost_are_not_taken_for_moved(tmp_path: Path) -> None:
+    (tmp_path / areas.STOWED).write_text("no room; and it did not come back: a file is gone")
+    with pytest.raises(TransientError, match="the driver's memory is lost"):
+        areas.stow(tmp_path, [(0, 1 << 24)], 5, lambda: True)
     assert areas.stowed(tmp_path)
+    with pytest.raises(TransientError, match="did not come back: no room"):
+        areas.fetch(tmp_path, 5, lambda: True)
+
+
+def test_nobody_waits_for_a_process_that_has_ended(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    with pytest.raises(TransientError, match="has ended before areas-stow"):
+        areas.stow(tmp_path, [(0, 1 << 24)], 5, lambda: areas.runs(process.pid))

@@ -2,7 +2,8 @@
 
 The driver's own thread in the process allocates it. All others are stopped meanwhile, so that what
 is new afterwards is the driver's, and nobody else touches it before the driver is asked to restore.
-Malloc's arenas are left out: others may get parts of them later.
+Malloc's arenas are left out, because others may get parts of them later, and processes with another
+malloc altogether. If anything is unclear, nothing is found, and CRIU moves it.
 
 Whoever moves it is a thread in the process that reads and writes files (native/gpu/areas.cpp).
 """
@@ -13,8 +14,9 @@ import contextlib
 import ctypes
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from keepstep.agent.namespaces import checked, libc
 from keepstep.errors import TransientError
@@ -30,11 +32,25 @@ PTRACE_INTERRUPT = 0x4207
 EVENT_STOP = 128
 WALL = 0x40000000
 
-STOW, FETCH = "areas-stow", "areas-fetch"
-LOST = "it did not come back"
-ANSWERS = {STOW: "areas-stowed", FETCH: "areas-fetched"}
+STOW, STOWED = "areas-stow", "areas-stowed"
+FETCH, FETCHED = "areas-fetch", "areas-fetched"
+GOOD, LOST = "good", "it did not come back"
+OTHER_MALLOCS = ("jemalloc", "tcmalloc", "mimalloc")
 
 Area = tuple[int, int]
+
+
+class Mapping(NamedTuple):
+    start: int
+    end: int
+    rights: str
+    name: str  # also of what is no file
+
+    @property
+    def plain(self) -> bool:
+        """Memory of this process alone."""
+        return self.rights == "rw-p" and not self.name
+
 
 libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
 libc.ptrace.restype = ctypes.c_long
@@ -43,31 +59,36 @@ libc.ptrace.restype = ctypes.c_long
 # ------------------------------------------------------------------------------------------ threads
 
 
+def threads(pid: int) -> set[int]:
+    return {int(name) for name in os.listdir(f"/proc/{pid}/task")}
+
+
 def thread_of(pid: int, number: int) -> int | None:
-    """A thread that may be named as its own namespace does, as it is named here."""
-    for name in os.listdir(f"/proc/{pid}/task"):
+    """A thread that may be named as its own namespace does, as it is named here; None if that is
+    not clear."""
+    found = []
+    for one in threads(pid):
         with contextlib.suppress(OSError):
-            status = Path(f"/proc/{pid}/task/{name}/status").read_text()
-            line = next(line for line in status.splitlines() if line.startswith("NSpid:"))
-            if number in (int(name), int(line.split()[-1])):
-                return int(name)
-    return None
+            status = Path(f"/proc/{pid}/task/{one}/status").read_text()
+            inner = next((x.split()[-1] for x in status.splitlines() if x.startswith("NSpid:")), "")
+            if number == one or str(number) == inner:
+                found.append(one)
+    return found[0] if len(found) == 1 else None
 
 
 @contextlib.contextmanager
 def others_stopped(pid: int, thread: int) -> Iterator[None]:
-    """All threads of the process but one. They go on at the end of this, or of the caller. Only for
-    a caller with one thread: the kernel minds who has stopped them. OSError: not permitted."""
+    """All threads of the process but one. They go on at the end of this, but for one that did not
+    stop in time (TransientError): it goes on at the end of the caller's process. Only for callers
+    with one thread: the kernel minds who has stopped them. OSError: not permitted."""
     stopped: dict[int, int] = {}  # thread -> the signal that it was about to get
     try:
-        while new := {int(n) for n in os.listdir(f"/proc/{pid}/task")} - {thread, *stopped}:
+        while new := threads(pid) - {thread, *stopped}:
             for one in new:
-                try:
+                stopped[one] = 0
+                with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it has ended
                     checked(libc.ptrace(PTRACE_SEIZE, one, None, None))
-                except ProcessLookupError:  # it has ended
-                    stopped[one] = 0
-                    continue
-                stopped[one] = _stop(one)
+                    stopped[one] = _stop(one)
         yield
     finally:
         for one, number in stopped.items():
@@ -90,45 +111,73 @@ def _stop(thread: int) -> int:
 # ------------------------------------------------------------------------------------------- memory
 
 
-def mappings(pid: int) -> list[tuple[Area, bool]]:
-    """In the order of addresses; whether it is plain memory of this process alone."""
+def mappings(pid: int) -> list[Mapping]:
+    """In the order of addresses."""
     found = []
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-        place, rights, _, _, inode, *name = line.split(maxsplit=5)
+        place, rights, _, _, _, *name = line.split(maxsplit=5)
         start, end = (int(number, 16) for number in place.split("-"))
-        found.append(((start, end), rights == "rw-p" and inode == "0" and not name))
+        found.append(Mapping(start, end, rights, name[0] if name else ""))
     return found
 
 
-def new_areas(before: list[tuple[Area, bool]], after: list[tuple[Area, bool]]) -> list[Area]:
+def new_areas(before: list[Mapping], after: list[Mapping], new_threads: bool) -> list[Area]:
     """What was not mapped at all and is plain memory now; a new area may have grown together with
-    an old one."""
+    an old one, or with an arena."""
+    if any(malloc in one.name for one in after for malloc in OTHER_MALLOCS):
+        return []
     found: list[Area] = []
-    for (start, end), plain in after:
-        if not plain:
+    none = Mapping(0, 0, "", "")
+    for previous, one, follower in zip([none, *after], after, [*after[1:], none]):
+        guarded = previous.end == one.start and previous.rights == "---p"
+        if not one.plain or (new_threads and guarded):  # it may be a stack
             continue
-        at = start
-        for (old, old_end), _ in before:
-            if old_end <= at or old >= end:
+        at, end = one.start, max(one.start, min(one.end, _arena(one, follower)))
+        for old in before:
+            if old.end <= at or old.start >= end:
                 continue
-            found.append((at, max(at, old)))
-            at = old_end
+            found.append((at, max(at, old.start)))
+            at = old.end
         found.append((at, max(at, end)))
-    return [(a, b) for a, b in found if b - a >= AREA_MIN and a % ARENA_BYTES]
+    return [(start, end) for start, end in found if end - start >= AREA_MIN]
+
+
+def _arena(one: Mapping, follower: Mapping) -> int:
+    """Where an arena of glibc begins that this ends with: of its room, the rest cannot be used yet.
+    Or its own end, if it does not look like one."""
+    if follower.start == one.end and follower.rights == "---p" and not follower.end % ARENA_BYTES:
+        return follower.end - ARENA_BYTES
+    aligned = one.start % ARENA_BYTES == one.end % ARENA_BYTES == 0
+    return one.start if aligned else one.end
 
 
 # ------------------------------------------------------------------------------------------- orders
 
 
-def stow(folder: Path, areas: list[Area], seconds_max: float) -> str:
-    """Into files in that folder. What was wrong: then everything is where it was."""
+Lives = Callable[[], bool]
+
+
+def runs(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state not in "ZX"
+    return False
+
+
+def stow(folder: Path, areas: list[Area], seconds_max: float, lives: Lives) -> str:
+    """Into files in that folder. What was wrong: then everything is where it was. TransientError:
+    nobody knows (`fetch` finds out)."""
     lines = "".join(f"{start:x} {end:x}\n" for start, end in areas)
-    error = _order(folder, STOW, lines, seconds_max)
-    if LOST in error:
-        raise TransientError(error)
-    if error:
-        (folder / STOW).unlink()
-    return error
+    with _troubles():
+        _order(folder, STOW, lines)
+        error = _wait(lambda: _answer(folder, STOWED), STOW, seconds_max, lives)
+        if LOST in error:
+            raise TransientError(f"the driver's memory is lost: {error}")
+        if error == GOOD:
+            (folder / STOWED).unlink()
+            return ""
+        _forget(folder)
+        return error
 
 
 def stowed(folder: Path) -> bool:
@@ -136,24 +185,56 @@ def stowed(folder: Path) -> bool:
     return (folder / STOW).exists()
 
 
-def fetch(folder: Path, seconds_max: float) -> None:
+def fetch(folder: Path, seconds_max: float, lives: Lives) -> None:
     """TransientError: the process is of no use."""
-    error = _order(folder, FETCH, "", seconds_max)
-    for name in (STOW, FETCH):
-        (folder / name).unlink(missing_ok=True)
-    if error:
-        raise TransientError(f"the driver's memory did not come back: {error}")
+
+    def answer() -> str:
+        late = _answer(folder, STOWED)  # to an order that nobody waited for any more
+        if late not in ("", GOOD):
+            return late if LOST in late else GOOD  # all is where it was
+        return _answer(folder, FETCHED)
+
+    with _troubles():
+        _order(folder, FETCH, "")
+        error = _wait(answer, FETCH, seconds_max, lives)
+        if error != GOOD:
+            raise TransientError(f"the driver's memory did not come back: {error}")
+        _forget(folder)
 
 
-def _order(folder: Path, name: str, words: str, seconds_max: float) -> str:
-    made, reply = folder / f"{name}~", folder / ANSWERS[name]
+@contextlib.contextmanager
+def _troubles() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TransientError(f"the driver's memory cannot be moved: {error}") from error
+
+
+def _order(folder: Path, name: str, words: str) -> None:
+    made = folder / f"{name}~"
     made.write_text(words)
     made.rename(folder / name)
+
+
+def _answer(folder: Path, name: str) -> str:
+    """Empty: there is none yet."""
+    try:
+        return (folder / name).read_text()
+    except FileNotFoundError:
+        return ""
+
+
+def _wait(answer: Callable[[], str], name: str, seconds_max: float, lives: Lives) -> str:
     end = time.monotonic() + seconds_max
-    while not reply.exists():
+    while not (words := answer()):
         if time.monotonic() > end:
             raise TransientError(f"the process did not answer {name} in {seconds_max:.0f} s")
+        if not lives():
+            raise TransientError(f"the process has ended before {name}")
         time.sleep(LOOK_S)
-    error = reply.read_text()
-    reply.unlink()
-    return error
+    return words
+
+
+def _forget(folder: Path) -> None:
+    for name in (FETCH, FETCHED, STOWED, STOW):
+        (folder / name).unlink(missing_ok=True)

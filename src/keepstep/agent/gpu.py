@@ -35,6 +35,7 @@ from keepstep.model.messages import Gpu
 
 CHECKPOINT_CALLS = 12_080  # the driver's version of CUDA: 12.8, driver 570
 OTHER_GPUS = 13_000  # restore on other GPUs than before: 13.0, driver 580
+ILLEGAL_STATE = 401
 LOCK_MS = 10_000
 THAW_S_MAX = 120.0
 START_S_MAX = 60.0  # the first program that opens a GPU waits for its firmware
@@ -204,13 +205,16 @@ class Driver:
 
     def freeze(self, pid: int, timeout_ms: int = LOCK_MS) -> Frozen:
         """Until it is checkpointed. If it fails, the process is as it was, as far as the driver
-        can: else the error says so."""
+        can: else the error says so. TransientError: a thread of it is stopped as long as this
+        process lives."""
         began = time.monotonic_ns()
         try:
             self.lock(pid, timeout_ms)
             locked = time.monotonic_ns()
             taken = self._checkpoint_alone(pid)
         except CudaError as error:
+            if error.code == ILLEGAL_STATE:
+                raise  # it is somebody else's
             try:
                 self.thaw(pid)
             except KeepstepError as worse:
@@ -224,16 +228,14 @@ class Driver:
     def _checkpoint_alone(self, pid: int) -> list[areas.Area]:
         """The memory that the driver took for it; empty if that cannot be told."""
         thread = None
-        try:
-            with contextlib.suppress(CudaError):
-                thread = areas.thread_of(pid, self.restore_thread(pid))
-            if thread is not None:
-                with areas.others_stopped(pid, thread):
-                    before = areas.mappings(pid)
-                    self.checkpoint(pid)
-                    return areas.new_areas(before, areas.mappings(pid))
-        except (OSError, TransientError) as error:
-            print(f"keepstep: the driver's memory is not known: {error}", file=sys.stderr)
+        with contextlib.suppress(CudaError, OSError):
+            thread = areas.thread_of(pid, self.restore_thread(pid))
+        if thread is not None:
+            with contextlib.suppress(OSError), areas.others_stopped(pid, thread):
+                known, before = areas.threads(pid), areas.mappings(pid)
+                self.checkpoint(pid)
+                threads = bool(areas.threads(pid) - known)
+                return areas.new_areas(before, areas.mappings(pid), threads)
         if self.state(pid) != "CHECKPOINTED":
             self.checkpoint(pid)
         return []
@@ -298,7 +300,12 @@ class Helper:
         return self._facts
 
     def freeze(self, pid: int, seconds_max: float) -> Frozen:
-        return self._do(Order(what="freeze", pid=pid), seconds_max)
+        """If it fails, this helper ends, and with it whatever it has stopped goes on."""
+        try:
+            return self._do(Order(what="freeze", pid=pid), seconds_max)
+        except TransientError:
+            self.close()
+            raise
 
     def thaw(
         self, pid: int, seconds_max: float, places: Sequence[tuple[str, str]] = ()

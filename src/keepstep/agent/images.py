@@ -62,11 +62,13 @@ from keepstep.model.wire import frame
 from keepstep.native import criu
 
 INSPECT_S = 10.0
-OFFLOAD_S = 120.0
 CLAIM_S = 60.0  # for the request that a line was opened for
 GHOST_LIMIT = "4G"  # files that are open and have no name any more, such as shared memory
 
 logger = logging.getLogger(__name__)
+
+
+Parts = tuple[Future[Path | None], Future[Path | None]]
 
 
 class Rank(Protocol):
@@ -105,7 +107,7 @@ class Images:
         self._stopped: dict[str, tuple[int, int]] = {}  # worker -> generation, its process
         self._gpus: dict[str, gpu.Helper] = {}  # worker -> who calls the driver for it
         # rank -> where it has put what it had on the GPU, and what its driver took of that
-        self._parts: dict[int, tuple[Future[Path | None], Future[Path | None]]] = {}
+        self._parts: dict[int, Parts] = {}
         self._over: dict[str, int] = {}  # worker -> generation up to which moves are over
         self._lines: dict[int, queue.Queue[socket.socket]] = {}  # rank -> where pages may go
 
@@ -125,6 +127,8 @@ class Images:
             if stopped is None or stopped[0] > generation:
                 return
             del self._stopped[worker]
+            if worker in self._gpus:
+                self._dumping.add(worker)  # until it has its GPU
         logger.info("%s goes on: its image is of no use any more", worker)
         wake(stopped[1])
         if worker in self._gpus:  # it may take its driver seconds
@@ -156,23 +160,20 @@ class Images:
         if isinstance(request, ImagePart):
             self._send_part(connection, request)
             return
+        asked = self._parts.get(request.rank) if isinstance(request, ImageGet) else None
+        parts = asked or (Future(), Future())  # not those that somebody asks for later
         try:
             worker, inspected = self._find(request.rank)
             if isinstance(request, ImageGet):
-                self._send(connection, request, worker, inspected)
+                self._send(connection, request, worker, inspected, parts)
                 return
             reply: ImageReply = self._look(worker, inspected)
         except KeepstepError as error:
             reply = ImageRefused(error=str(error))
-            if isinstance(request, ImageGet):
-                self._no_parts(request.rank, error)
+            for part in parts:  # nobody is kept waiting for what does not come
+                if not part.done():
+                    part.set_exception(error)
         connection.sendall(frame(reply))
-
-    def _no_parts(self, rank: int, error: KeepstepError) -> None:
-        """Nobody is kept waiting for what does not come."""
-        for parts in self._parts.get(rank, ()):
-            if not parts.done():
-                parts.set_exception(error)
 
     def _pass_pages(self, connection: socket.socket, rank: int) -> None:
         """Until the dump that needs this line is over, or none comes."""
@@ -185,7 +186,8 @@ class Images:
     def _send_part(self, connection: socket.socket, request: ImagePart) -> None:
         """When the rank has moved it out of the GPU; meanwhile the rank is dumped."""
         try:
-            folder = self._parts[request.rank][request.part >= PARTS].result(OFFLOAD_S)
+            wanted = self._parts[request.rank][request.part >= PARTS]
+            folder = wanted.result(request.seconds_max)
         except (KeyError, TimeoutError, KeepstepError) as error:
             connection.sendall(frame(ImageRefused(error=f"nothing came from the GPU: {error}")))
             return
@@ -257,7 +259,7 @@ class Images:
         helper.facts()
         return helper
 
-    def _offload(self, request: ImageGet, inspected: Inspected) -> tuple[int, bool]:
+    def _offload(self, request: ImageGet, inspected: Inspected, parts: Parts) -> tuple[int, bool]:
         """Nanoseconds that it took, and whether the rank can move its driver's memory."""
         if inspected.device and not request.gpu:
             raise TransientError("it uses a GPU, and did not when it was looked at")
@@ -276,13 +278,8 @@ class Images:
                 logger.warning("%s: %s; its driver does it", worker.name, said.error)
             elif said.moved:
                 folder = _parts_folder(self._inner(worker))
-        self._have_parts(request.rank, 0, folder)
+        parts[0].set_result(folder)
         return took_ns, areas
-
-    def _have_parts(self, rank: int, which: int, folder: Path | None) -> None:
-        parts = self._parts.get(rank)
-        if parts is not None and not parts[which].done():
-            parts[which].set_result(folder)
 
     def _freeze(
         self, request: ImageGet, worker: Rank, pid: int, areas_wanted: bool
@@ -291,11 +288,10 @@ class Images:
         frozen = self._helper(worker.name).freeze(pid, request.seconds_max)
         began, folder, stowed = time.monotonic_ns(), _parts_folder(pid), False
         if areas_wanted and frozen.areas:
-            error = areas.stow(folder, frozen.areas, request.seconds_max)
+            error = areas.stow(folder, frozen.areas, request.seconds_max, lambda: areas.runs(pid))
             stowed = not error
             if error:
                 logger.warning("%s: %s; CRIU moves it", worker.name, error)
-        self._have_parts(request.rank, 1, folder if stowed else None)
         took = {"gpu-stow": time.monotonic_ns() - began} if stowed else {}
         return {**frozen.took_ns, **took}, stowed
 
@@ -304,20 +300,28 @@ class Images:
         it."""
         try:
             if areas.stowed(folder := _parts_folder(pid)):
-                areas.fetch(folder, gpu.THAW_S_MAX)
+                areas.fetch(folder, gpu.THAW_S_MAX, lambda: areas.runs(pid))
             self._helper(worker).thaw(pid, gpu.THAW_S_MAX)
         except KeepstepError as error:
             logger.error("%s is lost: %s", worker, error)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        finally:
+            with self._lock:
+                self._dumping.discard(worker)
 
     def _send(
-        self, connection: socket.socket, request: ImageGet, worker: Rank, inspected: Inspected
+        self,
+        connection: socket.socket,
+        request: ImageGet,
+        worker: Rank,
+        inspected: Inspected,
+        parts: Parts,
     ) -> None:
         folder = image_folder(self._job, worker.name, "dump")
         try:
-            offload_ns, areas_wanted = self._offload(request, inspected)
-            begun = self._dump(request, worker, inspected, folder, areas_wanted)
+            offload_ns, areas_wanted = self._offload(request, inspected, parts)
+            begun = self._dump(request, worker, inspected, folder, parts, areas_wanted)
             if inspected.device:
                 gpu_ns = {**begun.gpu_ns, "gpu-offload": offload_ns}
                 begun = msgspec.structs.replace(begun, gpu_ns=gpu_ns)
@@ -339,6 +343,7 @@ class Images:
         worker: Rank,
         inspected: Inspected,
         folder: Path,
+        parts: Parts,
         areas_wanted: bool,
     ) -> ImageBegun:
         pid = self._inner(worker)
@@ -355,8 +360,7 @@ class Images:
         try:
             if inspected.device:
                 gpu_ns, stowed = self._freeze(request, worker, pid, areas_wanted)
-            else:
-                self._have_parts(request.rank, 1, None)
+            parts[1].set_result(_parts_folder(pid) if stowed else None)
             began = time.monotonic_ns()
             found = preflight.scan(pid, inspected.control)
             if offenders := [*inspected.foreign, *found.offenders]:
@@ -371,14 +375,16 @@ class Images:
             stopped = True
         finally:
             with self._lock:
-                self._dumping.discard(worker.name)
                 stopped = stopped and self._over.get(worker.name, -1) < request.generation
+                thaw = inspected.device and not stopped
                 if stopped:
                     self._stopped[worker.name] = (request.generation, pid)
+                if not thaw:
+                    self._dumping.discard(worker.name)
             if not stopped:
                 wake(pid)
-                if inspected.device:
-                    self._thaw(worker.name, pid)
+            if thaw:
+                self._thaw(worker.name, pid)
         return ImageBegun(
             pid=own,
             control=inspected.control,

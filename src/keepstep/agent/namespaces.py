@@ -87,6 +87,11 @@ def _mind(rank: int) -> NoReturn:
             os._exit(code if code >= 0 else 128 - code)
 
 
+def ended(child: int) -> bool:
+    """It can still be waited for."""
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
 def wait_for(first: int) -> NoReturn:
     """As the agent's child: end as the rank did."""
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -38,6 +38,7 @@ from keepstep.agent import areas, gpu, preflight
 from keepstep.agent.namespaces import (
     PR_SET_PDEATHSIG,
     bind,
+    ended,
     libc,
     nested,
     own_folder,
@@ -260,11 +261,11 @@ class Standby:
         began, took = time.monotonic_ns(), dict[str, int]()
         try:
             if stowed:
-                areas.fetch(self._parts, gpu.THAW_S_MAX)
+                areas.fetch(self._parts, gpu.THAW_S_MAX, lambda: not ended(first))
                 took["gpu-fetch"] = time.monotonic_ns() - began
             # By the nest's number: this process does not see the rank's any more.
             return took | self._gpu.thaw_in(os.getpid(), gpu.THAW_S_MAX, self._places)
-        except KeepstepError:
+        except (OSError, KeepstepError):
             os.kill(first, signal.SIGKILL)
             os.waitpid(first, 0)
             raise
@@ -306,7 +307,11 @@ class Standby:
 
     def _fetch_part(self, holder: m.Address, number: int) -> None:
         with closing(_connect(self._welcome, holder)) as line:
-            ask = i.ImagePart(token=self._welcome.token, rank=self._rank, part=number)
+            seconds_max = self._seconds_max()
+            line.settimeout(seconds_max + FETCH_SILENCE_S)
+            ask = i.ImagePart(
+                token=self._welcome.token, rank=self._rank, part=number, seconds_max=seconds_max
+            )
             line.sendall(wire.frame(ask))
             frames = Frames(line, _replies)
             match frames.receive():
@@ -319,16 +324,21 @@ class Standby:
                 case other:
                     raise RemoteProtocolError(f"{type(other).__name__} in answer to ImagePart")
 
+    def _seconds_max(self) -> float:
+        """For each part of a dump."""
+        facts, stall_s = self._facts, self._welcome.stall_timeout_ns / 1e9
+        size = facts.image_bytes + facts.gpu_bytes if facts is not None else 0
+        return min(max(stall_s, DUMP_S_MIN), DUMP_S_MAX) + size / DUMP_BYTES_PER_S
+
     def _fetch_files(self, holder: m.Address, generation: int) -> i.ImageBegun:
         with closing(_connect(self._welcome, holder)) as line:
-            stall_s = self._welcome.stall_timeout_ns / 1e9
-            facts = self._facts
-            size = facts.image_bytes + facts.gpu_bytes if facts is not None else 0
+            facts, seconds_max = self._facts, self._seconds_max()
+            line.settimeout(seconds_max + FETCH_SILENCE_S)
             ask = i.ImageGet(
                 token=self._welcome.token,
                 rank=self._rank,
                 generation=generation,
-                seconds_max=min(max(stall_s, DUMP_S_MIN), DUMP_S_MAX) + size / DUMP_BYTES_PER_S,
+                seconds_max=seconds_max,
                 gpu=facts is not None and bool(facts.gpu),
                 parts=facts is not None and facts.offloads,
             )

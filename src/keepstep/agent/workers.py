@@ -100,8 +100,9 @@ class Worker:
 
 
 def _segments(start: StartWorker) -> Path | None:
-    """What lets a rank move its device memory itself; without it the driver does, more slowly."""
-    if not (start.transparent and start.rank >= 0 and gpu.present()):
+    """What lets a rank move its device memory itself; without it the driver does, more slowly. Also
+    where no rank is yet: one that comes has it mapped."""
+    if not (start.transparent and gpu.present()):
         return None
     try:
         return segments.ensure()

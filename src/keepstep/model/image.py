@@ -50,6 +50,7 @@ class ImagePart(Message, frozen=True):
     token: str
     rank: int
     part: int
+    seconds_max: float  # until it is there
 
 
 ImageRequest = ImageLook | ImageGet | ImagePages | ImagePart

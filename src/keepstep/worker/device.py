@@ -32,9 +32,11 @@ NVIDIA = "/dev/nvidia"
 
 _library = ctypes.CDLL(None)
 _here = hasattr(_library, "keepstep_segments_save")
-# Without being asked for memory, if the script wants none from it (KEEPSTEP_OFFLOAD=0).
-_file = os.environ.get("KEEPSTEP_SEGMENTS", "")
-_areas: Any = _library if _here else ctypes.CDLL(_file) if _file else None
+_areas: Any = _library if _here else None
+if not _here and "KEEPSTEP_SEGMENTS" in os.environ:
+    # Without being asked for memory: the script wants none from it (KEEPSTEP_OFFLOAD=0).
+    with contextlib.suppress(OSError):
+        _areas = ctypes.CDLL(os.environ["KEEPSTEP_SEGMENTS"])
 _away = False
 _awaited = False
 _clearing: threading.Thread | None = None
@@ -182,9 +184,9 @@ def awaited() -> bool:
 
 
 def _clear() -> None:
-    """The folder itself may be where another one is mounted."""
-    for part in Path(PARTS_FOLDER).iterdir():
-        part.unlink(missing_ok=True)
+    """The folder itself may be where another one is mounted, and has the driver's parts besides."""
+    for number in range(PARTS):
+        Path(PARTS_FOLDER, f"part-{number}").unlink(missing_ok=True)
 
 
 def _save() -> None:

@@ -287,9 +287,9 @@ class Runtime:
         if command.generation == self._channel.hold_generation:
             try:
                 moved, error = device.offload(command.move), ""
-                areas = device.watch_areas()
             except PermanentError as trouble:
                 error = str(trouble)
+            areas = device.watch_areas()
         took_ns = time.monotonic_ns() - began
         self._channel.send(
             m.Offloaded(

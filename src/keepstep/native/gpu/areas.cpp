@@ -6,14 +6,15 @@
 // the process puts them into files first, with several threads and without the zeros, gives the
 // memory back, and fetches it before the driver needs it.
 //
-// All of it is done by a thread that needs nothing of the process but this file: others may be
-// stopped, or wait for the driver. It hears and answers by files in one folder:
+// All of it is done by a thread of its own: the main one may wait for the driver, and have Python's
+// lock. It hears and answers by files in one folder:
 //
 //     areas-stow     "start end" per line, in hexadecimal: move these         -> areas-stowed
 //     areas-fetch    bring them back; perhaps in another place and much later -> areas-fetched
 //
-// An answer that is not empty is an error; then everything is where it was. The thread ends with its
-// last answer, or when nobody has asked for anything for a while.
+// The answer is "good", or what was wrong. What could not be stowed is where it was, unless the answer
+// says that "it did not come back". The thread ends with its last answer, or when nobody has asked
+// for anything for a while.
 
 #include <fcntl.h>
 #include <pthread.h>
@@ -37,7 +38,7 @@
 
 namespace {
 
-constexpr size_t kPage = 4096;          // of zeros that are left out; no system has smaller ones
+constexpr size_t kPage = 4096;          // of zeros that are left out; the system's may be larger
 constexpr size_t kPiece = 8 << 20;      // is written, and then given back
 constexpr size_t kGap = 16 * kPage;     // fewer zeros than that are not worth a seam
 constexpr long kLookNs = 2'000'000;
@@ -105,8 +106,11 @@ uintptr_t end_of_run(uintptr_t at, uintptr_t end) {
 }
 
 bool stow_span(const Span& span, int file, off_t& end, Share& share) {
+  static const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   uintptr_t kept = span.first;  // from here on it is still in memory
   for (uintptr_t at = span.first; at < span.second;) {
+    const uintptr_t look = std::min(span.second, kept + kPiece);
+    while (at < look && zero(reinterpret_cast<const char*>(at))) at += kPage;
     const uintptr_t to = end_of_run(at, span.second);
     if (to > at) {
       auto write = [file](uintptr_t from, size_t size, off_t offset) {
@@ -116,10 +120,11 @@ bool stow_span(const Span& span, int file, off_t& end, Share& share) {
       share.written.push_back({at, to - at, end});
       end += static_cast<off_t>(to - at);
     }
-    at = std::max(to, at + kPage);
-    if (at - kept >= kPiece || at == span.second) {
-      if (madvise(reinterpret_cast<void*>(kept), at - kept, MADV_DONTNEED) != 0) return false;
-      kept = at;
+    at = to;
+    const uintptr_t whole = at & ~(page - 1);
+    if (whole - kept >= kPiece || at == span.second) {
+      if (madvise(reinterpret_cast<void*>(kept), whole - kept, MADV_DONTNEED) != 0) return false;
+      kept = whole;
     }
   }
   return true;
@@ -183,6 +188,7 @@ std::string in_parallel(Keeper& it) {
 
 // Neighbours in one file, and about as much in each.
 bool divide(Keeper& it, size_t parts) {
+  it.shares.clear();
   FILE* list = fopen((it.folder + "/areas-stow").c_str(), "re");
   if (list == nullptr) return false;
   std::vector<Span> areas;
@@ -206,14 +212,13 @@ bool divide(Keeper& it, size_t parts) {
   return true;
 }
 
-// Appears as a whole.
-void answer(const Keeper& it, const char* name, const std::string& words) {
+// Appears as a whole, or not at all: whoever waits has a limit.
+void answer(const Keeper& it, const char* name, const std::string& error) {
   const std::string path = it.folder + "/" + name, made = path + "~";
   FILE* file = fopen(made.c_str(), "we");
-  if (file == nullptr) return;  // whoever waits has a limit
-  fwrite(words.data(), 1, words.size(), file);
-  fclose(file);
-  rename(made.c_str(), path.c_str());
+  if (file == nullptr) return;
+  const bool written = fputs(error.empty() ? "good" : error.c_str(), file) >= 0;
+  if (fclose(file) == 0 && written) rename(made.c_str(), path.c_str());
 }
 
 void pause() {
@@ -228,25 +233,31 @@ bool tired(Keeper& it) {
   return !it.running;
 }
 
-void keep(size_t parts) {
-  Keeper& it = keeper();
+void keep(Keeper& it, size_t parts) {
   while (!is(it.folder + "/areas-stow")) {
     if (tired(it)) return;
     pause();
   }
   const char* name = "areas-stowed";
-  std::string words = divide(it, parts) ? in_parallel<stow_share>(it) : strerror(errno);
-  if (words.empty()) {
+  std::string error = divide(it, parts) ? in_parallel<stow_share>(it) : strerror(errno);
+  if (error.empty()) {
     answer(it, name, "");
     while (!is(it.folder + "/areas-fetch")) pause();
     name = "areas-fetched";
-    words = in_parallel<fetch_share>(it);
+    error = in_parallel<fetch_share>(it);
   } else if (const std::string worse = in_parallel<fetch_share>(it); !worse.empty()) {
-    words += "; and it did not come back: " + worse;
+    error += "; and it did not come back: " + worse;
   }
   const std::lock_guard<std::mutex> held(it.lock);
   it.running = false;
-  answer(it, name, words);
+  answer(it, name, error);
+}
+
+void keep_quietly(size_t parts) noexcept {
+  try {
+    keep(keeper(), parts);
+  } catch (const std::exception&) {  // no memory for a name: nobody is answered
+  }
 }
 
 }  // namespace
@@ -265,7 +276,7 @@ EXPORT int keepstep_areas_watch(const char* folder, int first, int parts) {
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are the script's
   try {
-    std::thread(keep, static_cast<size_t>(parts)).detach();
+    std::thread(keep_quietly, static_cast<size_t>(parts)).detach();
     it.running = true;
   } catch (const std::exception&) {  // no more threads
   }
