@@ -54,7 +54,7 @@ uint8_t* Comm::copy(const void* data, uint64_t size) {
 
 abi::Result Comm::isend(const void* data, uint64_t size, void** result) {
   *result = nullptr;
-  std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  Lock lock = try_enter();
   if (!lock) return abi::Success;
   if (error_) return error_;
   if (size > kMessageBytesMax) return abi::InvalidUsage;
@@ -101,7 +101,7 @@ void Comm::send_small(Nanos now) {
 
 abi::Result Comm::irecv(void* data, uint64_t capacity, void** result) {
   *result = nullptr;
-  std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  Lock lock = try_enter();
   if (!lock) return abi::Success;
   if (error_) return error_;
   Nanos now = monotonic();
@@ -128,7 +128,7 @@ abi::Result Comm::irecv(void* data, uint64_t capacity, void** result) {
 
 abi::Result Comm::test(Request* request, int* done, int* size) {
   *done = 0;
-  std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  Lock lock = try_enter();
   if (!lock) return abi::Success;
   bool sends = role_ == Role::Send;
   auto complete = [&] {
