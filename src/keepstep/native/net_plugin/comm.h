@@ -3,8 +3,8 @@
 // Threads. NCCL's progress thread calls isend, irecv and test; they try the lock and, if the engine
 // has it or waits for it, say "not yet", which NCCL takes for granted. The engine's thread calls
 // serve() now and then: it opens and judges connections, and moves bytes whenever nobody has called
-// for a while (after its last receive NCCL never calls again, yet the peer may still need an answer).
-// All state is under one mutex, which nobody holds while waiting for anything.
+// for a while (after its last receive NCCL never calls again, yet the peer may still need an
+// answer). All state is under one mutex, which nobody holds while waiting for anything.
 #pragma once
 
 #include <atomic>
@@ -121,6 +121,7 @@ class Comm {
   // transfer.cpp: bytes
   void progress(Nanos now, const Request* wanted);
   void pump(Nanos now);
+  void write_all(Nanos now);
   Io write_once(int i, Nanos now, size_t* bytes);
   Io hear_states(int i, Nanos now);
   Io read_data(int i, Nanos now, const Request* wanted);
@@ -171,6 +172,7 @@ class Comm {
   bool urgent_ = false;
   Nanos changed_at_ = 0;
   Nanos lazy_ = 0;  // so long it may wait for more
+  bool quiet_ = false;  // between two frames, and nothing was there to be read
   int last_ = 0;  // path of the last arrival
 };
 
