@@ -59,6 +59,24 @@ Comm::~Comm() {
   }
 }
 
+Comm::Lock Comm::try_enter() {
+  Lock lock(mutex_, std::defer_lock);
+  if (!engine_waits_) lock.try_lock();
+  return lock;
+}
+
+// While bytes move, callers leave the mutex only to take it again, long before a thread that sleeps
+// on it has woken up. So the engine says that it waits, and they stay away.
+Comm::Lock Comm::enter() {
+  Lock lock(mutex_, std::try_to_lock);
+  if (!lock) {
+    engine_waits_ = true;
+    lock.lock();
+    engine_waits_ = false;
+  }
+  return lock;
+}
+
 bool Comm::ready(abi::Result* error) {
   std::lock_guard<std::mutex> lock(mutex_);
   *error = error_;
@@ -130,7 +148,7 @@ void Comm::drop_opening(int i, Nanos now) {
 }
 
 bool Comm::adopt(int socket, int i, uint32_t epoch, Nanos now) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock = enter();
   if (closed_ || i >= paths_.count() || path_[static_cast<size_t>(i)].cut) return false;
   Path& path = path_[static_cast<size_t>(i)];
   if (epoch <= path.epoch) return false;
@@ -175,7 +193,7 @@ void Comm::lose(int i, Nanos now, const char* reason) {
 }
 
 void Comm::link_changed(int i, bool up, Nanos now) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock = enter();
   if (i >= paths_.count()) return;
   if (up) {
     // What was asked before the link came up was lost: ask again now, not after a timeout.
@@ -189,7 +207,7 @@ void Comm::link_changed(int i, bool up, Nanos now) {
 }
 
 void Comm::cut(int i, bool cut, Nanos now) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock = enter();
   if (i >= paths_.count()) return;
   path_[static_cast<size_t>(i)].cut = cut;
   if (!cut) {
@@ -230,7 +248,7 @@ void Comm::judge(Nanos now) {
 bool Comm::waited_for() const { return out_ ? !out_->idle() : in_->done() < in_->posted(); }
 
 Nanos Comm::serve(Nanos now) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock = enter();
   if (closed_) return kIdleVisit;
   if (closing_) {
     finish_closing(now);
@@ -265,17 +283,19 @@ void Comm::clock(Nanos now) {
 }
 
 Nanos Comm::next_visit(Nanos now) const {
+  bool unattended = now - polled_ > kUnattended;
   for (const Path& path : path_) {
     if (path.opening >= 0) return kUnattended;
-    if (path.socket >= 0 && path.state_stale && in_) return kUnattended;
+    // Whoever has a receive open calls again, and says it then.
+    bool unsaid = in_ && path.socket >= 0 && path.state_stale;
+    if (unsaid && (unattended || !waited_for())) return kUnattended;
   }
-  bool unattended = now - polled_ > kUnattended;
   if (out_ && (left_ || unattended) && out_->unsent()) return kUnattended;
   return waited_for() || paths_.healthy() < paths_.count() ? kBusyVisit : kIdleVisit;
 }
 
 void Comm::totals(std::vector<PathTotals>* totals) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Lock lock = enter();
   for (size_t i = 0; i < path_.size() && i < totals->size(); ++i) {
     PathTotals mine = path_[i].totals;
     int at = static_cast<int>(i);
@@ -369,11 +389,6 @@ void Comm::finish_closing(Nanos now) {
     ::close(path.socket);
     path.socket = -1;
   }
-}
-
-bool Comm::finished() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return closed_;
 }
 
 }  // namespace keepstep::net

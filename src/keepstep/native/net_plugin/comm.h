@@ -1,12 +1,13 @@
 // One communicator: a sequence of messages to or from one peer over up to eight connections.
 //
 // Threads. NCCL's progress thread calls isend, irecv and test; they try the lock and, if the engine
-// has it, say "not yet", which NCCL takes for granted. The engine's thread calls serve() now and
-// then: it opens and judges connections, and moves bytes whenever nobody has called for a while
-// (after its last receive NCCL never calls again, yet the peer may still need an answer). All state
-// is under one mutex, which nobody holds while waiting for anything.
+// has it or waits for it, say "not yet", which NCCL takes for granted. The engine's thread calls
+// serve() now and then: it opens and judges connections, and moves bytes whenever nobody has called
+// for a while (after its last receive NCCL never calls again, yet the peer may still need an
+// answer). All state is under one mutex, which nobody holds while waiting for anything.
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -68,7 +69,7 @@ class Comm {
   bool adopt(int socket, int path, uint32_t epoch, Nanos now);
   void link_changed(int path, bool up, Nanos now);
   void cut(int path, bool cut, Nanos now);  // a fault on request
-  bool finished();  // closed, and nothing is left to be said
+  bool finished() const { return closed_; }  // and nothing is left to be said
   void totals(std::vector<PathTotals>* totals);
 
   Nanos due = 0;  // the engine's own note: when to serve next
@@ -97,6 +98,10 @@ class Comm {
   };
   enum class Io { Nothing, Blocked, Moved, Lost };
 
+  using Lock = std::unique_lock<std::mutex>;
+  Lock try_enter();  // NCCL's threads; not locked: later
+  Lock enter();      // the engine's
+
   // comm.cpp: life of the connections
   void open_paths(Nanos now);
   void open(int i, Nanos now);
@@ -116,6 +121,7 @@ class Comm {
   // transfer.cpp: bytes
   void progress(Nanos now, const Request* wanted);
   void pump(Nanos now);
+  void write_all(Nanos now);
   Io write_once(int i, Nanos now, size_t* bytes);
   Io hear_states(int i, Nanos now);
   Io read_data(int i, Nanos now, const Request* wanted);
@@ -134,6 +140,7 @@ class Comm {
   const std::vector<LocalPath>& local_;
 
   std::mutex mutex_;
+  std::atomic<bool> engine_waits_{false};
   std::vector<Path> path_;
   Paths paths_;
   std::unique_ptr<Outbox> out_;
@@ -143,7 +150,7 @@ class Comm {
   Nanos polled_ = 0;
   bool peer_left_ = false;
   bool closing_ = false;  // the user has closed it; the peer may still need an answer
-  bool closed_ = false;
+  std::atomic<bool> closed_{false};
   Nanos closing_since_ = 0;
 
   // Sender: copies of small messages, in a ring; freed in order.
@@ -165,6 +172,7 @@ class Comm {
   bool urgent_ = false;
   Nanos changed_at_ = 0;
   Nanos lazy_ = 0;  // so long it may wait for more
+  bool quiet_ = false;  // between two frames, and nothing was there to be read
   int last_ = 0;  // path of the last arrival
 };
 

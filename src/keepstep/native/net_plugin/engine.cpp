@@ -217,7 +217,9 @@ Nanos Engine::turn(Nanos rest) {
   Nanos now = monotonic();
   if (waits[1].revents) links(now);
   if (waits[2].revents) control(now);
-  accept_all(now);
+  for (nfds_t i = 3; i < count; ++i) {
+    if (waits[i].revents) accept_all(waits[i].fd, now);
+  }
   hear_strangers(now);
   rest = kNobodyThere;
   for (auto& comm : snapshot()) {
@@ -229,18 +231,16 @@ Nanos Engine::turn(Nanos rest) {
   return reporter_->flush() ? rest : std::min(rest, kStrangerVisit);
 }
 
-void Engine::accept_all(Nanos now) {
-  for (int listener : listeners_) {
-    for (;;) {
-      int fd = accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
-      if (fd < 0) break;
-      if (strangers_.size() >= kStrangersMax) {
-        ::close(strangers_.front().socket);
-        strangers_.erase(strangers_.begin());
-        refuse("too many connections that say nothing");
-      }
-      strangers_.push_back({fd, now, 0, {}});
+void Engine::accept_all(int listener, Nanos now) {
+  for (;;) {
+    int fd = accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (fd < 0) return;
+    if (strangers_.size() >= kStrangersMax) {
+      ::close(strangers_.front().socket);
+      strangers_.erase(strangers_.begin());
+      refuse("too many connections that say nothing");
     }
+    strangers_.push_back({fd, now, 0, {}});
   }
 }
 

@@ -41,7 +41,7 @@ class Engine final : public Surroundings {
   bool start(std::string* wrong);
   void run();
   Nanos turn(Nanos rest);
-  void accept_all(Nanos now);
+  void accept_all(int listener, Nanos now);
   void hear_strangers(Nanos now);
   bool introduce(Stranger& stranger, Nanos now);
   void refuse(const char* why);

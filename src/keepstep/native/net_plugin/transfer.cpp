@@ -15,9 +15,11 @@ namespace {
 constexpr uint64_t kSmallFrame = 8 * 1024;
 constexpr size_t kTurnBytes = 4 << 20;  // per call, so that a fast peer cannot keep us here
 // An answer costs as much as a small message. Small ones were copied, so nobody waits for theirs;
-// of large ones every second is answered at once, and the last one that is expected.
+// of large ones every second is answered at once, or a quarter of those that may be open if that
+// is more, and the last one that is expected. If nothing comes after one, its sender may wait.
 constexpr Nanos kStateLazy = kMillisecond;
-constexpr Nanos kStateLazyLarge = kMillisecond / 10;
+constexpr Nanos kStateLazyLarge = 3 * kMillisecond / 10;
+constexpr Nanos kStateQuiet = kMillisecond / 100;  // a busy sender has begun the next one by then
 constexpr Nanos kStateElsewhere = 5 * kMillisecond;  // a second copy, over the other paths
 constexpr uint64_t kStateMessages = kMessagesOpen / 4;
 constexpr uint64_t kStateLarge = 2;
@@ -54,7 +56,7 @@ uint8_t* Comm::copy(const void* data, uint64_t size) {
 
 abi::Result Comm::isend(const void* data, uint64_t size, void** result) {
   *result = nullptr;
-  std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  Lock lock = try_enter();
   if (!lock) return abi::Success;
   if (error_) return error_;
   if (size > kMessageBytesMax) return abi::InvalidUsage;
@@ -77,7 +79,8 @@ abi::Result Comm::isend(const void* data, uint64_t size, void** result) {
   *request = {this, id, size, small};
   *result = request;
   if (!small) {
-    pump(now);
+    write_all(now);
+    if (out_->unsent()) pump(now);  // answers are heard by test(), unless they hold this one up
     return error_;
   }
   // While enough is under way to keep the path busy, small ones gather for one system call; test()
@@ -101,7 +104,7 @@ void Comm::send_small(Nanos now) {
 
 abi::Result Comm::irecv(void* data, uint64_t capacity, void** result) {
   *result = nullptr;
-  std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  Lock lock = try_enter();
   if (!lock) return abi::Success;
   if (error_) return error_;
   Nanos now = monotonic();
@@ -128,7 +131,7 @@ abi::Result Comm::irecv(void* data, uint64_t capacity, void** result) {
 
 abi::Result Comm::test(Request* request, int* done, int* size) {
   *done = 0;
-  std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  Lock lock = try_enter();
   if (!lock) return abi::Success;
   bool sends = role_ == Role::Send;
   auto complete = [&] {
@@ -159,12 +162,16 @@ void Comm::progress(Nanos now, const Request* wanted) {
   int first = last_;
   // The path that brought the last bytes likely brings the next; the others are not forgotten.
   bool all = ++calls_ % 8 == 0;
+  bool busy = false;
   for (int k = 0; k < count; ++k) {
     int i = (first + k) % count;
     if (path_[static_cast<size_t>(i)].socket < 0) continue;
-    if (read_data(i, now, wanted) == Io::Moved) last_ = i;
+    bool moved = read_data(i, now, wanted) == Io::Moved;
+    if (moved) last_ = i;
+    busy |= moved || in_->in_frame(i);
     if (!all && wanted && in_->complete(wanted->message)) break;
   }
+  quiet_ = !busy;
   note_arrival(now);
   say_states(now);
 }
@@ -172,11 +179,15 @@ void Comm::progress(Nanos now, const Request* wanted) {
 // ---------------------------------------------------------------------------------------- sending
 
 void Comm::pump(Nanos now) {
-  deferred_ = 0;
-  int count = static_cast<int>(path_.size());
-  for (int i = 0; i < count; ++i) {
+  for (int i = 0; i < static_cast<int>(path_.size()); ++i) {
     if (path_[static_cast<size_t>(i)].socket >= 0) hear_states(i, now);
   }
+  write_all(now);
+}
+
+void Comm::write_all(Nanos now) {
+  deferred_ = 0;
+  int count = static_cast<int>(path_.size());
   size_t total = 0;
   for (int idle = 0; idle < count && total < kTurnBytes;) {
     size_t bytes = 0;
@@ -360,8 +371,9 @@ void Comm::note_arrival(Nanos now) {
     changed_at_ = now;
   }
   for (Path& path : path_) path.state_stale = true;
-  lazy_ = large ? kStateLazyLarge : kStateLazy;
-  urgent_ |= large >= kStateLarge || (large && fresh.done == fresh.posted) ||
+  lazy_ = !large ? kStateLazy : quiet_ ? kStateQuiet : kStateLazyLarge;
+  bool many = large >= kStateLarge && 4 * large >= fresh.posted - told_.done;
+  urgent_ |= many || (large && fresh.done == fresh.posted) ||
              bytes >= kStashBytes / 4 || fresh.done - told_.done >= kStateMessages;
 }
 
