@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import keepstep
-from keepstep.worker import rebuild, vault
+from keepstep.worker import lane, rebuild, vault
 from keepstep.worker import redundancy as kept
 from keepstep.worker.units import view
 
@@ -93,13 +93,13 @@ class Counted:
 
     def __init__(self) -> None:
         self.bytes = 0
-        enqueue = vault.VaultLine._enqueue
+        enqueue = lane.Lane.enqueue
 
-        def counted(line: Any, message: Any, views: Any = (), size: int = 0, *more: Any) -> int:
+        def counted(one: Any, message: Any, views: Any = (), size: int = 0, *more: Any) -> int:
             self.bytes += size
-            return enqueue(line, message, views, size, *more)
+            return enqueue(one, message, views, size, *more)
 
-        vault.VaultLine._enqueue = counted  # type: ignore[method-assign]
+        lane.Lane.enqueue = counted  # type: ignore[method-assign]
 
 
 counted = Counted()
@@ -110,11 +110,9 @@ def switch(on: bool) -> None:
     if bool(keeper.units) == on:
         return
     keeper.units = units if on else []
-    keeper._begun = -1
-    keeper._realign = True  # with a parity all ranks put their bases at the same versions
-    keeper._line.truncate(0)  # what is there has a gap now
-    for unit in units:
-        unit.version = -1
+    if on:  # what is there has a gap now
+        keeper._open(keeper._line.address, fresh=True)
+        keeper._align()
     for _ in range(SETTLE if on else 1):
         step()
 

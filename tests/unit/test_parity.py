@@ -19,10 +19,10 @@ from keepstep.core.agent.parity import xor
 from keepstep.errors import PermanentError, UsageError
 from keepstep.model.job import JobSpec, NodeSpec
 from keepstep.model.messages import Address, BuddyLost, Parity
-from keepstep.worker import vault
+from keepstep.worker import lane
 from keepstep.worker.parity import Both, ParityLine
 from keepstep.worker.rebuild import NotRebuilt, rebuild
-from keepstep.worker.vault import VaultLine, fetch
+from keepstep.worker.vault import Fetched, VaultLine, fetch
 
 RENEW = 4
 
@@ -148,7 +148,7 @@ def ranks(where: Nodes, units: tuple[int, ...] = (2, 2, 2)) -> Iterator[list[Ran
         yield made
 
 
-def plain(found: vault.Fetched) -> Any:
+def plain(found: Fetched) -> Any:
     return (
         found.layout,
         found.notes,
@@ -210,7 +210,7 @@ def test_whatever_is_sent_again_or_made_again_one_loss_is_made_up_for(data: st.D
                 member.fence(version)
         for member in members[: data.draw(st.integers(0, 3), "ranks that go on")]:
             member.begin(last)
-            member.line.wait_read(member.line.last)
+            member.line.wait_all_read()
         assert not any(member.said for member in members)
         victim = data.draw(st.integers(0, 2), "victim")
         expected = {}
@@ -218,7 +218,7 @@ def test_whatever_is_sent_again_or_made_again_one_loss_is_made_up_for(data: st.D
             try:
                 found = fetch(where.addresses[victim], "t", victim, last, base)
                 expected[base] = plain(found)
-            except vault.VaultLacks:
+            except lane.VaultLacks:
                 continue
         where.lose(victim)
         found, _ = rebuild(where.alive, "t", victim, last)

@@ -187,7 +187,7 @@ class Rank:
     def sent(self) -> None:
         line = self.redundancy._line
         assert line is not None
-        line.wait_read(line._last)
+        line.wait_all_read()
 
     def early(self) -> int:
         """Gradients that went to the vault before the fence and are good."""

@@ -28,8 +28,9 @@ from keepstep.model.messages import Address, BlobOk, BlobPut, TlsFiles
 from keepstep.model.wire import frame
 from keepstep.worker import peers
 from keepstep.worker import vault as client
+from keepstep.worker.lane import VaultLacks
 from keepstep.worker.statefile import DigestMismatch
-from keepstep.worker.vault import VaultLacks, VaultLine, fetch, forget
+from keepstep.worker.vault import VaultLine, fetch, forget
 
 MB = 1 << 20
 DEADLINE_S = 20.0
@@ -204,22 +205,6 @@ def test_a_retried_step_replaces_what_it_had_sent() -> None:
         rank.sync(5, going_on)
         assert plain(fetch(address, "t", 2, 6)) == {0: (5, [b"base"], {5: None})}
         assert server.vault.held()[2][0] == len(b"base" + b"again")
-
-
-def test_truncation_forgets_steps_that_did_not_happen() -> None:
-    with agent() as (address, server), line(address) as rank:
-        opened(rank, units=1)
-        rank.put_base(0, 3, [b"base"])
-        for step in (3, 4, 5):
-            rank.put_grad(0, step, b"grad")
-            rank.note(step, b"note")
-        rank.put_base(0, 6, [b"never"])
-        rank.truncate(4)
-        rank.sync(4, going_on)
-        assert server.vault.held()[2][0] == len(b"base" + b"grad" + b"note")
-        assert fetch(address, "t", 2, 4).notes == {3: b"note"}
-        with pytest.raises(VaultLacks, match="has base 3 and gradients up to 3, not 4"):
-            fetch(address, "t", 2, 5)
 
 
 @pytest.mark.parametrize(
@@ -587,8 +572,9 @@ def test_a_view_may_be_written_to_once_it_was_read() -> None:
 def test_a_fence_does_not_wait_for_what_is_put_behind_it() -> None:
     with agent() as (address, _), line(address) as rank:
         opened(rank)
-        with rank._turn:  # both are there when the sender looks
-            fence = rank._enqueue(v.VaultSync(version=0))
+        (lane,) = rank._lanes
+        with lane._turn:  # both are there when the sender looks
+            fence = lane.enqueue(v.VaultSync(version=0))
             behind = rank.put_grad(0, 1, b"grad")
         rank.wait_read(fence)
         rank.wait_read(behind)
@@ -622,7 +608,6 @@ puts = st.builds(
     digests=st.lists(st.binary(min_size=16, max_size=16) | st.binary(max_size=20), max_size=3),
 ).map(frame)
 others = st.one_of(
-    st.builds(v.VaultTruncate, version=whole),
     st.builds(v.VaultSync, version=whole),
     st.builds(v.VaultFetch, token=st.just("t"), rank=whole, version=whole),
     st.just(asking(2)),
@@ -720,8 +705,6 @@ def test_at_every_fence_all_versions_that_may_be_asked_for_can_be_rebuilt(
             if retry:
                 generation = shelf.fence[0] + 1
                 shelf = store.open(msgspec.structs.replace(ask, generation=generation), 10_000)
-                if data.draw(st.booleans()):
-                    store.truncate(shelf, step)
             grads = [data.draw(st.none() | st.integers(0, 9)) for _ in range(count)]
             for unit, grad in enumerate(grads):
                 kind, given_data = ("absent", []) if grad is None else ("grad", [grad])

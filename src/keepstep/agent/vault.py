@@ -2,9 +2,9 @@
 
 What is kept and for how long stands in keepstep.core.agent.vault, and for parities, which are
 written in the same way, in keepstep.core.agent.parity. Here bytes are received, always
-into memory of their own: what is stored is never written again, so a fetch sends it without the
-lock, whatever comes in meanwhile. A put is acknowledged by the next VaultSync, after its digest was
-found right.
+into memory of their own: what somebody holds is never written again, so a fetch sends it without
+the lock, whatever comes in meanwhile. A put is acknowledged by the next VaultSync, after its digest
+was found right.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import psutil  # type: ignore[import-untyped]
 import xxhash
 
-from keepstep.adapters.transport.blocking import PIECE_BYTES, Frames, landing, pieces
+from keepstep.adapters.transport.blocking import PIECE_BYTES, Frames, pieces
+from keepstep.agent.landings import Landings
 from keepstep.core.agent.parity import ParityStore
 from keepstep.core.agent.vault import Piece, Pieces, Refusal, VaultStore
 from keepstep.errors import RemoteProtocolError
@@ -34,7 +35,6 @@ from keepstep.model.vault import (
     VaultRequest,
     VaultSync,
     VaultSynced,
-    VaultTruncate,
 )
 from keepstep.model.wire import frame
 
@@ -65,7 +65,6 @@ class Store(Protocol[S]):
     def done(self, shelf: S, put: VaultPut, /) -> None: ...
     def keep(self, shelf: S, put: VaultPut, pieces: Pieces, /) -> None: ...
     def settle(self, shelf: S, oldest: int, /) -> None: ...
-    def truncate(self, shelf: S, version: int, /) -> None: ...
 
 
 @dataclass
@@ -82,6 +81,7 @@ class Vault:
         self._available = available
         self._store, self._parity = VaultStore(), ParityStore()
         self._shelves, self._groups = Room(self._store), Room(self._parity)
+        self._landings = Landings(lambda: self._store.promised() + self._parity.promised())
 
     def held(self) -> dict[int, tuple[int, int]]:
         """rank -> bytes that are held, bytes that are reserved."""
@@ -95,11 +95,13 @@ class Vault:
     def left(self, rank: int) -> None:
         with self._shelves.lock:
             self._store.left(rank)
+        self._landings.trim()
 
     def forget_before(self, generation: int) -> None:
         with self._shelves.lock, self._groups.lock:
             self._store.forget_before(generation)
             self._parity.forget_before(generation)
+        self._landings.trim()
 
     def serve(self, connection: socket.socket, frames: Frames[Any], first: VaultRequest) -> None:
         """One connection to its end, from its first message on."""
@@ -148,14 +150,10 @@ class Vault:
                 connection.sendall(frame(VaultSynced(version=request.version)))
 
     def _mark(self, room: Room[S], shelf: S, request: VaultRequest) -> None:
+        if not isinstance(request, VaultSync):
+            raise RemoteProtocolError(f"{type(request).__name__} came after VaultOpen")
         with room.lock:
-            match request:
-                case VaultSync():
-                    room.store.settle(shelf, request.version - 1)
-                case VaultTruncate():
-                    room.store.truncate(shelf, request.version)
-                case _:
-                    raise RemoteProtocolError(f"{type(request).__name__} came after VaultOpen")
+            room.store.settle(shelf, request.version - 1)
 
     def _put(self, frames: Frames[Any], room: Room[S], shelf: S, put: VaultPut) -> None:
         _check(put)
@@ -166,7 +164,7 @@ class Vault:
             _skip(frames, put)
             raise
         try:
-            memory, start, stored = landing(sum(put.sizes)), 0, []
+            memory, start, stored = self._landings.take(sum(put.sizes)), 0, []
             for size in put.sizes:
                 stored.append(_received(frames, memory[start : start + size]))
                 start += size
@@ -193,9 +191,10 @@ class Vault:
         if ask.parity:
             with self._groups.lock:
                 self._parity.forget(ask.rank, ask.generation)
-            return
-        with self._shelves.lock:
-            self._store.forget(ask.rank, ask.generation)
+        else:
+            with self._shelves.lock:
+                self._store.forget(ask.rank, ask.generation)
+        self._landings.trim()
 
 
 def _send(connection: socket.socket, announced: bytes, views: Iterable[memoryview]) -> None:

@@ -2,7 +2,6 @@
 
     VaultOpen      -> VaultOpened, then any of
       VaultPut       and as many raw bytes as its sizes say; not answered
-      VaultTruncate  not answered
       VaultSync    -> VaultSynced: all that was sent before it is stored
     VaultFetch     -> VaultFetched, then the raw bytes of everything it lists, in that order
                       or, of a parity, VaultParity and the bytes of its cells
@@ -58,12 +57,6 @@ class VaultPut(Message, frozen=True):
     digests: list[bytes] = []  # xxh3_128
 
 
-class VaultTruncate(Message, frozen=True):
-    """Steps from `version` on never happened: forget their gradients, notes and what came of it."""
-
-    version: int
-
-
 class VaultSync(Message, frozen=True):
     """The rank stands at the fence of step `version`, so all others have passed that of the step
     before the last one: nobody will ask for anything older than version - 1."""
@@ -90,7 +83,7 @@ class VaultForget(Message, frozen=True):
     parity: bool = False  # the parity of its group
 
 
-VaultRequest = VaultOpen | VaultPut | VaultTruncate | VaultSync | VaultFetch | VaultForget
+VaultRequest = VaultOpen | VaultPut | VaultSync | VaultFetch | VaultForget
 
 
 class VaultOpened(Message, frozen=True):

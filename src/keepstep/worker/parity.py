@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 from keepstep.errors import KeepstepError
 from keepstep.model import messages as m
 from keepstep.model import vault as v
-from keepstep.worker.vault import VaultLine, View, forget
+from keepstep.worker.lane import View
+from keepstep.worker.vault import VaultLine, forget
 
 if TYPE_CHECKING:
     from keepstep.worker.seat import Seat
@@ -133,7 +134,7 @@ class ParityLine:
 
     def wait_read(self) -> None:
         if self._line is not None:
-            self._line.wait_read(self._line.last)
+            self._line.wait_all_read()
 
     def drained(self) -> bool:
         return self._line is None or self._line.drained()

@@ -17,8 +17,9 @@ from keepstep.core.agent.parity import xor
 from keepstep.errors import PermanentError, RemoteProtocolError
 from keepstep.model import vault as v
 from keepstep.model.messages import Address
+from keepstep.worker.lane import VaultLacks, View, raise_refusal
 from keepstep.worker.statefile import DigestMismatch
-from keepstep.worker.vault import Fetched, VaultLacks, View, asking, fetch, raise_refusal
+from keepstep.worker.vault import Fetched, asking, fetch
 
 
 class NotRebuilt(PermanentError):

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 
 from keepstep.errors import KeepstepError, PermanentError, UsageError
 from keepstep.model.messages import Address
-from keepstep.worker import blobs, codec, cuda, parity, rebuild, shards, vault
+from keepstep.worker import blobs, codec, cuda, lane, parity, rebuild, shards, vault
 from keepstep.worker.early import Early, same_kind, watch_clipping
 from keepstep.worker.replay import Replay
 from keepstep.worker.staging import Staging, numbers
@@ -76,6 +76,7 @@ class Redundancy:
         self._realign = True  # all ranks put bases at the version that they have now
         self._aligned = -1  # version at which they did last
         self._line: vault.VaultLine | None = None
+        self._lanes: dict[int, int] = {}  # unit -> lane of the line
         self._former: list[Address] = []  # to forget all when the new one has all
         self._suspended = ""  # why nothing is kept at present
         self._begun = -1  # version whose share of bases was put
@@ -138,6 +139,7 @@ class Redundancy:
         for name in objects:
             self._add(Unit(0, f"object/{name}", object=name))
         watch_clipping(self._early)
+        self._lanes = vault.lanes_of({unit.index: unit.size for unit in self.units}, local_world)
         self._stage()
 
     def _stage(self) -> None:
@@ -151,7 +153,8 @@ class Redundancy:
             return
         sizes = [unit.size for unit in self.units]
         try:
-            self._staging = Staging(home, gradients, sum(sizes) // RENEW + max(sizes))
+            room = sum(sizes) // RENEW + max(sizes)
+            self._staging = Staging(home, gradients, room, max(self._lanes.values()) + 1)
         except RuntimeError as error:  # everything works without, only slower
             print(f"keepstep: copies to the vault are waited for: {error}", file=sys.stderr)
             return
@@ -270,9 +273,11 @@ class Redundancy:
         if old is not None:
             old.close()
         who = (address, seat.welcome.token, seat.rank, max(seat.generation, 0))
-        line = vault.VaultLine(*who, own=address == seat.welcome.blobs)
         if self._parity is not None:
-            line = parity.Both(self._parity, *who)
+            line: vault.VaultLine = parity.Both(self._parity, *who)
+        else:
+            own = address == seat.welcome.blobs
+            line = vault.VaultLine(*who, own=own, lanes=self._lanes)
         units = [unit.index for unit in self.units]
         reaches = line.open(self.layout, units, self.reserve, fresh=fresh)
         same = old is not None and old.address == address
@@ -545,7 +550,7 @@ class Redundancy:
                 return found, f"the vault of {whose}"
             except OSError as error:
                 silent.append(f"{holder.host}:{holder.port}: {error}")
-            except vault.VaultLacks as error:
+            except lane.VaultLacks as error:
                 why = str(error)
         if self._parity is not None:
             try:

@@ -6,8 +6,8 @@ Whoever overwrites what is being copied comes later in stream order: the current
 wait for the copies when the backward pass ends and before the update.
 
 Whether a gradient is still what was copied is seen by three numbers that its device computes in
-two reads and without other memory: the sum of its words, the least and the greatest. The thread
-computes the same of the copy. They do not see words that changed places; nothing that is done to
+two reads and without other memory: the sum of its words, the least and the greatest. Other threads
+compute the same of the copy. They do not see words that changed places; nothing that is done to
 gradients in place does only that.
 
 Memory: room for all gradients, and for the bases of one step; none of it on the device. What finds
@@ -19,6 +19,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +27,9 @@ import torch
 
 from keepstep.worker import cuda, shards
 from keepstep.worker.early import SCALES_MAX
+from keepstep.worker.lane import View
 from keepstep.worker.state import memory
-from keepstep.worker.vault import VaultLine, View
+from keepstep.worker.vault import VaultLine
 
 ALIGN = 64
 LOOKS = 4096  # of one step, beside one for each unit
@@ -39,14 +41,17 @@ Numbers = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass
 class _Staged:
-    numbers: tuple[int, ...] | None = None
+    numbers: Future[tuple[int, ...]] | None = None  # of the copy; None: there is none
 
 
 class Staging:
     """The `Way` (early.py) of gradients on a GPU, and that of bases."""
 
-    def __init__(self, device: torch.device, gradients: dict[int, int], bases: int) -> None:
-        """Bytes of each unit's gradient, and of the bases of a step. RuntimeError: it cannot be."""
+    def __init__(
+        self, device: torch.device, gradients: dict[int, int], bases: int, readers: int = 1
+    ) -> None:
+        """Bytes of each unit's gradient, and of the bases of a step; threads that read what was
+        copied. RuntimeError: it cannot be."""
         small = 8 * SCALES_MAX
         total = sum(map(_aligned, gradients.values())) + bases + small
         self._device = device
@@ -67,6 +72,8 @@ class Staging:
         new_stream: Any = torch.cuda.Stream  # untyped in torch
         self._stream = new_stream(device)
         self._given: dict[int, int] = {}  # unit -> ticket of its gradient
+        self._readers = ThreadPoolExecutor(readers, "keepstep-numbers")
+        self._reading: list[Future[tuple[int, ...]]] = []
         self._copied: Any = None  # event of the last copy
         self._jobs: queue.Queue[tuple[Any, Callable[[], None]]] = queue.Queue()
         threading.Thread(target=self._feed, name="keepstep-staging", daemon=True).start()
@@ -80,6 +87,8 @@ class Staging:
     def turn(self) -> None:
         """A step begins, or all is sent anew: the line has read all, or is another one."""
         self._jobs.join()
+        wait(self._reading)
+        self._reading.clear()
         self._looks.clear()
         self._taken = 0
 
@@ -155,8 +164,8 @@ class Staging:
 
         def give() -> None:
             self._given[unit] = line.put_grad(unit, version, memory(target))
-            copy = target.view(part.dtype)
-            staged.numbers = tuple(int(number) for number in numbers(copy))
+            staged.numbers = self._readers.submit(_numbers_here, target.view(part.dtype))
+            self._reading.append(staged.numbers)
 
         self._copy([(target, _raw(part))], give)
         return staged
@@ -198,7 +207,7 @@ class Staging:
         return tuple(self._seen[:, look].tolist())
 
     def sent(self, line: VaultLine, ticket: _Staged) -> tuple[int, ...] | None:
-        return None if line.broken else ticket.numbers
+        return None if line.broken or ticket.numbers is None else ticket.numbers.result()
 
 
 def _aligned(size: int) -> int:
@@ -213,6 +222,10 @@ def numbers(part: torch.Tensor) -> Numbers:
     words = part.reshape(-1).view(_WORDS[part.dtype.itemsize])
     low, high = torch.aminmax(words)
     return words.sum(dtype=torch.int64), low, high
+
+
+def _numbers_here(copy: torch.Tensor) -> tuple[int, ...]:
+    return tuple(int(number) for number in numbers(copy))
 
 
 def _pin(block: torch.Tensor) -> None:

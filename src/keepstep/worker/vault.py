@@ -1,11 +1,12 @@
 """A rank's line to the vault that keeps its state (keepstep.core.agent.vault), and the way back.
 
-The main thread says what is to be kept and goes on; a sender thread has the socket for itself,
-reads the memory that it was given, hashes it and sends it. So nothing is copied, and a view must
-not be written to before it was read: every put gives a ticket, and `wait_read` waits for it.
-How far the main thread may run ahead is bounded in bytes. A put that comes so early that its
-memory may be written to meanwhile is copied by the sender, which keeps the digest of what it sent:
-the caller compares, and puts it again if need be.
+The main thread says what is to be kept and goes on; senders read the memory that they were given,
+hash it and send it, each over a connection of its own (lane.py). A unit has its lane: what is put
+of it comes in this order. Nothing is copied, so a view must not be written to before it was read:
+every put gives a ticket, and `wait_read` waits for it. How far the main thread may run ahead is
+bounded in bytes. A put that comes so early that its memory may be written to meanwhile is copied by
+the sender, which keeps the digest of what it sent: the caller compares, and puts it again if need
+be.
 
 Nothing of the network is raised by a put, which may be called in the middle of a backward pass. A
 line that breaks takes no more, all its tickets count as read, and the next `sync` says why. What
@@ -16,60 +17,52 @@ can bring all units to.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
-import socket
-import threading
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import NoReturn
+from dataclasses import dataclass
 
 import msgspec
 import xxhash
 
-from keepstep.adapters.transport.blocking import PIECE_BYTES, Frames, landing, pieces, shut
+from keepstep.adapters.transport.blocking import PIECE_BYTES, Frames, landing, pieces
 from keepstep.adapters.transport.stream import configure
-from keepstep.errors import KeepstepError, PermanentError, RemoteProtocolError, UsageError
+from keepstep.errors import KeepstepError, RemoteProtocolError
 from keepstep.model import vault as v
 from keepstep.model import wire
 from keepstep.model.messages import Address
 from keepstep.worker import peers
+from keepstep.worker.lane import (
+    CHUNK_BYTES,
+    CONNECT_TIMEOUT_S,
+    SILENCE_S,
+    Lane,
+    View,
+    raise_refusal,
+    replies,
+)
 from keepstep.worker.statefile import DigestMismatch
 
-CONNECT_TIMEOUT_S = 5.0
-SILENCE_S = 10.0  # an agent whose machine vanished never closes the connection
 QUEUE_BYTES = 1 << 30  # of the caller's own memory
-SMALL_BYTES = 64 << 10  # packed together when sent
-CHUNK_BYTES = 4 << 20  # sent within the socket's timeout; worth to be handed to another thread
+LANES_MAX = 4
+LANE_BYTES = 8 << 20  # less is not worth a lane of its own
+LANE_CORES = 4  # for each lane of a rank, who needs the others for its training
 
-View = bytes | bytearray | memoryview
-
-_replies: msgspec.msgpack.Decoder[v.VaultReply] = msgspec.msgpack.Decoder(v.VaultReply)
-_serials = itertools.count(1)  # of this process: a later connection drives out an earlier one
+_serials = itertools.count(1)  # of this process: a later line drives out an earlier one
 
 
-class VaultLacks(PermanentError):
-    """The vault cannot bring all units to the version that was asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Item:
-    ticket: int
-    message: v.VaultPut | v.VaultTruncate | v.VaultSync
-    views: Sequence[memoryview] = ()
-    size: int = 0
-    early: bool = False
-
-    def digests(self) -> list[bytes]:
-        return [xxhash.xxh3_128_digest(view) for view in self.views]
-
-    def framed(self, digests: list[bytes]) -> bytes:
-        message = self.message
-        if isinstance(message, v.VaultPut):
-            message = msgspec.structs.replace(message, digests=digests)
-        return wire.frame(message)
+def lanes_of(sizes: Mapping[int, int], local_ranks: int) -> dict[int, int]:
+    """unit -> its lane: as many lanes as there are cores for, with about the same bytes each."""
+    said = os.environ.get("KEEPSTEP_VAULT_LANES", "")
+    cores = len(os.sched_getaffinity(0)) // max(local_ranks, 1)
+    count = min(cores // LANE_CORES, LANES_MAX, sum(sizes.values()) // LANE_BYTES)
+    load = [0] * max(int(said) if said.isdecimal() else count, 1)
+    found = {}
+    for unit in sorted(sizes, key=lambda one: (-sizes[one], one)):
+        found[unit] = load.index(min(load))
+        load[found[unit]] += sizes[unit]
+    return found
 
 
 class VaultLine:
@@ -84,24 +77,16 @@ class VaultLine:
         queue_bytes: int = QUEUE_BYTES,
         group: Sequence[int] = (),
         own: bool = False,
+        lanes: Mapping[int, int] | None = None,
     ) -> None:
         """`group`: ranks whose parity is kept, instead of what this one puts. `own`: it is the
-        vault of the rank's own agent."""
+        vault of the rank's own agent. `lanes`: unit -> its lane, of several."""
         self.address, self.rank, self.generation = address, rank, generation
         self._group, self._own = list(group), own
         self._token = token
-        self._queue_bytes = queue_bytes
-        self._turn = threading.Condition()
-        self._queue: deque[_Item] = deque()
-        self._queued = 0  # bytes, what is being sent included
-        self._last = 0  # ticket given
-        self._read = 0  # ticket whose memory is not needed any more
-        self._connection: socket.socket | None = None
-        self._sender: threading.Thread | None = None
-        self._interrupted = False
-        self._error: Exception | None = None
-        self._scratch = bytearray()  # of the sender
-        self._early: dict[int, bytes] = {}  # ticket -> digest
+        self._lane_of = dict(lanes or {})
+        count = max(self._lane_of.values(), default=0) + 1
+        self._lanes = [Lane(address, rank, queue_bytes // count) for _ in range(count)]
 
     # ----------------------------------------------------------------- opening and ending
 
@@ -113,12 +98,6 @@ class VaultLine:
         between two fences, and the log. Raises OSError, UsageError if there is not enough memory,
         PermanentError if a later generation has the vault, or it holds another layout."""
         self.close()
-        connection = peers.connect(self.address, CONNECT_TIMEOUT_S)
-        configure(connection)
-        connection.settimeout(SILENCE_S)
-        with self._turn:
-            self._connection = connection
-            self._interrupted, self._error = False, None
         ask = v.VaultOpen(
             token=self._token,
             rank=self.rank,
@@ -131,48 +110,30 @@ class VaultLine:
             own=self._own,
             group=self._group,
         )
-        frames = Frames(connection, _replies)
         try:
-            connection.sendall(wire.frame(ask))
-            reply = frames.receive()
-            if not isinstance(reply, v.VaultOpened):
-                raise_refusal(reply, self.rank)
+            opened = self._lanes[0].open(ask)
+            for lane in self._lanes[1:]:  # more streams of the same writer
+                lane.open(msgspec.structs.replace(ask, fresh=False))
         except BaseException:
             self.close()
             raise
-        self._sender = threading.Thread(
-            target=self._send_all, args=(connection, frames), name="keepstep-vault", daemon=True
-        )
-        self._sender.start()
-        return reply.reaches
+        return opened.reaches
 
     @property
     def broken(self) -> bool:
         """It takes nothing any more: to be opened again."""
-        with self._turn:
-            return self._sender is None or self._error is not None or self._interrupted
+        return any(lane.broken for lane in self._lanes)
 
     def interrupt(self) -> None:
         """Whoever waits here stops waiting; the line is to be opened again."""
-        with self._turn:
-            if self._connection is not None:
-                self._interrupted = True
-                shut(self._connection)
+        for lane in self._lanes:
+            lane.interrupt()
 
     def close(self) -> None:
         """What was not sent yet is dropped; afterwards nothing here looks at it any more."""
         self.interrupt()
-        with self._turn:
-            self._error = self._error or ConnectionError("the line was closed")
-            self._turn.notify_all()
-        if self._sender is not None:
-            self._sender.join()
-            self._sender = None
-        with self._turn:
-            connection, self._connection = self._connection, None
-            self._interrupted = False
-        if connection is not None:
-            connection.close()
+        for lane in self._lanes:
+            lane.close()
 
     # ----------------------------------------------------------------- what is to be kept
 
@@ -189,144 +150,56 @@ class VaultLine:
     def note(self, version: int, data: bytes) -> int:
         return self._put("note", 0, version, [data])
 
-    def truncate(self, version: int) -> None:
-        """Steps from `version` on did not happen."""
-        self._enqueue(v.VaultTruncate(version=version))
-
-    def sync(self, version: int, aborted: Callable[[], bool]) -> None:
-        """At the fence of step `version`: returns when all that was put is stored. Raises OSError
-        when the line is lost or interrupted, and what `open` raises."""
-        if aborted():  # it may have come before there was anything to interrupt
-            raise ConnectionAbortedError("writing to the vault was aborted")
-        ticket = self._enqueue(v.VaultSync(version=version))
-        with self._turn:
-            self._turn.wait_for(lambda: self._read >= ticket)
-            error, interrupted = self._error, self._interrupted
-        if error is None:
-            return
-        if isinstance(error, KeepstepError):
-            raise error
-        if interrupted:
-            raise ConnectionAbortedError("writing to the vault was aborted") from error
-        where = f"{self.address.host}:{self.address.port}"
-        raise ConnectionError(f"rank {self.rank} lost its vault at {where}: {error}") from error
-
-    def drained(self) -> bool:
-        """Nothing that was put is still to be read."""
-        with self._turn:
-            return self._read == self._last
-
-    @property
-    def last(self) -> int:
-        """The ticket that was given last."""
-        return self._last
-
-    def wait_read(self, ticket: int) -> None:
-        with self._turn:
-            self._turn.wait_for(lambda: self._read >= ticket)
-
-    def digest_sent(self, ticket: int) -> bytes | None:
-        """Of an early put since the last fence, when it was read; None if the line broke."""
-        with self._turn:
-            self._turn.wait_for(lambda: self._read >= ticket)
-            return self._early.get(ticket) if self._error is None else None
-
-    # ----------------------------------------------------------------- sending
-
     def _put(
         self, kind: v.Kind, unit: int, version: int, data: Sequence[View], early: bool = False
     ) -> int:
         views = [_flat(one) for one in data]
         sizes = [len(view) for view in views]
         put = v.VaultPut(kind=kind, unit=unit, version=version, sizes=sizes)
-        return self._enqueue(put, views, sum(sizes), early)
+        lane = self._lane_of.get(unit, 0)
+        ticket = self._lanes[lane].enqueue(put, views, sum(sizes), early)
+        return ticket * len(self._lanes) + lane
 
-    def _enqueue(
-        self,
-        message: v.VaultPut | v.VaultTruncate | v.VaultSync,
-        views: Sequence[memoryview] = (),
-        size: int = 0,
-        early: bool = False,
-    ) -> int:
-        with self._turn:
-            self._turn.wait_for(
-                lambda: not self._queued or self._queued + size <= self._queue_bytes
-            )
-            self._last += 1
-            if self._sender is None or self._error is not None:
-                self._error = self._error or ConnectionError("the line is not open")
-                self._read = self._last
-                return self._last
-            self._queue.append(_Item(self._last, message, views, size, early))
-            self._queued += size
-            self._turn.notify_all()
-            return self._last
+    def _lane(self, ticket: int) -> tuple[Lane, int]:
+        number, lane = divmod(ticket, len(self._lanes))
+        return self._lanes[lane], number
 
-    def _send_all(self, connection: socket.socket, frames: Frames[v.VaultReply]) -> None:
-        packed = bytearray()
-        try:
-            while (item := self._next()) is not None:
-                self._send(connection, item, packed)
-                if isinstance(item.message, v.VaultSync):
-                    reply = frames.receive()
-                    if reply != v.VaultSynced(version=item.message.version):
-                        raise_refusal(reply, self.rank)
-                    self._early.clear()
-                with self._turn:
-                    self._read = item.ticket
-                    self._queued -= item.size
-                    self._turn.notify_all()
-        except Exception as error:  # whatever it is, the main thread must not wait for ever
-            with self._turn:
-                self._error = self._error or error
-                self._forget_queue()
+    def sync(self, version: int, aborted: Callable[[], bool]) -> None:
+        """At the fence of step `version`: returns when all that was put is stored. Raises OSError
+        when the line is lost or interrupted, and what `open` raises."""
+        if aborted():  # it may have come before there was anything to interrupt
+            raise ConnectionAbortedError("writing to the vault was aborted")
+        asked = [lane.enqueue(v.VaultSync(version=version)) for lane in self._lanes]
+        for lane, ticket in zip(self._lanes, asked, strict=True):
+            lane.wait_read(ticket)
+        failures = [found for lane in self._lanes if (found := lane.failure()) is not None]
+        if not failures:
+            return
+        for error, _ in failures:
+            if isinstance(error, KeepstepError):
+                raise error
+        error = failures[0][0]
+        if any(interrupted for _, interrupted in failures):
+            raise ConnectionAbortedError("writing to the vault was aborted") from error
+        where = f"{self.address.host}:{self.address.port}"
+        raise ConnectionError(f"rank {self.rank} lost its vault at {where}: {error}") from error
 
-    def _next(self) -> _Item | None:
-        with self._turn:
-            self._turn.wait_for(lambda: self._queue or self._error is not None)
-            if self._error is not None:
-                self._forget_queue()
-                return None
-            return self._queue.popleft()
+    def drained(self) -> bool:
+        """Nothing that was put is still to be read."""
+        return all(lane.drained() for lane in self._lanes)
 
-    def _forget_queue(self) -> None:
-        self._queue.clear()
-        self._queued, self._read = 0, self._last
-        self._turn.notify_all()
+    def wait_read(self, ticket: int) -> None:
+        lane, number = self._lane(ticket)
+        lane.wait_read(number)
 
-    def _send(self, connection: socket.socket, item: _Item, packed: bytearray) -> None:
-        """What is small waits in `packed` for company, as long as there is more to send."""
-        if item.early:
-            item = replace(item, views=[self._copied(view) for view in item.views])
-        digests = item.digests()
-        if item.early:
-            self._early[item.ticket] = digests[0]
-        packed += item.framed(digests)
-        for view in item.views:
-            if len(view) < SMALL_BYTES:
-                packed += view
-                continue
-            connection.sendall(packed)
-            packed.clear()
-            for part in pieces(view, CHUNK_BYTES):
-                connection.sendall(part)
-        awaited = isinstance(item.message, v.VaultSync) or not self._queue
-        if awaited or len(packed) >= SMALL_BYTES:
-            connection.sendall(packed)
-            packed.clear()
+    def wait_all_read(self) -> None:
+        for lane in self._lanes:
+            lane.wait_read(lane.last)
 
-    def _copied(self, view: memoryview) -> memoryview:
-        """One at a time. Copied by a foreign function, which leaves the interpreter to others."""
-        if len(self._scratch) < len(view):
-            self._scratch = bytearray(len(view))
-        copy = memoryview(self._scratch)[: len(view)]
-        if len(view):
-            ctypes.memmove(_address(copy), _address(view), len(view))
-        return copy
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+    def digest_sent(self, ticket: int) -> bytes | None:
+        """Of an early put since the last fence, when it was read; None if the line broke."""
+        lane, number = self._lane(ticket)
+        return lane.digest_sent(number)
 
 
 def _flat(data: View) -> memoryview:
@@ -437,17 +310,4 @@ def asking(
         configure(connection)
         connection.settimeout(SILENCE_S)
         connection.sendall(wire.frame(request))
-        yield Frames(connection, _replies)
-
-
-def raise_refusal(reply: v.VaultReply, rank: int) -> NoReturn:
-    if not isinstance(reply, v.VaultRefused):
-        raise RemoteProtocolError(f"the vault of rank {rank} answered {type(reply).__name__}")
-    match reply.reason:
-        case "memory":
-            raise UsageError(reply.error, hint=reply.hint)
-        case "lacks":
-            raise VaultLacks(reply.error, hint=reply.hint)
-        case "digest":
-            raise DigestMismatch(rank, reply.error)
-    raise PermanentError(f"the vault refused rank {rank}: {reply.error}", hint=reply.hint)
+        yield Frames(connection, replies)

@@ -246,10 +246,6 @@ class ParityStore:
         base = max((one for one in group.bases(member.rank) if one <= oldest), default=-1)
         group.drop([key for key in group.cells if key[1] < base])
 
-    def truncate(self, member: Member, version: int) -> None:
-        """A step that is made again is of another generation."""
-        self._own(member)
-
     def fetch(self, rank: int, version: int, base: int) -> tuple[VaultParity, list[memoryview]]:
         group = next((one for one in self._groups.values() if rank in one.members), None)
         if group is None:

@@ -216,13 +216,6 @@ class VaultStore:
         first = min(min(unit.bases, default=-1) for unit in shelf.units.values())
         shelf.drop(shelf.notes, [note for note in shelf.notes if note < first])
 
-    def truncate(self, shelf: Shelf, version: int) -> None:
-        self._own(shelf)
-        for unit in shelf.units.values():
-            shelf.drop(unit.log, [one for one in unit.log if one >= version])
-            shelf.drop(unit.bases, [one for one in unit.bases if one > version])
-        shelf.drop(shelf.notes, [note for note in shelf.notes if note >= version])
-
     def fetch(self, rank: int, version: int, wanted: int = -1) -> tuple[VaultFetched, list[Piece]]:
         """`wanted`: version of the bases, if it matters. Where all units have bases of one version
         these are taken: what depends on several units cannot begin with bases of different ones."""

@@ -1,0 +1,249 @@
+"""One connection of a rank's line to its vault (vault.py), with the thread that sends over it.
+
+Whoever puts gets a ticket and goes on; tickets are read in the order in which they were given.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+import msgspec
+import xxhash
+
+from keepstep.adapters.transport.blocking import Frames, pieces, shut
+from keepstep.adapters.transport.stream import configure
+from keepstep.errors import PermanentError, RemoteProtocolError, UsageError
+from keepstep.model import vault as v
+from keepstep.model import wire
+from keepstep.model.messages import Address
+from keepstep.worker import peers
+from keepstep.worker.statefile import DigestMismatch
+
+CONNECT_TIMEOUT_S = 5.0
+SILENCE_S = 10.0  # an agent whose machine vanished never closes the connection
+SMALL_BYTES = 64 << 10  # packed together when sent
+CHUNK_BYTES = 4 << 20  # sent within the socket's timeout; worth to be handed to another thread
+
+View = bytes | bytearray | memoryview
+
+replies: msgspec.msgpack.Decoder[v.VaultReply] = msgspec.msgpack.Decoder(v.VaultReply)
+
+
+class VaultLacks(PermanentError):
+    """The vault cannot bring all units to the version that was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    ticket: int
+    message: v.VaultPut | v.VaultSync
+    views: Sequence[memoryview] = ()
+    size: int = 0
+    early: bool = False
+
+    def digests(self) -> list[bytes]:
+        return [xxhash.xxh3_128_digest(view) for view in self.views]
+
+    def framed(self, digests: list[bytes]) -> bytes:
+        message = self.message
+        if isinstance(message, v.VaultPut):
+            message = msgspec.structs.replace(message, digests=digests)
+        return wire.frame(message)
+
+
+class Lane:
+    """Used by one thread at a time; `interrupt` frees it from any thread."""
+
+    def __init__(self, address: Address, rank: int, queue_bytes: int) -> None:
+        self._address, self._rank = address, rank
+        self._queue_bytes = queue_bytes
+        self._turn = threading.Condition()
+        self._queue: deque[_Item] = deque()
+        self._queued = 0  # bytes, what is being sent included
+        self._last = 0  # ticket given
+        self._read = 0  # ticket whose memory is not needed any more
+        self._connection: socket.socket | None = None
+        self._sender: threading.Thread | None = None
+        self._interrupted = False
+        self._error: Exception | None = None
+        self._scratch = bytearray()  # of the sender
+        self._early: dict[int, bytes] = {}  # ticket -> digest
+
+    # ----------------------------------------------------------------- opening and ending
+
+    def open(self, ask: v.VaultOpen) -> v.VaultOpened:
+        """It is closed. Raises OSError, and what `raise_refusal` raises."""
+        connection = peers.connect(self._address, CONNECT_TIMEOUT_S)
+        configure(connection)
+        connection.settimeout(SILENCE_S)
+        with self._turn:
+            self._connection = connection
+            self._interrupted, self._error = False, None
+        frames = Frames(connection, replies)
+        connection.sendall(wire.frame(ask))
+        reply = frames.receive()
+        if not isinstance(reply, v.VaultOpened):
+            raise_refusal(reply, self._rank)
+        self._sender = threading.Thread(
+            target=self._send_all, args=(connection, frames), name="keepstep-vault", daemon=True
+        )
+        self._sender.start()
+        return reply
+
+    @property
+    def broken(self) -> bool:
+        with self._turn:
+            return self._sender is None or self._error is not None or self._interrupted
+
+    def interrupt(self) -> None:
+        with self._turn:
+            if self._connection is not None:
+                self._interrupted = True
+                shut(self._connection)
+
+    def close(self) -> None:
+        self.interrupt()
+        with self._turn:
+            self._error = self._error or ConnectionError("the line was closed")
+            self._turn.notify_all()
+        if self._sender is not None:
+            self._sender.join()
+            self._sender = None
+        with self._turn:
+            connection, self._connection = self._connection, None
+            self._interrupted = False
+        if connection is not None:
+            connection.close()
+
+    # ----------------------------------------------------------------- what is to be sent
+
+    def enqueue(
+        self,
+        message: v.VaultPut | v.VaultSync,
+        views: Sequence[memoryview] = (),
+        size: int = 0,
+        early: bool = False,
+    ) -> int:
+        with self._turn:
+            self._turn.wait_for(
+                lambda: not self._queued or self._queued + size <= self._queue_bytes
+            )
+            self._last += 1
+            if self._sender is None or self._error is not None:
+                self._error = self._error or ConnectionError("the line is not open")
+                self._read = self._last
+                return self._last
+            self._queue.append(_Item(self._last, message, views, size, early))
+            self._queued += size
+            self._turn.notify_all()
+            return self._last
+
+    @property
+    def last(self) -> int:
+        """The ticket that was given last."""
+        return self._last
+
+    def wait_read(self, ticket: int) -> None:
+        with self._turn:
+            self._turn.wait_for(lambda: self._read >= ticket)
+
+    def drained(self) -> bool:
+        with self._turn:
+            return self._read == self._last
+
+    def digest_sent(self, ticket: int) -> bytes | None:
+        with self._turn:
+            self._turn.wait_for(lambda: self._read >= ticket)
+            return self._early.get(ticket) if self._error is None else None
+
+    def failure(self) -> tuple[Exception, bool] | None:
+        """What ended it, and whether it was interrupted."""
+        with self._turn:
+            return (self._error, self._interrupted) if self._error is not None else None
+
+    # ----------------------------------------------------------------- the sender
+
+    def _send_all(self, connection: socket.socket, frames: Frames[v.VaultReply]) -> None:
+        packed = bytearray()
+        try:
+            while (item := self._next()) is not None:
+                self._send(connection, item, packed)
+                if isinstance(item.message, v.VaultSync):
+                    reply = frames.receive()
+                    if reply != v.VaultSynced(version=item.message.version):
+                        raise_refusal(reply, self._rank)
+                    self._early.clear()
+                with self._turn:
+                    self._read = item.ticket
+                    self._queued -= item.size
+                    self._turn.notify_all()
+        except Exception as error:  # whatever it is, the main thread must not wait for ever
+            with self._turn:
+                self._error = self._error or error
+                self._forget_queue()
+
+    def _next(self) -> _Item | None:
+        with self._turn:
+            self._turn.wait_for(lambda: self._queue or self._error is not None)
+            if self._error is not None:
+                self._forget_queue()
+                return None
+            return self._queue.popleft()
+
+    def _forget_queue(self) -> None:
+        self._queue.clear()
+        self._queued, self._read = 0, self._last
+        self._turn.notify_all()
+
+    def _send(self, connection: socket.socket, item: _Item, packed: bytearray) -> None:
+        """What is small waits in `packed` for company, as long as there is more to send."""
+        if item.early:
+            item = replace(item, views=[self._copied(view) for view in item.views])
+        digests = item.digests()
+        if item.early:
+            self._early[item.ticket] = digests[0]
+        packed += item.framed(digests)
+        for view in item.views:
+            if len(view) < SMALL_BYTES:
+                packed += view
+                continue
+            connection.sendall(packed)
+            packed.clear()
+            for part in pieces(view, CHUNK_BYTES):
+                connection.sendall(part)
+        awaited = isinstance(item.message, v.VaultSync) or not self._queue
+        if awaited or len(packed) >= SMALL_BYTES:
+            connection.sendall(packed)
+            packed.clear()
+
+    def _copied(self, view: memoryview) -> memoryview:
+        """One at a time. Copied by a foreign function, which leaves the interpreter to others."""
+        if len(self._scratch) < len(view):
+            self._scratch = bytearray(len(view))
+        copy = memoryview(self._scratch)[: len(view)]
+        if len(view):
+            ctypes.memmove(_address(copy), _address(view), len(view))
+        return copy
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def raise_refusal(reply: v.VaultReply, rank: int) -> NoReturn:
+    if not isinstance(reply, v.VaultRefused):
+        raise RemoteProtocolError(f"the vault of rank {rank} answered {type(reply).__name__}")
+    match reply.reason:
+        case "memory":
+            raise UsageError(reply.error, hint=reply.hint)
+        case "lacks":
+            raise VaultLacks(reply.error, hint=reply.hint)
+        case "digest":
+            raise DigestMismatch(rank, reply.error)
+    raise PermanentError(f"the vault refused rank {rank}: {reply.error}", hint=reply.hint)

@@ -1,0 +1,163 @@
+"""A line of several connections, and memory that is received into more than once."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_vault import MB, agent, going_on, line, opened, plain
+
+from keepstep.agent.landings import Landings
+from keepstep.errors import PermanentError, UsageError
+from keepstep.worker.vault import VaultLine, fetch, lanes_of
+
+LANES = {0: 0, 1: 1, 2: 2, 3: 0}
+
+
+def step_of(rank: VaultLine, version: int, chance: random.Random) -> dict[int, bytes]:
+    """Bases of step 0, gradients of all: what was put."""
+    found = {}
+    for unit in LANES:
+        found[unit] = chance.randbytes(chance.choice((10, 100_000, 2 * MB)))
+        if version == 0:
+            rank.put_base(unit, 0, [b"base of %d" % unit])
+        rank.put_grad(unit, version, found[unit])
+    rank.note(version, b"note %d" % version)
+    rank.sync(version, going_on)
+    return found
+
+
+def test_what_goes_over_several_lanes_is_one_vault() -> None:
+    chance = random.Random(1)
+    with agent() as (address, _), line(address, lanes=LANES) as rank:
+        opened(rank, units=len(LANES))
+        steps = [step_of(rank, version, chance) for version in range(5)]
+        assert rank.drained() and not rank.broken
+        found = fetch(address, "t", 2, 5)
+    assert plain(found) == {
+        unit: (0, [b"base of %d" % unit], {at: put[unit] for at, put in enumerate(steps)})
+        for unit in LANES
+    }
+    assert found.notes == {version: b"note %d" % version for version in range(5)}
+
+
+def test_a_ticket_is_of_its_lane() -> None:
+    with agent() as (address, _), line(address, lanes=LANES) as rank:
+        opened(rank, units=len(LANES))
+        buffer = bytearray(MB)
+        for unit in LANES:
+            ticket = rank.put_grad(unit, 0, buffer, early=True)
+            assert rank.digest_sent(ticket) is not None
+            rank.wait_read(rank.put_grad(unit, 1, buffer))
+            buffer[:] = bytes([unit]) * MB
+        rank.wait_all_read()
+        assert rank.drained()
+
+
+def test_one_lost_lane_breaks_the_line_and_nothing_that_was_acknowledged_is_gone() -> None:
+    chance = random.Random(2)
+    with agent() as (address, _), line(address, lanes=LANES) as rank:
+        opened(rank, units=len(LANES))
+        first = step_of(rank, 0, chance)
+        connection = rank._lanes[1]._connection
+        assert connection is not None
+        connection.close()
+        with pytest.raises(ConnectionError, match="lost its vault"):
+            step_of(rank, 1, chance)
+        assert rank.broken
+        assert opened(rank, units=len(LANES)) >= 1
+        second = step_of(rank, 1, chance)
+        log = {unit: found[2] for unit, found in plain(fetch(address, "t", 2, 2)).items()}
+        assert log == {unit: {0: first[unit], 1: second[unit]} for unit in LANES}
+
+
+def test_a_later_writer_drives_out_all_lanes() -> None:
+    with agent() as (address, _), line(address, 1, lanes=LANES) as rank:
+        opened(rank, units=len(LANES))
+        step_of(rank, 0, random.Random(3))
+        with line(address, 2) as successor:  # with another number of lanes
+            assert opened(successor, units=len(LANES)) == 1
+            for unit in LANES:
+                rank.put_grad(unit, 1, b"late")
+            with pytest.raises(PermanentError, match="later writer"):
+                rank.sync(1, going_on)
+            assert all(not log[2].get(1) for log in plain(fetch(address, "t", 2, 1)).values())
+
+
+def test_a_refusal_of_one_lane_is_the_lines() -> None:
+    with agent() as (address, _), line(address, lanes=LANES) as rank:
+        opened(rank, units=len(LANES), reserve=MB)
+        rank.put_grad(1, 0, bytes(2 * MB))
+        rank.put_grad(2, 0, b"fits")
+        with pytest.raises(UsageError, match="over its reservation"):
+            rank.sync(0, going_on)
+
+
+@given(sizes=st.dictionaries(st.integers(0, 50), st.integers(0, 100 * MB)), ranks=st.integers(1, 8))
+def test_lanes_have_about_the_same_bytes(sizes: dict[int, int], ranks: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda _: range(32))
+        found = lanes_of(sizes, ranks)
+    assert found.keys() == sizes.keys()
+    count = max(found.values(), default=0) + 1
+    assert count <= max(min(32 // ranks // 4, 4, sum(sizes.values()) // (8 * MB)), 1)
+    load = [sum(sizes[u] for u in found if found[u] == lane) for lane in range(count)]
+    assert max(load) - min(load) <= max(sizes.values(), default=0)
+
+
+def test_how_many_lanes_there_are_can_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEEPSTEP_VAULT_LANES", "3")
+    assert set(lanes_of(dict.fromkeys(range(9), 1), 1).values()) == {0, 1, 2}
+
+
+# ------------------------------------------------------------------------------------ memory
+
+
+def test_memory_is_used_again_only_when_nobody_holds_it() -> None:
+    memory = Landings(lambda: 10 * MB)
+    first = memory.take(MB)
+    first[:] = b"a" * MB
+    part = first[10:20]
+    del first
+    second = memory.take(MB)
+    second[:] = b"b" * MB
+    assert bytes(part) == b"a" * 10 and memory.waiting == 0
+    del part
+    assert memory.waiting == MB
+    third = memory.take(MB)
+    assert bytes(third[:1]) == b"a" and memory.waiting == 0, "the block that came back"
+    assert bytes(second[:1]) == b"b"
+
+
+def test_no_more_memory_waits_than_is_reserved() -> None:
+    unused = [2 * MB]
+    memory = Landings(lambda: unused[0])
+    held = [memory.take(MB) for _ in range(4)]
+    held.clear()
+    gc.collect()
+    assert memory.waiting == 2 * MB
+    unused[0] = MB
+    memory.trim()
+    assert memory.waiting == MB
+    unused[0] = -5
+    memory.trim()
+    assert memory.waiting == 0
+
+
+def test_a_vault_that_is_forgotten_keeps_no_memory() -> None:
+    with agent() as (address, server), line(address) as rank:
+        opened(rank, units=1)
+        rank.put_base(0, 0, [bytes(MB)])
+        for version in range(8):
+            rank.put_grad(0, version, bytes(MB))
+            if version % 2:
+                rank.put_base(0, version, [bytes(MB)])
+            rank.sync(version, going_on)
+        held, reserved = server.vault.held()[2]
+        assert 0 < server.vault._landings.waiting <= reserved - held
+        server.vault.forget_before(9)
+        assert server.vault._landings.waiting == 0
