@@ -95,9 +95,9 @@ class Counted:
         self.bytes = 0
         enqueue = lane.Lane.enqueue
 
-        def counted(one: Any, message: Any, views: Any = (), size: int = 0, *more: Any) -> int:
-            self.bytes += size
-            return enqueue(one, message, views, size, *more)
+        def counted(one: Any, items: Any) -> None:
+            self.bytes += sum(item.size for item in items)
+            enqueue(one, items)
 
         lane.Lane.enqueue = counted  # type: ignore[method-assign]
 

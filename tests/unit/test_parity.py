@@ -332,7 +332,7 @@ def test_bytes_that_are_not_those_that_were_added_are_refused() -> None:
     with nodes() as where, ranks(where) as members:
         for member in members:
             member.step(0)
-        VaultLine._put(members[2].line, "grad", 0, 0, [b"other"])
+        VaultLine.put_all(members[2].line, "grad", 0, {0: [b"other"]})
         VaultLine.sync(members[2].line, 0, going_on)
         where.lose(1)
         with pytest.raises(NotRebuilt, match="of rank 2 is another one than that in the parity"):

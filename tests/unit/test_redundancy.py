@@ -264,6 +264,26 @@ def test_replay_of_shards_is_exact_with_clipping_and_without(sharded: Place, mak
         check(rank, make)
 
 
+def test_gradients_of_a_module_go_together_and_one_that_changes_takes_them_along(
+    sharded: Place,
+) -> None:
+    rank = Rank(sharded, adamw).training()
+    rank.step()
+    rank.step()
+    groups = {id(sent) for sent in rank.redundancy._early._sent.values()}
+    assert (rank.early(), len(groups)) == (4, 4 if rank.redundancy._staging is None else 2)
+
+    def change() -> None:
+        rank.sent()
+        gradient = rank.model[2].bias.grad
+        assert gradient is not None
+        shards.local(gradient).data.mul_(0.5)
+
+    rank.step(change)
+    assert rank.early() == (3 if rank.redundancy._staging is None else 2)
+    check(rank, adamw)
+
+
 def test_the_reservation_is_enough(place: Place) -> None:
     layers = nn.Sequential(*(nn.Linear(360, 360) for _ in range(24)))
     rank = Rank(place, adamw, model=layers).training()

@@ -28,7 +28,7 @@ from keepstep.model.messages import Address, BlobOk, BlobPut, TlsFiles
 from keepstep.model.wire import frame
 from keepstep.worker import peers
 from keepstep.worker import vault as client
-from keepstep.worker.lane import VaultLacks
+from keepstep.worker.lane import Item, VaultLacks
 from keepstep.worker.statefile import DigestMismatch
 from keepstep.worker.vault import VaultLine, fetch, forget
 
@@ -574,9 +574,10 @@ def test_a_fence_does_not_wait_for_what_is_put_behind_it() -> None:
         opened(rank)
         (lane,) = rank._lanes
         with lane._turn:  # both are there when the sender looks
-            fence = lane.enqueue(v.VaultSync(version=0))
+            fence = Item(v.VaultSync(version=0))
+            lane.enqueue([fence])
             behind = rank.put_grad(0, 1, b"grad")
-        rank.wait_read(fence)
+        rank.wait_read(fence.ticket)
         rank.wait_read(behind)
         rank.sync(1, going_on)
 

@@ -8,6 +8,9 @@ tensors do not count writes through `.data`, by collectives, by foreign kernels,
 was sent. What differs is put again, under the same version, and takes the place of the early one: a
 wrong guess costs time and nothing else.
 
+Every word to a device costs the main thread some time, however small the gradient is. So gradients
+that lie side by side, as those of an FSDP2 module do, can go together: one copy, one comparison.
+
 Clipping by the norm multiplies nearly all gradients of a step by one number. It is recognised, the
 number goes into the step's note, and whoever replays the step multiplies by it in the same way.
 
@@ -41,15 +44,25 @@ that they belong to."""
 
 
 class Way(Protocol):
+    gathers: bool  # several gradients that lie side by side go together
+
     def suits(self, gradient: torch.Tensor) -> bool: ...
-    def put(self, line: VaultLine, unit: int, version: int, gradient: torch.Tensor) -> Any:
-        """Gives a ticket. The gradient may be written to at any time."""
+    def joins(self, last: torch.Tensor, gradient: torch.Tensor) -> bool:
+        """Whether it can go together with the one before."""
+
+    def here(self) -> Any:
+        """Where the gradient was just made; `put` is told."""
+
+    def put(
+        self, line: VaultLine, version: int, gradients: dict[int, torch.Tensor], made: Any
+    ) -> Any:
+        """Gives a ticket, or None: it cannot be. They may be written to at any time."""
 
     def before_write(self, line: VaultLine, ticket: Any) -> None:
-        """The gradient is about to be written to, and what was sent shall be as it is now."""
+        """They are about to be written to, and what was sent shall be as it is now."""
 
-    def look(self, gradient: torch.Tensor) -> Any:
-        """What it is now, to be compared later."""
+    def look(self, gradients: list[torch.Tensor]) -> Any:
+        """What those of one ticket are now, to be compared later."""
 
     def seen(self, look: Any) -> Any:
         """Behind the device: what a look has seen. Equal values, equal bytes."""
@@ -61,16 +74,28 @@ class Way(Protocol):
 class HostWay:
     """The line reads it where it lies, and copies it, because it may be written to meanwhile."""
 
+    gathers = False
+
     def suits(self, gradient: torch.Tensor) -> bool:
         return gradient.device.type == "cpu"
 
-    def put(self, line: VaultLine, unit: int, version: int, gradient: torch.Tensor) -> Any:
+    def joins(self, last: torch.Tensor, gradient: torch.Tensor) -> bool:
+        return False
+
+    def here(self) -> Any:
+        return None
+
+    def put(
+        self, line: VaultLine, version: int, gradients: dict[int, torch.Tensor], made: Any
+    ) -> Any:
+        ((unit, gradient),) = gradients.items()
         return line.put_grad(unit, version, view(gradient), early=True)
 
     def before_write(self, line: VaultLine, ticket: Any) -> None:
         line.wait_read(ticket)
 
-    def look(self, gradient: torch.Tensor) -> Any:
+    def look(self, gradients: list[torch.Tensor]) -> Any:
+        (gradient,) = gradients
         return xxhash.xxh3_128_digest(view(gradient))
 
     def seen(self, look: Any) -> Any:
@@ -80,14 +105,29 @@ class HostWay:
         return line.digest_sent(ticket)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Sent:
-    parameter: torch.Tensor
+    """What went together."""
+
     way: Way
-    ticket: Any
+    parameters: dict[int, torch.Tensor]  # by unit
+    gradients: dict[int, torch.Tensor]  # not held when they were put
+    places: list[int] = field(default_factory=list)
+    made: Any = None
+    ticket: Any = None
     # Looks before and after each clipping, and at the fence. Nobody else has written to it if the
     # first is what was sent, the third what the second was, and so on.
     looks: list[Any] = field(default_factory=list)
+
+    def now(self) -> list[torch.Tensor] | None:
+        """The gradients, if they are still there and together."""
+        found = [parameter.grad for parameter in self.parameters.values()]
+        here = [one for one in found if one is not None]
+        if len(here) < len(found):
+            return None
+        if len(here) == 1:
+            return here if self.way.suits(here[0]) else None
+        return here if [shards.local(one).data_ptr() for one in here] == self.places else None
 
 
 class Early:
@@ -96,6 +136,7 @@ class Early:
         self._line: VaultLine | None = None  # open for puts
         self._version = -1
         self._sent_by: VaultLine | None = None
+        self._gathered: _Sent | None = None  # to be put
         self._sent: dict[int, _Sent] = {}  # by unit
         self._scales: Scales = []
         self._wrong = False
@@ -110,7 +151,7 @@ class Early:
         if self._wrong:
             self._pause = PAUSE
         self._pause = max(self._pause - 1, 0)
-        self._line = self._sent_by = None
+        self._line = self._sent_by = self._gathered = None
         self._sent.clear()
         self._scales = []
         self._wrong = False
@@ -123,16 +164,40 @@ class Early:
 
     def close(self) -> None:
         """It is over, or it was not the last one."""
+        self.flush()
         self._line = None
 
     def _accumulated(self, unit: int, parameter: torch.Tensor) -> None:
-        line, gradient = self._line, parameter.grad
-        if line is None or gradient is None or unit in self._sent:
+        gradient, gathered = parameter.grad, self._gathered
+        if self._line is None or gradient is None or unit in self._sent:
             return
         way = next((way for way in self.ways if way.suits(gradient)), None)
-        if way is not None and same_kind(parameter, gradient):
-            ticket = way.put(line, unit, self._version, gradient)
-            self._sent[unit] = _Sent(parameter, way, ticket)
+        if way is None or not same_kind(parameter, gradient):
+            return
+        if gathered is not None and unit in gathered.gradients:
+            return
+        if gathered is None or gathered.way is not way or not way.joins(_last(gathered), gradient):
+            self.flush()
+            gathered = self._gathered = _Sent(way, {}, {})
+        gathered.parameters[unit], gathered.gradients[unit] = parameter, gradient
+        gathered.made = way.here()
+        if not way.gathers:
+            self.flush()
+
+    def flush(self) -> None:
+        """Nothing more is waited for."""
+        sent, self._gathered = self._gathered, None
+        if sent is None or self._line is None:
+            return
+        sent.ticket = sent.way.put(self._line, self._version, sent.gradients, sent.made)
+        if sent.ticket is None:
+            return
+        sent.places = [shards.local(one).data_ptr() for one in sent.gradients.values()]
+        sent.gradients, sent.made = {}, None
+        self._sent.update(dict.fromkeys(sent.parameters, sent))
+
+    def _all_sent(self) -> list[_Sent]:
+        return list(dict.fromkeys(self._sent.values()))
 
     # ------------------------------------------------------------------ clipping
 
@@ -143,35 +208,39 @@ class Early:
             return clip()
         self.close()
         before = {}
-        for unit, sent in self._sent.items():
-            if sent.parameter.grad is not None:
+        for sent in self._all_sent():
+            if (now := sent.now()) is not None:
                 sent.way.before_write(line, sent.ticket)
-                before[unit] = sent.way.look(sent.parameter.grad)
+                before[sent] = sent.way.look(now)
         with _Multiplications() as seen:
             result = clip()
         for gradients, scale in seen.found:
             if len(self._scales) == SCALES_MAX:
                 break  # who is multiplied by more will be found changed
             ids = set(map(id, gradients))
-            units = [unit for unit in before if id(self._sent[unit].parameter.grad) in ids]
-            for unit in units:
-                sent = self._sent[unit]
-                assert sent.parameter.grad is not None
-                sent.looks += [before.pop(unit), sent.way.look(sent.parameter.grad)]
+            units: list[int] = []
+            for sent in list(before):
+                now = sent.now()
+                if now is not None and all(id(one) in ids for one in now):
+                    sent.looks += [before.pop(sent), sent.way.look(now)]
+                    units += sent.parameters
             if units:
                 self._scales.append((scale.detach().clone(), units))
         return result
 
     # ------------------------------------------------------------------ at the fence
 
-    def look(self, line: VaultLine, unit: int, gradient: torch.Tensor | None) -> bool:
-        """Before the device is waited for. False: nothing of it was sent."""
-        sent = self._sent.get(unit)
-        if sent is None or line is not self._sent_by:
-            return False
-        if gradient is not None and sent.way.suits(gradient):
-            sent.looks.append(sent.way.look(gradient))
-        return True
+    def look(self, line: VaultLine, updated: Callable[[int], bool]) -> set[int]:
+        """Before the device is waited for: the units of which something was sent. `updated`: the
+        unit's gradient is used."""
+        self.close()
+        if line is not self._sent_by:
+            return set()
+        for sent in self._all_sent():
+            now = sent.now() if all(map(updated, sent.parameters)) else None
+            if now is not None:
+                sent.looks.append(sent.way.look(now))
+        return set(self._sent)
 
     def bring(self, bring: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:
         """After all looks: numbers that lie on a device are replaced by what `bring` makes."""
@@ -185,7 +254,8 @@ class Early:
         `scales`, and will not get it with what was put."""
         if line is not self._sent_by:
             return []
-        changed = [unit for unit, sent in self._sent.items() if not _same(line, sent)]
+        wrong = [sent for sent in self._all_sent() if not _same(line, sent)]
+        changed = [unit for sent in wrong for unit in sent.parameters]
         for unit in changed:
             del self._sent[unit]
         self._wrong = self._wrong or bool(changed)
@@ -196,6 +266,10 @@ class Early:
         """Of what is not `changed`."""
         found = [(scale, [u for u in units if u in self._sent]) for scale, units in self._scales]
         return [(scale, units) for scale, units in found if units]
+
+
+def _last(gathered: _Sent) -> torch.Tensor:
+    return next(reversed(gathered.gradients.values()))
 
 
 def _same(line: VaultLine, sent: _Sent) -> bool:

@@ -10,7 +10,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NoReturn
 
 import msgspec
@@ -29,6 +29,7 @@ CONNECT_TIMEOUT_S = 5.0
 SILENCE_S = 10.0  # an agent whose machine vanished never closes the connection
 SMALL_BYTES = 64 << 10  # packed together when sent
 CHUNK_BYTES = 4 << 20  # sent within the socket's timeout; worth to be handed to another thread
+BATCH_BYTES = 1 << 20  # sent before anybody is told: each word to another thread costs it time
 
 View = bytes | bytearray | memoryview
 
@@ -39,22 +40,13 @@ class VaultLacks(PermanentError):
     """The vault cannot bring all units to the version that was asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    ticket: int
+@dataclass(slots=True)
+class Item:
     message: v.VaultPut | v.VaultSync
     views: Sequence[memoryview] = ()
     size: int = 0
     early: bool = False
-
-    def digests(self) -> list[bytes]:
-        return [xxhash.xxh3_128_digest(view) for view in self.views]
-
-    def framed(self, digests: list[bytes]) -> bytes:
-        message = self.message
-        if isinstance(message, v.VaultPut):
-            message = msgspec.structs.replace(message, digests=digests)
-        return wire.frame(message)
+    ticket: int = 0
 
 
 class Lane:
@@ -64,7 +56,7 @@ class Lane:
         self._address, self._rank = address, rank
         self._queue_bytes = queue_bytes
         self._turn = threading.Condition()
-        self._queue: deque[_Item] = deque()
+        self._queue: deque[Item] = deque()
         self._queued = 0  # bytes, what is being sent included
         self._last = 0  # ticket given
         self._read = 0  # ticket whose memory is not needed any more
@@ -123,26 +115,23 @@ class Lane:
 
     # ----------------------------------------------------------------- what is to be sent
 
-    def enqueue(
-        self,
-        message: v.VaultPut | v.VaultSync,
-        views: Sequence[memoryview] = (),
-        size: int = 0,
-        early: bool = False,
-    ) -> int:
+    def enqueue(self, items: Sequence[Item]) -> None:
+        """Gives each of them its ticket."""
+        size = sum(item.size for item in items)
         with self._turn:
             self._turn.wait_for(
                 lambda: not self._queued or self._queued + size <= self._queue_bytes
             )
-            self._last += 1
+            for item in items:
+                self._last += 1
+                item.ticket = self._last
             if self._sender is None or self._error is not None:
                 self._error = self._error or ConnectionError("the line is not open")
                 self._read = self._last
-                return self._last
-            self._queue.append(_Item(self._last, message, views, size, early))
+                return
+            self._queue.extend(items)
             self._queued += size
             self._turn.notify_all()
-            return self._last
 
     @property
     def last(self) -> int:
@@ -172,44 +161,60 @@ class Lane:
     def _send_all(self, connection: socket.socket, frames: Frames[v.VaultReply]) -> None:
         packed = bytearray()
         try:
-            while (item := self._next()) is not None:
-                self._send(connection, item, packed)
-                if isinstance(item.message, v.VaultSync):
+            while batch := self._next():
+                for item in batch:
+                    self._send(connection, item, packed, more=item is not batch[-1])
+                last = batch[-1].message
+                if isinstance(last, v.VaultSync):
                     reply = frames.receive()
-                    if reply != v.VaultSynced(version=item.message.version):
+                    if reply != v.VaultSynced(version=last.version):
                         raise_refusal(reply, self._rank)
                     self._early.clear()
                 with self._turn:
-                    self._read = item.ticket
-                    self._queued -= item.size
+                    self._read = batch[-1].ticket
+                    self._queued -= sum(item.size for item in batch)
                     self._turn.notify_all()
         except Exception as error:  # whatever it is, the main thread must not wait for ever
             with self._turn:
                 self._error = self._error or error
                 self._forget_queue()
 
-    def _next(self) -> _Item | None:
+    def _next(self) -> list[Item]:
+        """What is told of together: nothing behind a sync. Empty: it is over."""
+        batch: list[Item] = []
         with self._turn:
             self._turn.wait_for(lambda: self._queue or self._error is not None)
             if self._error is not None:
                 self._forget_queue()
-                return None
-            return self._queue.popleft()
+                return batch
+            size = 0
+            while self._queue and size < BATCH_BYTES:
+                batch.append(self._queue.popleft())
+                size += batch[-1].size
+                if isinstance(batch[-1].message, v.VaultSync):
+                    break
+        return batch
 
     def _forget_queue(self) -> None:
         self._queue.clear()
         self._queued, self._read = 0, self._last
         self._turn.notify_all()
 
-    def _send(self, connection: socket.socket, item: _Item, packed: bytearray) -> None:
+    def _send(
+        self, connection: socket.socket, item: Item, packed: bytearray, *, more: bool
+    ) -> None:
         """What is small waits in `packed` for company, as long as there is more to send."""
+        views = item.views
         if item.early:
-            item = replace(item, views=[self._copied(view) for view in item.views])
-        digests = item.digests()
+            views = [self._copied(view) for view in views]
+        digests = [xxhash.xxh3_128_digest(view) for view in views]
         if item.early:
             self._early[item.ticket] = digests[0]
-        packed += item.framed(digests)
-        for view in item.views:
+        message = item.message
+        if isinstance(message, v.VaultPut):
+            message = msgspec.structs.replace(message, digests=digests)
+        packed += wire.frame(message)
+        for view in views:
             if len(view) < SMALL_BYTES:
                 packed += view
                 continue
@@ -217,7 +222,7 @@ class Lane:
             packed.clear()
             for part in pieces(view, CHUNK_BYTES):
                 connection.sendall(part)
-        awaited = isinstance(item.message, v.VaultSync) or not self._queue
+        awaited = isinstance(message, v.VaultSync) or not (more or self._queue)
         if awaited or len(packed) >= SMALL_BYTES:
             connection.sendall(packed)
             packed.clear()

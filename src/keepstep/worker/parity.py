@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from keepstep.errors import KeepstepError
@@ -33,7 +33,7 @@ class ParityLine:
         self._seat = seat
         self._line: VaultLine | None = None
         self._common = -1  # version of the last bases that all members put; -1: nothing is kept
-        self._step: list[Callable[[VaultLine], int]] = []  # puts since the last sync
+        self._step: list[Callable[[VaultLine], object]] = []  # puts since the last sync
         self._former: tuple[VaultLine, int] | None = None  # and the version from which on it is
         self._layout, self._units, self._reserve = b"", list[int](), 0
 
@@ -83,7 +83,7 @@ class ParityLine:
             return
         self._common = version
 
-    def put(self, kind: v.Kind, version: int, put: Callable[[VaultLine], int]) -> None:
+    def put(self, kind: v.Kind, version: int, put: Callable[[VaultLine], object]) -> None:
         """A base that is not of all members is none of the parity's."""
         if self._common < 0 or self._line is None or (kind == "base" and version != self._common):
             return
@@ -149,11 +149,11 @@ class Both(VaultLine):
         super().__init__(address, token, rank, generation, own=True)
         self._parity = parity
 
-    def _put(
-        self, kind: v.Kind, unit: int, version: int, data: Sequence[View], early: bool = False
-    ) -> int:
-        self._parity.put(kind, version, lambda line: line._put(kind, unit, version, data))
-        return super()._put(kind, unit, version, data, early)
+    def put_all(
+        self, kind: v.Kind, version: int, data: Mapping[int, Sequence[View]], early: bool = False
+    ) -> dict[int, int]:
+        self._parity.put(kind, version, lambda line: line.put_all(kind, version, data))
+        return super().put_all(kind, version, data, early)
 
     def sync(self, version: int, aborted: Callable[[], bool]) -> None:
         super().sync(version, aborted)

@@ -331,6 +331,7 @@ class Redundancy:
             self._early.close()
 
     def backward_done(self) -> None:
+        self._early.flush()
         if self._staging is not None:
             self._staging.hold_back()
 
@@ -344,10 +345,12 @@ class Redundancy:
             due = self.units if self._oldest() <= version - RENEW else []
         else:
             due = self._share()
+        parts, left = {unit.index: self._parts(unit) for unit in due}, list[int]()
+        if self._staging is not None:
+            left = self._staging.put_bases(line, version, parts)
+        for index in parts if self._staging is None else left:
+            line.put_base(index, version, views(parts[index]))
         for unit in due:
-            parts, staging = self._parts(unit), self._staging
-            if staging is None or not staging.put_base(line, unit.index, version, parts):
-                line.put_base(unit.index, version, views(parts))
             unit.version = version
 
     def _due_with_others(self, line: parity.ParityLine, version: int) -> list[Unit]:
@@ -420,7 +423,6 @@ class Redundancy:
     def _put_gradients(
         self, line: vault.VaultLine, version: int, updating: bool
     ) -> dict[int, torch.Tensor | None]:
-        self._early.close()
         self._published.clear()
         found: dict[int, torch.Tensor | None] = {}
         for unit in self.units:
@@ -432,15 +434,21 @@ class Redundancy:
                 _require_same_kind(unit.name, unit.parameter, gradient)
                 if len(self._seat.optimizers) > 1:
                     self._published[unit.index] = _content(gradient)
-            if self._early.look(line, unit.index, gradient):
+        sent = self._early.look(line, lambda unit: found[unit] is not None)
+        for index, gradient in found.items():
+            if index in sent:
                 continue
             if gradient is None:
-                line.put_absent(unit.index, version)
-            elif self._staging is not None and self._staging.suits(gradient):
-                self._staging.put(line, unit.index, version, gradient)
-            else:
-                line.put_grad(unit.index, version, view(gradient))
+                line.put_absent(index, version)
+            elif not self._staged(line, index, version, gradient):
+                line.put_grad(index, version, view(gradient))
         return found
+
+    def _staged(self, line: vault.VaultLine, unit: int, version: int, gradient: Any) -> bool:
+        staging = self._staging
+        if staging is None or not staging.suits(gradient):
+            return False
+        return staging.put(line, version, {unit: gradient}, staging.here()) is not None
 
     def confirm(self, let_go: Callable[[], None]) -> None:
         """Behind the device: returns when the vault has all. OSError when it cannot be had.
@@ -454,9 +462,7 @@ class Redundancy:
             gradient = done.gradients[unit]
             if gradient is None:
                 done.line.put_absent(unit, done.version)
-            elif staging is not None and staging.suits(gradient):
-                staging.put_again(done.line, unit, done.version, gradient)
-            else:
+            elif staging is None or not staging.put_again(done.line, unit, done.version, gradient):
                 if gradient.device.type != "cpu":
                     let_go()
                 done.line.put_grad(unit, done.version, view(gradient))

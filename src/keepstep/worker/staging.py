@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,14 +34,33 @@ from keepstep.worker.vault import VaultLine
 ALIGN = 64
 LOOKS = 4096  # of one step, beside one for each unit
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
+READ_WORDS = 1 << 19  # by one thread in a turn
+_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 Numbers = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+class _Room:
+    """Memory that is given out from its beginning, until a step begins."""
+
+    def __init__(self, block: torch.Tensor) -> None:
+        self._block = block
+        self._bytes = memory(block)
+        self.taken = 0
+
+    @property
+    def left(self) -> int:
+        return len(self._block) - self.taken
+
+    def take(self, size: int) -> tuple[torch.Tensor, memoryview]:
+        begin, end = self.taken, self.taken + size
+        self.taken += _aligned(size)
+        return self._block[begin:end], self._bytes[begin:end]
+
+
 @dataclass
 class _Staged:
-    numbers: Future[tuple[int, ...]] | None = None  # of the copy; None: there is none
+    numbers: list[Future[tuple[int, int, int]]] = field(default_factory=list)  # of the copy's parts
 
 
 class Staging:
@@ -53,18 +72,15 @@ class Staging:
         """Bytes of each unit's gradient, and of the bases of a step; threads that read what was
         copied. RuntimeError: it cannot be."""
         small = 8 * SCALES_MAX
-        total = sum(map(_aligned, gradients.values())) + bases + small
+        room = sum(map(_aligned, gradients.values()))
+        room = _aligned(room + room // 16)  # there may be gaps between those that go together
         self._device = device
-        self._block = torch.empty(total, dtype=torch.uint8)
+        self._block = torch.empty(room + small + bases, dtype=torch.uint8)
         _pin(self._block)
-        at = 0
-        self._gradients: dict[int, torch.Tensor] = {}
-        for unit, size in gradients.items():
-            self._gradients[unit] = self._block[at : at + size]
-            at += _aligned(size)
-        self._scales = self._block[at : at + small].view(SCALES_MAX, 8)
-        self._bases = self._block[at + small :]
-        self._taken = 0  # of the bases' room
+        self._gradients = _Room(self._block[:room])
+        self._scales = self._block[room : room + small].view(SCALES_MAX, 8)
+        self._bases = _Room(self._block[room + small :])
+        self._places: dict[int, memoryview] = {}  # unit -> copy of its gradient
         rows = LOOKS + len(gradients)
         self._seen = torch.empty((3, rows), dtype=torch.int64)
         _pin(self._seen)
@@ -73,8 +89,9 @@ class Staging:
         self._stream = new_stream(device)
         self._given: dict[int, int] = {}  # unit -> ticket of its gradient
         self._readers = ThreadPoolExecutor(readers, "keepstep-numbers")
-        self._reading: list[Future[tuple[int, ...]]] = []
+        self._reading: list[Future[tuple[int, int, int]]] = []
         self._copied: Any = None  # event of the last copy
+        self._held: Any = None  # the last one that a stream was made to wait for, and the stream
         self._jobs: queue.Queue[tuple[Any, Callable[[], None]]] = queue.Queue()
         threading.Thread(target=self._feed, name="keepstep-staging", daemon=True).start()
 
@@ -90,24 +107,30 @@ class Staging:
         wait(self._reading)
         self._reading.clear()
         self._looks.clear()
-        self._taken = 0
+        self._places.clear()
+        self._gradients.taken = self._bases.taken = 0
 
     def hold_back(self) -> None:
         """What the current stream does from here on comes after the copies."""
-        if self._copied is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._copied)
+        if self._copied is None:
+            return
+        stream = torch.cuda.current_stream(self._device)
+        if self._held != (self._copied, stream):  # a word to the device, however short, takes time
+            stream.wait_event(self._copied)
+            self._held = (self._copied, stream)
 
     def flush(self) -> None:
         """Behind the device: all was given to the line."""
         self._jobs.join()
 
-    def _copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], job: Any) -> None:
+    def _copy(
+        self, targets: list[torch.Tensor], sources: list[torch.Tensor], job: Any, made_on: Any
+    ) -> None:
         made = cuda.new_event()
-        made.record(torch.cuda.current_stream(self._device))
+        made.record(made_on)
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(made)
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
+            torch._foreach_copy_(targets, sources, non_blocking=True)
             copied: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             copied.record(self._stream)
         self._copied = copied
@@ -125,66 +148,99 @@ class Staging:
             finally:
                 self._jobs.task_done()
 
-    def put_base(
-        self,
-        line: VaultLine,
-        unit: int,
-        version: int,
-        parts: Sequence[View | torch.Tensor],
-    ) -> bool:
-        """Tensors among the parts are on the device. False: nothing was done."""
-        wanted = [part for part in parts if isinstance(part, torch.Tensor)]
-        size = sum(_aligned(tensor.nbytes) for tensor in wanted)
-        fits = self._taken + size <= len(self._bases)
-        if not fits or not all(tensor.is_contiguous() for tensor in wanted):
-            return False
-        views: list[View] = []
-        pairs = []
-        for part in parts:
-            if not isinstance(part, torch.Tensor):
-                views.append(part)
+    def put_bases(
+        self, line: VaultLine, version: int, bases: Mapping[int, Sequence[View | torch.Tensor]]
+    ) -> list[int]:
+        """Tensors among the parts are on the device. Units of which nothing was done, because they
+        find no room here."""
+        given: dict[int, list[View]] = {}
+        targets, sources, left = [], [], []
+        for unit, parts in bases.items():
+            away = [part for part in parts if isinstance(part, torch.Tensor)]
+            size = sum(_aligned(tensor.nbytes) for tensor in away)
+            if size > self._bases.left or not all(tensor.is_contiguous() for tensor in away):
+                left.append(unit)
                 continue
-            target = self._bases[self._taken : self._taken + part.nbytes]
-            self._taken += _aligned(part.nbytes)
-            views.append(memory(target))
-            if part.nbytes:
-                pairs.append((target, _raw(part)))
-        self._copy(pairs, lambda: line.put_base(unit, version, views))
-        return True
+            given[unit] = []
+            for part in parts:
+                if not isinstance(part, torch.Tensor):
+                    given[unit].append(part)
+                    continue
+                target, there = self._bases.take(part.nbytes)
+                given[unit].append(there)
+                if part.nbytes:
+                    targets.append(target)
+                    sources.append(_raw(part))
+        if given:
+            made_on = torch.cuda.current_stream(self._device)
+            self._copy(targets, sources, lambda: line.put_all("base", version, given), made_on)
+        return left
 
     # ------------------------------------------------------------------ the way of gradients
+
+    gathers = True
 
     def suits(self, gradient: torch.Tensor) -> bool:
         part = shards.local(gradient)
         return part.device == self._device and part.is_contiguous() and part.nbytes > 0
 
-    def put(self, line: VaultLine, unit: int, version: int, gradient: torch.Tensor) -> _Staged:
-        part = shards.local(gradient).detach()
-        target, staged = self._gradients[unit], _Staged()
+    def joins(self, last: torch.Tensor, gradient: torch.Tensor) -> bool:
+        one, other = shards.local(last), shards.local(gradient)
+        gap = other.data_ptr() - one.data_ptr() - one.nbytes
+        return (
+            one.dtype == other.dtype
+            and 0 <= gap <= other.nbytes // 16
+            and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+        )
+
+    def here(self) -> Any:
+        return torch.cuda.current_stream(self._device)
+
+    def put(
+        self, line: VaultLine, version: int, gradients: dict[int, torch.Tensor], made: Any
+    ) -> _Staged | None:
+        parts = {unit: shards.local(one) for unit, one in gradients.items()}
+        span = _span(list(parts.values()))
+        if span.nbytes > self._gradients.left:
+            return None
+        (room, there), staged, words = self._gradients.take(span.nbytes), _Staged(), _words(span)
+        begin = span.data_ptr()
+        views: dict[int, list[memoryview]] = {}
+        for unit, part in parts.items():
+            at = part.data_ptr() - begin
+            self._places[unit] = there[at : at + part.nbytes]
+            views[unit] = [self._places[unit]]
+        kind = words.dtype
 
         def give() -> None:
-            self._given[unit] = line.put_grad(unit, version, memory(target))
-            staged.numbers = self._readers.submit(_numbers_here, target.view(part.dtype))
-            self._reading.append(staged.numbers)
+            self._given.update(line.put_all("grad", version, views))
+            copy = room.view(kind)
+            starts = range(0, len(copy), READ_WORDS)
+            pieces = (copy[start : start + READ_WORDS] for start in starts)
+            staged.numbers = [self._readers.submit(_numbers_here, piece) for piece in pieces]
+            self._reading += staged.numbers
 
-        self._copy([(target, _raw(part))], give)
+        self._copy([room.view(kind)], [words], give, made)
         return staged
 
-    def put_again(self, line: VaultLine, unit: int, version: int, gradient: torch.Tensor) -> None:
+    def put_again(self, line: VaultLine, unit: int, version: int, gradient: torch.Tensor) -> bool:
         """Behind the device, and without its current stream, which may be held back."""
-        target = self._gradients[unit]
+        target = self._places.get(unit)
+        if target is None or not self.suits(gradient):
+            return False
         line.wait_read(self._given[unit])
+        source = _raw(shards.local(gradient))
         with torch.cuda.stream(self._stream):
-            target.copy_(_raw(shards.local(gradient).detach()), non_blocking=True)
+            torch.frombuffer(target, dtype=torch.uint8).copy_(source, non_blocking=True)
         self._stream.synchronize()
-        line.put_grad(unit, version, memory(target))
+        line.put_grad(unit, version, target)
+        return True
 
     def before_write(self, line: VaultLine, ticket: _Staged) -> None:
-        """Stream order sees to that (`hold_back`)."""
+        self.hold_back()
 
-    def look(self, gradient: torch.Tensor) -> int:
-        part = shards.local(gradient).detach()
-        self._looks.append(numbers(part))
+    def look(self, gradients: list[torch.Tensor]) -> int:
+        self._looks.append(numbers(_span([shards.local(one) for one in gradients])))
         return len(self._looks) - 1
 
     def bring(self, scales: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -207,25 +263,45 @@ class Staging:
         return tuple(self._seen[:, look].tolist())
 
     def sent(self, line: VaultLine, ticket: _Staged) -> tuple[int, ...] | None:
-        return None if line.broken or ticket.numbers is None else ticket.numbers.result()
+        found = [part.result() for part in ticket.numbers]
+        if line.broken or not found:
+            return None
+        total = sum(part[0] for part in found)
+        wrapped = (total + (1 << 63)) % (1 << 64) - (1 << 63)  # as it does on the device
+        return wrapped, min(part[1] for part in found), max(part[2] for part in found)
 
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
+def _span(parts: list[torch.Tensor]) -> torch.Tensor:
+    """From the first to the end of the last one, in the order of their addresses."""
+    first, last = parts[0].detach(), parts[-1]
+    size = last.storage_offset() + last.numel() - first.storage_offset()
+    return first.as_strided((size,), (1,))
+
+
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
+def _words(part: torch.Tensor) -> torch.Tensor:
+    """As wide as they can be: the device and the host read these fastest."""
+    begin, size = part.storage_offset() * part.itemsize, part.nbytes
+    kind = next(kind for width, kind in _WORDS if not (begin % width or size % width))
+    return part.detach().reshape(-1).view(kind)
+
+
 def numbers(part: torch.Tensor) -> Numbers:
-    words = part.reshape(-1).view(_WORDS[part.dtype.itemsize])
+    words = _words(part)
     low, high = torch.aminmax(words)
     return words.sum(dtype=torch.int64), low, high
 
 
-def _numbers_here(copy: torch.Tensor) -> tuple[int, ...]:
-    return tuple(int(number) for number in numbers(copy))
+def _numbers_here(copy: torch.Tensor) -> tuple[int, int, int]:
+    low, high = torch.aminmax(copy)
+    return int(copy.sum(dtype=torch.int64)), int(low), int(high)
 
 
 def _pin(block: torch.Tensor) -> None:

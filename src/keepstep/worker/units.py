@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -42,16 +43,21 @@ def described(tensor: torch.Tensor) -> bytes:
     """What makes a tensor of its bytes again."""
     part = shards.local(tensor)
     in_place = part.device.type == "cpu" and dense(part)  # see `on_cpu`
-    stride = part.stride() if in_place else torch.empty(part.shape, device="meta").stride()
-    return codec.dumps_inline(
-        (
-            codec.dtype_name(part.dtype),
-            tuple(part.shape),
-            tuple(stride),
-            part.device.type,
-            shards.spec(tensor),
-        )
-    )
+    stride = tuple(part.stride()) if in_place else _contiguous(part.shape)
+    return _described(part.dtype, tuple(part.shape), stride, part.device.type, shards.spec(tensor))
+
+
+@lru_cache(65536)
+def _described(dtype: torch.dtype, *how: Any) -> bytes:
+    return codec.dumps_inline((codec.dtype_name(dtype), *how))
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    stride, found = 1, list[int]()
+    for size in reversed(shape):
+        found.append(stride)
+        stride *= max(size, 1)
+    return tuple(reversed(found))
 
 
 def rebuilt(data: memoryview, described: Any) -> torch.Tensor:

@@ -37,6 +37,7 @@ from keepstep.worker.lane import (
     CHUNK_BYTES,
     CONNECT_TIMEOUT_S,
     SILENCE_S,
+    Item,
     Lane,
     View,
     raise_refusal,
@@ -153,12 +154,24 @@ class VaultLine:
     def _put(
         self, kind: v.Kind, unit: int, version: int, data: Sequence[View], early: bool = False
     ) -> int:
-        views = [_flat(one) for one in data]
-        sizes = [len(view) for view in views]
-        put = v.VaultPut(kind=kind, unit=unit, version=version, sizes=sizes)
-        lane = self._lane_of.get(unit, 0)
-        ticket = self._lanes[lane].enqueue(put, views, sum(sizes), early)
-        return ticket * len(self._lanes) + lane
+        return self.put_all(kind, version, {unit: data}, early)[unit]
+
+    def put_all(
+        self, kind: v.Kind, version: int, data: Mapping[int, Sequence[View]], early: bool = False
+    ) -> dict[int, int]:
+        """Of many units, whose tickets it gives."""
+        items: dict[int, Item] = {}
+        lanes: dict[int, list[Item]] = {}
+        for unit, tensors in data.items():
+            views = [_flat(one) for one in tensors]
+            sizes = [len(view) for view in views]
+            put = v.VaultPut(kind=kind, unit=unit, version=version, sizes=sizes)
+            items[unit] = Item(put, views, sum(sizes), early)
+            lanes.setdefault(self._lane_of.get(unit, 0), []).append(items[unit])
+        for lane, some in lanes.items():
+            self._lanes[lane].enqueue(some)
+        count = len(self._lanes)
+        return {u: item.ticket * count + self._lane_of.get(u, 0) for u, item in items.items()}
 
     def _lane(self, ticket: int) -> tuple[Lane, int]:
         number, lane = divmod(ticket, len(self._lanes))
@@ -169,9 +182,9 @@ class VaultLine:
         when the line is lost or interrupted, and what `open` raises."""
         if aborted():  # it may have come before there was anything to interrupt
             raise ConnectionAbortedError("writing to the vault was aborted")
-        asked = [lane.enqueue(v.VaultSync(version=version)) for lane in self._lanes]
-        for lane, ticket in zip(self._lanes, asked, strict=True):
-            lane.wait_read(ticket)
+        for lane in self._lanes:
+            lane.enqueue([Item(v.VaultSync(version=version))])
+        self.wait_all_read()
         failures = [found for lane in self._lanes if (found := lane.failure()) is not None]
         if not failures:
             return
