@@ -52,6 +52,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="the other parts: rounds of measurement")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu",
                         help="redundancy: cuda puts all ranks on one GPU")  # fmt: skip
+    parser.add_argument("--mps", action="store_true",
+                        help="collectives: ranks are on the GPU at once, not in turns")  # fmt: skip
     parser.add_argument("--keep", choices=["buddy", "parity"], default="buddy",
                         help="redundancy: which kind")  # fmt: skip
     parser.add_argument("--adapter", choices=["local", "slurm", "kubernetes"], default="local",
@@ -72,6 +74,8 @@ def main() -> None:
         )
         if part == "redundancy":
             options |= {"device": args.device, "keep": args.keep}
+        if part == "collectives":
+            options["mps"] = args.mps
         if part == "schedulers":
             options["adapter"] = args.adapter
         for text in PARTS[part](args.quick, **options):

@@ -3,6 +3,7 @@
 Two ranks that take each other for other machines, once with NET/Socket and once with the plugin
 over two loopback addresses. Both pairs live all the time and take turns, in an order drawn anew for
 each size and round; ratios are taken inside a round, and the control is the sockets a second time.
+With --mps both ranks of a pair are on the GPU at once (mps.py).
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from typing import Any
 import torch
 
 from benchmarks import report
+from benchmarks.mps import sharing
 from keepstep.net.environment import plugin_environment
 
 SCRIPT = Path(__file__).parent / "train" / "collectives.py"
 SIZES = (4 << 10, 16 << 10, 64 << 10, 128 << 10, 1 << 20, 8 << 20, 64 << 20, 256 << 20)
 BLOCK_BYTES = 256 << 20  # of one measurement, but at most so many operations:
-BLOCK_MAX = 100
+BLOCK_MAX = {False: 100, True: 1000}  # in turns on the GPU, and at once
 APART = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_IB_DISABLE": "1",
@@ -57,8 +59,8 @@ class Pair:
             raise RuntimeError("a rank has ended")
         return lines
 
-    def measure(self, size: int) -> float:
-        count = max(1, min(BLOCK_MAX, BLOCK_BYTES // size))
+    def measure(self, size: int, most: int) -> float:
+        count = max(1, min(most, BLOCK_BYTES // size))
         for rank in self.ranks:
             assert rank.stdin is not None
             rank.stdin.write(f"{size} {count}\n")
@@ -71,11 +73,15 @@ class Pair:
             rank.wait()
 
 
-def run(quick: bool, rounds: int | None = None) -> list[str]:
+def run(quick: bool, rounds: int | None = None, mps: bool = False) -> list[str]:
     if not torch.cuda.is_available():
         return ["collectives: skipped, there is no GPU on this machine"]
+    with sharing(at_once=mps):
+        return _run(quick, rounds or (3 if quick else 9), mps)
+
+
+def _run(quick: bool, rounds: int, mps: bool) -> list[str]:
     provenance = report.Provenance()
-    rounds = rounds or (3 if quick else 9)
     paths = {"KEEPSTEP_NET_PATHS": "127.0.0.1,127.0.0.2"}
     pairs = {
         "plugin": Pair(**plugin_environment(), **paths),
@@ -90,7 +96,7 @@ def run(quick: bool, rounds: int | None = None) -> list[str]:
         for number in range(-1, rounds):  # the first round is not counted
             for size in SIZES:
                 order = chance.sample(list(pairs), len(pairs))
-                found = {name: pairs[name].measure(size) for name in order}
+                found = {name: pairs[name].measure(size, BLOCK_MAX[mps]) for name in order}
                 if number >= 0:
                     taken[size].append(found)
     finally:
@@ -108,7 +114,10 @@ def run(quick: bool, rounds: int | None = None) -> list[str]:
         }
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     path = report.write(
-        "collectives", quick, provenance.close(), {"nccl": nccl, "rounds": rounds, "sizes": results}
+        "collectives-mps" if mps else "collectives",
+        quick,
+        provenance.close(),
+        {"nccl": nccl, "rounds": rounds, "sizes": results},
     )
     rows = [
         (
@@ -119,6 +128,6 @@ def run(quick: bool, rounds: int | None = None) -> list[str]:
         )
         for size, one in results.items()
     ]  # fmt: skip
-    title = f"all-reduce, NCCL {nccl}: time by the plugin / by NET/Socket"
+    title = f"all-reduce, NCCL {nccl}{', MPS' * mps}: time by the plugin / by NET/Socket"
     names = ("size", "socket us", "ratio p50", "min .. max", "control p50")
     return [report.table(title, names, rows), f"written: {path}"]
