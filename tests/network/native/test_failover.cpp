@@ -378,6 +378,53 @@ void a_slow_path_gets_its_share_and_no_more() {
   CHECK(chunk_bytes[1] > 0 && chunk_bytes[0] > 5 * chunk_bytes[1]);
 }
 
+// Bursts that are shorter than a measurement, as between steps: where a path carries much in a
+// moment, frames grow to whole runs once the others are busy, and a few bytes say nothing.
+void short_bursts_are_measured_together() {
+  Outbox out(2);
+  std::vector<uint8_t> data(kRunBytes);
+  for (int path = 0; path < 2; ++path) out.opened(path, 1);
+  State state{false, 100000, 0, 2, {{1, 0, 0}, {1, 0, 0}}};
+  unsigned dead;
+  Nanos now = 0;
+  size_t longest = 0, frames = 0;
+  auto burst = [&](uint64_t size, int messages) {
+    CHECK(out.heard(state, &dead, now) == Outbox::Answer::Ok);  // as many receives as needed
+    longest = frames = 0;
+    for (int i = 0; i < messages; ++i) {
+      out.post(data.data(), size);
+      for (int path = i % 2, idle = 0; idle < 2; path = 1 - path) {
+        if (!out.fill(path, now)) {
+          ++idle;
+          continue;
+        }
+        idle = 0;
+        Slice slices[kSlicesMax];
+        int count = out.gather(path, slices);
+        for (int k = 0; k < count; ++k) {
+          out.wrote(path, slices[k].length);
+          longest = std::max(longest, slices[k].length);
+        }
+        state.path[path].frames += static_cast<uint64_t>(count / 2);
+        frames += static_cast<size_t>(count / 2);
+      }
+    }
+    now += kMillisecond;
+    state.done = out.posted();
+    CHECK(out.heard(state, &dead, now) == Outbox::Answer::Ok && out.idle());
+    now += 100 * kMillisecond;
+  };
+  burst(kRunBytes, 8);
+  CHECK(longest == kChunkBytes && frames == 32);  // a path may be slow until it has shown its rate
+  for (int i = 0; i < 10; ++i) burst(kRunBytes, 8);
+  CHECK(longest == kRunBytes && frames < 16);
+  for (int i = 0; i < 1000; ++i) burst(100, 1);
+  burst(kRunBytes, 8);
+  CHECK(longest == kRunBytes && frames < 16);
+  burst(kRunBytes, 1);
+  CHECK(longest == kRunBytes / 2);  // both take part in a single one
+}
+
 void a_buried_path_is_reported_dead() {
   Outbox out(2);
   out.opened(0, 4);
@@ -579,6 +626,7 @@ int main(int argc, char** argv) {
   a_message_larger_than_its_receive_is_refused();
   a_run_that_is_needed_in_part_writes_no_more_than_that();
   a_slow_path_gets_its_share_and_no_more();
+  short_bursts_are_measured_together();
   a_buried_path_is_reported_dead();
   a_timer_never_takes_the_last_path();
   the_deadline_counts_only_time_in_which_somebody_waits();

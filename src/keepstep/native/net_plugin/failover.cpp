@@ -52,6 +52,7 @@ void Outbox::closed(int path) {
   flight.written_part = 0;
   flight.rate = 0;
   flight.counted = 0;
+  flight.busy = 0;
 }
 
 bool Outbox::may_start(uint64_t id) const {
@@ -104,29 +105,40 @@ bool Outbox::worth_it(int path, Nanos now) const {
 void Outbox::measure(Flight& flight, uint64_t bytes, Nanos now) {
   flight.progress = now;
   flight.counted += bytes;
-  Nanos passed = now - flight.measured;
-  if (passed < kMeasure) return;
-  double rate = static_cast<double>(flight.counted) / static_cast<double>(passed);
-  flight.rate = flight.rate > 0 ? 0.7 * flight.rate + 0.3 * rate : rate;
+  flight.busy += now - flight.measured;
   flight.measured = now;
+  if (flight.busy < kMeasure) return;
+  double rate = static_cast<double>(flight.counted) / static_cast<double>(flight.busy);
+  flight.rate = flight.rate > 0 ? 0.7 * flight.rate + 0.3 * rate : rate;
+  flight.busy = 0;
   flight.counted = 0;
 }
 
-// As much as the path carries in a moment, but leave the other paths their share.
+// As much as the path carries in a moment, but leave the other paths their share, unless all of
+// them have enough to do already.
 uint64_t Outbox::batch_bytes(int path) const {
   if (paths_ == 1) return kRunBytes;
-  uint64_t live = 0;
-  for (const Flight& flight : flights_) live += flight.live;
-  double carries = flights_[static_cast<size_t>(path)].rate * static_cast<double>(moment_);
+  const Flight& mine = flights_[static_cast<size_t>(path)];
+  double carries = mine.rate * static_cast<double>(moment_);
   auto most = static_cast<uint64_t>(std::min(carries, static_cast<double>(kRunBytes)));
-  return std::max(std::min(most, waiting_ / live), kBatchBytes);
+  uint64_t live = 0, all = waiting_;
+  bool busy = true;
+  for (const Flight& flight : flights_) {
+    if (!flight.live) continue;
+    ++live;
+    all += flight.bytes;
+    busy &= &flight == &mine || 2 * flight.bytes >= most;
+  }
+  uint64_t share = all / live > mine.bytes ? all / live - mine.bytes : 0;
+  return std::max(busy ? most : std::min(most, share), kBatchBytes);
 }
 
 void Outbox::give(int path, const Run& run, Nanos now) {
   Flight& flight = flights_[static_cast<size_t>(path)];
   if (flight.bytes == 0) {
     flight.measured = flight.progress = now;  // idle time says nothing about the rate
-    flight.counted = 0;
+    if (flight.counted < kRunBytes) flight.counted = 0;  // and little but how late an answer was
+    if (!flight.counted) flight.busy = 0;
   }
   Frame& frame = flight.ring[flight.given++ % kFlightFrames];
   frame.message = run.message;

@@ -119,9 +119,10 @@ class Outbox {
     uint64_t bytes = 0;      // of frames in [arrived, given)
     size_t written_part = 0;  // bytes of frame `written` that are written
     double rate = 0;          // bytes per nanosecond, lately; 0: not known
-    Nanos measured = 0;       // begin of the current measurement, or end of the last
+    Nanos measured = 0;       // when time was counted last, or something was given to an idle path
     Nanos progress = 0;       // when something arrived last, or was given to an idle path
-    uint64_t counted = 0;     // bytes that arrived since `measured`
+    Nanos busy = 0;           // time with something under way: a measurement spans short bursts
+    uint64_t counted = 0;     // bytes that arrived in it
     std::vector<Frame> ring;
     PathCounts counts;
   };
