@@ -16,12 +16,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from rig import rig, why_not
 from test_faults import soak
 
-# Paths, family, switched, ABI: each gets an equal share of the faults.
+# Paths, family, switched, ABI, helpers: each gets an equal share of the faults.
 SHAPES = [
-    (2, False, False, 11),
-    (3, False, True, 8),
-    (2, True, False, 6),
-    (4, False, False, 11),
+    (2, False, False, 11, "1"),
+    (3, False, True, 8, "0"),
+    (2, True, False, 6, "0"),
+    (4, False, False, 11, "1"),
 ]
 PER_RUN = 25  # then a new pair, so that beginnings and ends are tested too
 
@@ -41,13 +41,14 @@ def main() -> int:
         ["messages", "bytes", "corrupt", "missing", "resent_chunks", "path_losses"], 0
     )
     while (done := sum(fired.values())) < given.faults:
-        paths, v6, switched, abi = SHAPES[runs % len(SHAPES)]
+        paths, v6, switched, abi, helpers = SHAPES[runs % len(SHAPES)]
         with (
             tempfile.TemporaryDirectory(prefix="n") as home,
             rig(Path(home), paths=paths, v6=v6, switched=switched) as made,
         ):
             count = min(PER_RUN, given.faults - done)
-            told = soak(made, count, given.seed + runs, "--abi", str(abi), "--verify", "2")
+            words = ("--abi", str(abi), "--verify", "2")
+            told = soak(made, count, given.seed + runs, *words, helpers=helpers)
             for kind, times in told.fired.items():
                 fired[kind] = fired.get(kind, 0) + times
             for name in ("messages", "bytes", "corrupt", "missing"):

@@ -27,10 +27,11 @@ class Soaked:
     missing: int
 
 
-def soak(made: Rig, faults: int, seed: int, *words: str) -> Soaked:
+def soak(made: Rig, faults: int, seed: int, *words: str, helpers: str) -> Soaked:
     """So many faults on one pair; then everything has arrived, once and right."""
     stop = made.folder / "stop"
-    ends = made.pair("--size", "mix", "--stop", str(stop), *words, **QUICK)
+    env = {**QUICK, "KEEPSTEP_NET_HELPERS": helpers}
+    ends = made.pair("--size", "mix", "--stop", str(stop), *words, **env)
     watch = Watch(made, ends)
     choose = random.Random(seed)
     watch.settle()
@@ -54,8 +55,9 @@ def soak(made: Rig, faults: int, seed: int, *words: str) -> Soaked:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("abi", [6, 8, 11])
-def test_faults_of_all_kinds_lose_nothing(folder: Path, abi: int) -> None:
+@pytest.mark.parametrize("abi,helpers", [(6, "1"), (8, "0"), (11, "1")])
+def test_faults_of_all_kinds_lose_nothing(folder: Path, abi: int, helpers: str) -> None:
     with rig(folder) as made:
-        told = soak(made, FAULTS // 3, SEED + abi, "--abi", str(abi), "--verify", "2")
+        words = ("--abi", str(abi), "--verify", "2")
+        told = soak(made, FAULTS // 3, SEED + abi, *words, helpers=helpers)
     assert sum(told.fired.values()) == FAULTS // 3

@@ -29,10 +29,13 @@ def test_failover_logic_in_random_worlds_and_under_fuzzing(flags: tuple[str, ...
 
 
 @pytest.mark.usefixtures("can_make_networks")
+@pytest.mark.parametrize("helpers", ["0", "1"])
 @pytest.mark.parametrize("flags", [ASAN, TSAN], ids=["asan", "tsan"])
-def test_transport_is_clean_under_sanitizers(folder: Path, flags: tuple[str, ...]) -> None:
+def test_transport_is_clean_under_sanitizers(
+    folder: Path, flags: tuple[str, ...], helpers: str
+) -> None:
     """Traffic, a lost link, a reset and a clean end, with every check switched on."""
-    env = {**REPORTED}
+    env = {**REPORTED, "KEEPSTEP_NET_HELPERS": helpers}
     with rig(folder) as made:
         words = ("--size", "mix", "--messages", "1500", "--verify", "1")
         sender, receiver = made.pair(*words, extra=flags, **env)

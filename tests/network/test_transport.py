@@ -46,6 +46,35 @@ def test_messages_of_all_sizes_arrive_over_any_number_of_paths(
         assert not made.heard("path-down", "all-down", "gave-up"), made.story()
 
 
+def helper_ns(harness: Harness) -> int | None:
+    """Processor time of the thread that reads large messages; None: there is none."""
+    for task in Path(f"/proc/{harness.pid}/task").iterdir():
+        if (task / "comm").read_text() == "keepstep-read\n":
+            return int((task / "schedstat").read_text().split()[0])
+    return None
+
+
+def test_a_helper_reads_large_messages_and_leaves_small_ones_alone(folder: Path) -> None:
+    """Also while paths are cut, and what is sent for a second time meets it."""
+    with rig(folder) as made:
+
+        def spent(size: int, messages: int, helpers: str) -> int | None:
+            words = ("--size", str(size), "--messages", str(messages), "--verify", "2")
+            ends = made.pair(*words, KEEPSTEP_NET_HELPERS=helpers)
+            made.reset(made.machines[1], 1)
+            sent, received = (end.result() for end in ends)
+            sent.assert_clean()
+            received.assert_clean()
+            used = helper_ns(ends[1])
+            assert [end.close() for end in ends] == [0, 0]
+            return used
+
+        asleep, awake = spent(4096, 500, "1"), spent(524288, 60, "1")
+        assert asleep is not None and awake is not None
+        assert awake > 2_000_000 and awake > 5 * asleep, f"{asleep} ns, {awake} ns"
+        assert spent(524288, 10, "0") is None
+
+
 def test_three_machines_in_a_ring_survive_a_lost_link(folder: Path) -> None:
     with rig(folder, machines=3) as made:
         names = made.machines
@@ -224,15 +253,22 @@ def test_wrong_paths_are_refused_with_a_sentence(folder: Path, paths: str, words
         assert words in end.log.read_text() and "init failed" in end.log.read_text()
 
 
-def test_wrong_numbers_are_refused_with_a_sentence(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "name,value,words",
+    [
+        ("KEEPSTEP_NET_DEADLINE_S", "soon", "is not a number"),
+        ("KEEPSTEP_NET_HELPERS", "2", "is not 0, 1 or auto"),
+    ],
+)
+def test_wrong_settings_are_refused_with_a_sentence(
+    folder: Path, name: str, value: str, words: str
+) -> None:
     with rig(folder) as made:
         end = made.start(
-            made.machines[0],
-            *("--listen", str(folder / "h"), "--size", "8"),
-            KEEPSTEP_NET_DEADLINE_S="soon",
+            made.machines[0], "--listen", str(folder / "h"), "--size", "8", **{name: value}
         )
         assert end.process.wait(timeout=30) == 3
-        assert "KEEPSTEP_NET_DEADLINE_S=soon is not a number" in end.log.read_text()
+        assert f"{name}={value} {words}" in end.log.read_text()
 
 
 def test_mixed_families_use_what_matches_and_say_so(folder: Path) -> None:

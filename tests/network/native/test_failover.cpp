@@ -305,6 +305,18 @@ void a_message_larger_than_its_receive_is_refused() {
   CHECK(in.begin(0, {Type::Data, 0, 101, 0, 0, 101}) == Inbox::Verdict::TooLarge);
 }
 
+void a_message_without_a_receive_is_not_complete() {
+  Inbox in(1);
+  uint8_t bytes[10] = {};
+  uint64_t id;
+  CHECK(in.opened(0, 1));
+  CHECK(in.begin(0, {Type::Data, 0, 10, 0, 0, 10}) == Inbox::Verdict::Ok);
+  std::memset(in.target(0), 7, 10);
+  CHECK(in.advance(0, 10) == Inbox::Verdict::Ok);
+  CHECK(!in.complete(0));
+  CHECK(in.post(bytes, 10, &id) == Inbox::Verdict::Ok && in.complete(0) && bytes[9] == 7);
+}
+
 // Half of a run is here when another path brings two of its chunks.
 void a_run_that_is_needed_in_part_writes_no_more_than_that() {
   Inbox in(2);
@@ -624,6 +636,7 @@ int main(int argc, char** argv) {
   a_large_message_waits_for_its_receive();
   small_messages_stop_when_the_stash_is_full();
   a_message_larger_than_its_receive_is_refused();
+  a_message_without_a_receive_is_not_complete();
   a_run_that_is_needed_in_part_writes_no_more_than_that();
   a_slow_path_gets_its_share_and_no_more();
   short_bursts_are_measured_together();

@@ -54,6 +54,7 @@ Comm::Comm(Surroundings& around, Role role, const Handle& handle)
 
 Comm::~Comm() {
   for (Path& path : path_) {
+    watch(path, false);
     if (path.socket >= 0) ::close(path.socket);
     if (path.opening >= 0) ::close(path.opening);
   }
@@ -61,18 +62,18 @@ Comm::~Comm() {
 
 Comm::Lock Comm::try_enter() {
   Lock lock(mutex_, std::defer_lock);
-  if (!engine_waits_) lock.try_lock();
+  if (waiting_ == 0) lock.try_lock();
   return lock;
 }
 
 // While bytes move, callers leave the mutex only to take it again, long before a thread that sleeps
-// on it has woken up. So the engine says that it waits, and they stay away.
+// on it has woken up. So whoever sleeps on it says so, and they stay away.
 Comm::Lock Comm::enter() {
   Lock lock(mutex_, std::try_to_lock);
   if (!lock) {
-    engine_waits_ = true;
+    ++waiting_;
     lock.lock();
-    engine_waits_ = false;
+    --waiting_;
   }
   return lock;
 }
@@ -169,8 +170,19 @@ void Comm::attach(int i, int socket, Nanos now) {
   path.state_size = path.state_sent = 0;
   path.state_stale = true;
   path.state_at = path.looked_at = now;
+  watch(path, large_ > 0);
   paths_.up(i, now);
   report("path-up", i, "", 0);
+}
+
+void Comm::watch(Path& path, bool wanted) {
+  if (path.socket < 0 || path.watched == wanted) return;
+  if (wanted) {
+    path.watched = around_.watch(path.socket, this);
+  } else {
+    around_.unwatch(path.socket);
+    path.watched = false;
+  }
 }
 
 // ----------------------------------------------------------------------------------------- losing
@@ -178,6 +190,7 @@ void Comm::attach(int i, int socket, Nanos now) {
 void Comm::lose(int i, Nanos now, const char* reason) {
   Path& path = path_[static_cast<size_t>(i)];
   if (path.socket < 0) return;
+  watch(path, false);
   reset_and_close(path.socket);
   path.socket = -1;
   if (out_) out_->closed(i);
@@ -245,7 +258,7 @@ void Comm::judge(Nanos now) {
 
 // ------------------------------------------------------------------------------- the engine's visit
 
-bool Comm::waited_for() const { return out_ ? !out_->idle() : in_->done() < in_->posted(); }
+bool Comm::waited_for() const { return out_ ? !out_->idle() : in_->done() < asked_; }
 
 Nanos Comm::serve(Nanos now) {
   Lock lock = enter();
@@ -337,9 +350,12 @@ void Comm::close() {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       if (role_ == Role::Receive) {
-        bool abandoned = in_->done() < in_->posted();
+        bool abandoned = waited_for();
         closing_ = true;
         closing_since_ = now;
+        large_ = 0;
+        attended_ = 0;
+        for (Path& path : path_) watch(path, false);
         closed_ = abandoned || error_;  // the user's buffers are not ours any more
         for (int i = 0; i < paths_.count() && !closed_; ++i) {
           Path& path = path_[static_cast<size_t>(i)];

@@ -5,6 +5,10 @@
 // serve() now and then: it opens and judges connections, and moves bytes whenever nobody has called
 // for a while (after its last receive NCCL never calls again, yet the peer may still need an
 // answer). All state is under one mutex, which nobody holds while waiting for anything.
+//
+// NCCL's thread copies for all its communicators, in both directions. Where processors are idle a
+// helper reads large messages in its place: it calls help(), and has the mutex for most of the time.
+// So receives are posted, and seen to be done, without it.
 #pragma once
 
 #include <atomic>
@@ -46,6 +50,10 @@ class Surroundings {
   virtual const Config& config() const = 0;
   virtual void wake() = 0;
   virtual void report(const std::string& json) = 0;
+  // The helper comes when there is something to be read. Sockets are taken back before they are
+  // closed: a forked child may hold a copy.
+  virtual bool watch(int socket, Comm* comm) = 0;
+  virtual void unwatch(int socket) = 0;
 };
 
 class Comm {
@@ -72,6 +80,10 @@ class Comm {
   bool finished() const { return closed_; }  // and nothing is left to be said
   void totals(std::vector<PathTotals>* totals);
 
+  // From the helper's thread.
+  bool help();  // reads up to the end of a message; false: there was nothing
+  void leave();
+
   Nanos due = 0;  // the engine's own note: when to serve next
 
   const Cookie& cookie() const { return handle_.cookie; }
@@ -81,6 +93,7 @@ class Comm {
   struct Path {
     bool paired = false;  // both ends have an address of the same family
     int socket = -1;
+    bool watched = false;  // by the helper
     uint32_t epoch = 0;
     int opening = -1;  // the connection that may follow
     uint32_t opening_epoch = 0;
@@ -100,7 +113,7 @@ class Comm {
 
   using Lock = std::unique_lock<std::mutex>;
   Lock try_enter();  // NCCL's threads; not locked: later
-  Lock enter();      // the engine's
+  Lock enter();      // the engine's and the helper's
 
   // comm.cpp: life of the connections
   void open_paths(Nanos now);
@@ -108,6 +121,7 @@ class Comm {
   void promote(int i, Nanos now);
   void drop_opening(int i, Nanos now);
   void attach(int i, int socket, Nanos now);
+  void watch(Path& path, bool wanted);
   void lose(int i, Nanos now, const char* reason);
   void judge(Nanos now);
   void clock(Nanos now);
@@ -120,6 +134,9 @@ class Comm {
 
   // transfer.cpp: bytes
   void progress(Nanos now, const Request* wanted);
+  bool read_all(Nanos now, const Request* wanted);
+  void take_receives();
+  void consider_help(uint64_t size);
   void pump(Nanos now);
   void write_all(Nanos now);
   Io write_once(int i, Nanos now, size_t* bytes);
@@ -140,12 +157,12 @@ class Comm {
   const std::vector<LocalPath>& local_;
 
   std::mutex mutex_;
-  std::atomic<bool> engine_waits_{false};
+  std::atomic<int> waiting_{0};  // threads that sleep on it
   std::vector<Path> path_;
   Paths paths_;
   std::unique_ptr<Outbox> out_;
   std::unique_ptr<Inbox> in_;
-  Request requests_[kReceivesOpen];
+  Request requests_[kReceivesOpen];  // only callers touch them, one at a time
   abi::Result error_ = abi::Success;
   Nanos polled_ = 0;
   bool peer_left_ = false;
@@ -165,6 +182,18 @@ class Comm {
   bool left_ = false;  // a small message waits for a path, and its user has been told "done"
   int turn_ = 0;
   unsigned calls_ = 0;
+
+  // Receiver: what callers and whoever has the mutex tell each other without it.
+  struct Receive {
+    uint8_t* data;
+    uint64_t capacity;
+  };
+  Receive receives_[kReceivesOpen];
+  std::atomic<uint64_t> asked_{0};    // receives that were posted by callers
+  std::atomic<uint64_t> arrived_{0};  // all before it are complete
+
+  int large_ = 0;  // > 0: messages are large, and the helper is welcome
+  Nanos attended_ = 0;  // when the helper was here last; 0: it has left
 
   // Receiver: what the peer was told last, over any path.
   State told_{};

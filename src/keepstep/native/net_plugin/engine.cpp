@@ -3,6 +3,7 @@
 #include <netinet/in.h>
 #include <poll.h>
 #include <signal.h>
+#include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/random.h>
 #include <sys/socket.h>
@@ -11,6 +12,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
+#include <system_error>
 #include <thread>
 
 namespace keepstep::net {
@@ -21,6 +23,8 @@ constexpr Nanos kHelloPatience = 2 * kSecond;
 constexpr Nanos kNobodyThere = 100 * kMillisecond;
 constexpr Nanos kStrangerVisit = 2 * kMillisecond;
 constexpr Nanos kStatisticsEvery = kSecond;
+constexpr Nanos kHelperStays = kMillisecond / 10;  // to wake up takes a good part of that
+constexpr int kReadyMax = 16;
 }  // namespace
 
 Engine* Engine::get() {
@@ -79,15 +83,23 @@ bool Engine::start(std::string* wrong) {
   wake_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   gone_.resize(config_.paths.size());
   pid_ = getpid();
+  if (config_.helper) watched_ = epoll_create1(EPOLL_CLOEXEC);
   // Signals are the user's business.
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   std::thread([this] { run(); }).detach();
+  try {
+    if (watched_ >= 0) std::thread([this] { help(); }).detach();
+  } catch (const std::system_error&) {  // one thread is enough
+    ::close(watched_);
+    watched_ = -1;
+  }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   for (const LocalPath& path : config_.paths) {
     log(abi::LogInfo, "path over %s, %s", path.interface.c_str(), path.text.c_str());
   }
+  if (watched_ >= 0) log(abi::LogInfo, "a thread of its own reads large messages");
   return true;
 }
 
@@ -230,6 +242,69 @@ Nanos Engine::turn(Nanos rest) {
   statistics(now);
   return reporter_->flush() ? rest : std::min(rest, kStrangerVisit);
 }
+
+// --------------------------------------------------------------------------------------- the helper
+
+bool Engine::watch(int socket, Comm* comm) {
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.ptr = comm;
+  return watched_ >= 0 && epoll_ctl(watched_, EPOLL_CTL_ADD, socket, &event) == 0;
+}
+
+void Engine::unwatch(int socket) { epoll_ctl(watched_, EPOLL_CTL_DEL, socket, nullptr); }
+
+// Null: it has ended since its socket was seen to be ready.
+std::shared_ptr<Comm> Engine::find(const Comm* comm) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto& one : comms_) {
+    if (one.get() == comm) return one;
+  }
+  return nullptr;
+}
+
+// Sleeps until a communicator with large messages has something to be read, and stays with it until
+// nothing has come for a moment. Whatever is in a socket may be read: large messages are sent only
+// where a receive is open, and there is room for small ones.
+void Engine::help() {
+  pthread_setname_np(pthread_self(), "keepstep-read");
+  struct Charge {
+    std::shared_ptr<Comm> comm;
+    Nanos moved;
+  };
+  std::vector<Charge> charges;
+  charges.reserve(kReadyMax);
+  for (;;) {
+    epoll_event ready[kReadyMax];
+    int count = epoll_wait(watched_, ready, kReadyMax, charges.empty() ? -1 : 0);
+    if (count < 0 && errno != EINTR) return;
+    Nanos now = monotonic();
+    for (int i = 0; i < count && charges.size() < kReadyMax; ++i) {
+      auto* comm = static_cast<const Comm*>(ready[i].data.ptr);
+      bool known = std::any_of(charges.begin(), charges.end(),
+                               [&](const Charge& one) { return one.comm.get() == comm; });
+      if (known) continue;
+      if (auto found = find(comm)) charges.push_back({std::move(found), now});
+    }
+    bool any = false;
+    for (size_t i = 0; i < charges.size();) {
+      Charge& one = charges[i];
+      bool moved = one.comm->help();
+      now = monotonic();
+      any |= moved;
+      if (moved) one.moved = now;
+      if (now - one.moved <= kHelperStays) {
+        ++i;
+        continue;
+      }
+      one.comm->leave();
+      charges.erase(charges.begin() + static_cast<long>(i));
+    }
+    if (!any) std::this_thread::yield();
+  }
+}
+
+// ---------------------------------------------------------------------------------------- the rest
 
 void Engine::accept_all(int listener, Nanos now) {
   for (;;) {

@@ -1,5 +1,6 @@
-// The process around all communicators: one thread, one acceptor for all of them, link events and
-// words to the agent. It lives as long as the process: NCCL may unload and load the plugin again.
+// The process around all communicators: one thread (and a helper that reads large messages where
+// processors are idle), one acceptor for all of them, link events and words to the agent. It lives
+// as long as the process: NCCL may unload and load the plugin again.
 #pragma once
 
 #include <sys/types.h>
@@ -23,6 +24,8 @@ class Engine final : public Surroundings {
   const Config& config() const override { return config_; }
   void wake() override;
   void report(const std::string& json) override { reporter_->send(json); }
+  bool watch(int socket, Comm* comm) override;
+  void unwatch(int socket) override;
 
   // A fresh cookie, this process's addresses, and the communicator that waits for its peer.
   std::shared_ptr<Comm> listen(uint8_t* handle);
@@ -40,6 +43,8 @@ class Engine final : public Surroundings {
 
   bool start(std::string* wrong);
   void run();
+  void help();
+  std::shared_ptr<Comm> find(const Comm* comm);
   Nanos turn(Nanos rest);
   void accept_all(int listener, Nanos now);
   void hear_strangers(Nanos now);
@@ -57,6 +62,7 @@ class Engine final : public Surroundings {
   std::vector<int> listeners_;
   uint16_t port_ = 0;
   int wake_ = -1, control_ = -1;
+  int watched_ = -1;  // epoll, of the helper; -1: there is none
   std::vector<Stranger> strangers_;
   uint64_t refused_ = 0;
   Nanos statistics_at_ = 0;

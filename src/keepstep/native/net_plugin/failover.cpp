@@ -278,7 +278,7 @@ Inbox::Verdict Inbox::post(uint8_t* buffer, uint64_t capacity, uint64_t* id) {
 bool Inbox::complete(uint64_t id) const {
   if (id < done_) return true;
   const Slot& slot = slots_[id % kSlots];
-  return slot.id == id && slot.complete;
+  return slot.id == id && slot.posted && slot.complete;
 }
 
 void Inbox::settle() {

@@ -161,7 +161,7 @@ class Inbox {
   bool room() const { return posted_ - done_ < kReceivesOpen; }
   // TooLarge: a message that has arrived already does not fit.
   Verdict post(uint8_t* buffer, uint64_t capacity, uint64_t* id);
-  bool complete(uint64_t id) const;
+  bool complete(uint64_t id) const;  // and in the buffer that was posted for it
   uint64_t size(uint64_t id) const { return slots_[id % kSlots].total; }
   uint64_t posted() const { return posted_; }
   uint64_t done() const { return done_; }

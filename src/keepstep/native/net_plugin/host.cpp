@@ -8,6 +8,7 @@
 #include <linux/rtnetlink.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <sched.h>
 #include <stdarg.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
@@ -32,6 +33,7 @@ constexpr int kDefaultSpeedMbps = 10000;
 // With several paths, more than this unsent in one socket would wait there while another is free.
 constexpr int kUnsentBytes = 512 * 1024;
 constexpr size_t kEventsWaiting = 1024;
+constexpr long kProcessorsEach = 4;
 
 std::atomic<abi::Log> g_log{nullptr};
 
@@ -172,6 +174,25 @@ std::string number(const char* name, Nanos unit, Nanos* value) {
   return "";
 }
 
+// NCCL's thread of each process on this machine needs a processor, and so do its user's.
+bool processors_to_spare() {
+  cpu_set_t mine;
+  if (sched_getaffinity(0, sizeof mine, &mine) != 0) return false;
+  const char* ranks = std::getenv("LOCAL_WORLD_SIZE");
+  long processes = ranks ? std::strtol(ranks, nullptr, 10) : 1;
+  return processes > 0 && CPU_COUNT(&mine) / processes >= kProcessorsEach;
+}
+
+std::string helper(bool* wanted) {
+  const char* text = std::getenv("KEEPSTEP_NET_HELPERS");
+  std::string said = text ? text : "auto";
+  if (said != "0" && said != "1" && said != "auto") {
+    return "KEEPSTEP_NET_HELPERS=" + said + " is not 0, 1 or auto";
+  }
+  *wanted = said == "auto" ? processors_to_spare() : said == "1";
+  return "";
+}
+
 void set(int socket, int level, int option, int value) {
   setsockopt(socket, level, option, &value, sizeof value);
 }
@@ -198,6 +219,7 @@ std::string load(Config* config) {
   if (wrong.empty()) wrong = number("KEEPSTEP_NET_DEADLINE_S", kSecond, &limits.deadline);
   if (wrong.empty()) wrong = number("KEEPSTEP_NET_STALL_MS", kMillisecond, &limits.stall);
   if (wrong.empty()) wrong = number("KEEPSTEP_NET_HOLD_MS", kMillisecond, &limits.hold);
+  if (wrong.empty()) wrong = helper(&config->helper);
   limits.hold_max = 60 * limits.hold;
   if (const char* path = std::getenv("KEEPSTEP_NET_AGENT")) config->agent = path;
   if (const char* path = std::getenv("KEEPSTEP_NET_CONTROL")) config->control = path;

@@ -28,6 +28,7 @@ struct LocalPath {
 struct Config {
   std::vector<LocalPath> paths;
   Limits limits;
+  bool helper = false;  // a second thread reads large messages
   std::string agent;    // unix datagram socket that takes events; empty: nobody listens
   std::string control;  // unix datagram socket on which tests ask for faults; empty: none
 };

@@ -26,6 +26,9 @@ constexpr uint64_t kStateLarge = 2;
 constexpr uint64_t kCopiedMax = 16 * 1024;  // to copy more takes longer than an answer does
 constexpr uint64_t kCopyBytes = kStashBytes;
 constexpr uint64_t kGather = 32 * 1024;
+constexpr uint64_t kHelpBytes = 256 * 1024;  // smaller messages would wait for the helper to wake up
+constexpr int kHelpSmaller = 4;  // so many of them in a row, and it is sent away
+constexpr Nanos kAttended = 3 * kMillisecond / 10;  // a helper that is away for longer is no help
 
 bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR; }
 }  // namespace
@@ -105,35 +108,56 @@ void Comm::send_small(Nanos now) {
 abi::Result Comm::irecv(void* data, uint64_t capacity, void** result) {
   *result = nullptr;
   Lock lock = try_enter();
-  if (!lock) return abi::Success;
-  if (error_) return error_;
+  if (lock && error_) return error_;
+  uint64_t id = asked_.load(std::memory_order_relaxed);
+  Request* request = free_request(id);
+  if (request) {
+    receives_[id % kReceivesOpen] = {static_cast<uint8_t*>(data), capacity};
+    asked_.store(id + 1, std::memory_order_release);
+    *request = {this, id, capacity, false};
+    *result = request;
+  }
+  if (!lock) return abi::Success;  // whoever has it next takes the receive along
   Nanos now = monotonic();
   polled_ = now;
-  Request* request = free_request(in_->posted());
-  if (!request || !in_->room()) {
+  if (!request) {
     progress(now, nullptr);
     return error_;
   }
-  uint64_t id;
-  if (in_->post(static_cast<uint8_t*>(data), capacity, &id) == Inbox::Verdict::TooLarge) {
-    log(abi::LogWarn, "a message is larger than the receive that was posted for it");
-    fail(abi::InvalidUsage);
-    return error_;
-  }
-  *request = {this, id, capacity, false};
-  *result = request;
-  // A sender of large messages may be waiting for exactly this one.
-  if (capacity > kEagerBytes && told_.posted < in_->done() + 3) urgent_ = true;
+  take_receives();
   note_arrival(now);
   say_states(now);
   return error_;
 }
 
+void Comm::take_receives() {
+  uint64_t asked = asked_.load(std::memory_order_acquire);
+  while (in_->posted() < asked && !error_) {
+    const Receive& next = receives_[in_->posted() % kReceivesOpen];
+    uint64_t id;
+    if (in_->post(next.data, next.capacity, &id) == Inbox::Verdict::TooLarge) {
+      log(abi::LogWarn, "a message is larger than the receive that was posted for it");
+      fail(abi::InvalidUsage);
+      return;
+    }
+    // A sender of large messages may be waiting for exactly this one.
+    if (next.capacity > kEagerBytes && told_.posted < in_->done() + 3) urgent_ = true;
+  }
+  arrived_.store(in_->done(), std::memory_order_release);
+}
+
 abi::Result Comm::test(Request* request, int* done, int* size) {
   *done = 0;
+  bool sends = role_ == Role::Send;
+  if (!sends && request->message < arrived_.load(std::memory_order_acquire)) {
+    *done = 1;
+    if (size) *size = static_cast<int>(in_->size(request->message));
+    request->comm = nullptr;
+    return abi::Success;
+  }
   Lock lock = try_enter();
   if (!lock) return abi::Success;
-  bool sends = role_ == Role::Send;
+  if (!sends) take_receives();
   auto complete = [&] {
     return sends ? request->copied || out_->delivered(request->message)
                  : in_->complete(request->message);
@@ -158,22 +182,60 @@ void Comm::progress(Nanos now, const Request* wanted) {
     pump(now);
     return;
   }
+  take_receives();
+  if (now - attended_ > kAttended) read_all(now, wanted);
+  note_arrival(now);
+  say_states(now);
+}
+
+bool Comm::read_all(Nanos now, const Request* wanted) {
   int count = static_cast<int>(path_.size());
   int first = last_;
   // The path that brought the last bytes likely brings the next; the others are not forgotten.
   bool all = ++calls_ % 8 == 0;
-  bool busy = false;
+  bool any = false, busy = false;
   for (int k = 0; k < count; ++k) {
     int i = (first + k) % count;
     if (path_[static_cast<size_t>(i)].socket < 0) continue;
     bool moved = read_data(i, now, wanted) == Io::Moved;
     if (moved) last_ = i;
+    any |= moved;
     busy |= moved || in_->in_frame(i);
     if (!all && wanted && in_->complete(wanted->message)) break;
   }
   quiet_ = !busy;
+  return any;
+}
+
+// ------------------------------------------------------------------------------------- the helper
+
+// Small messages are read by whoever waits for them.
+void Comm::consider_help(uint64_t size) {
+  bool welcome = large_ > 0;
+  large_ = size >= kHelpBytes ? kHelpSmaller : std::max(large_ - 1, 0);
+  if (closing_) large_ = 0;
+  if (welcome == (large_ > 0)) return;
+  if (welcome) attended_ = 0;
+  for (Path& path : path_) watch(path, large_ > 0);
+}
+
+// After each message whoever waits for the mutex has its chance, and the peer its answer.
+bool Comm::help() {
+  Lock lock = try_enter();
+  if (!lock || !large_) return false;
+  take_receives();
+  Request next{this, in_->done(), 0, false};
+  bool moved = read_all(monotonic(), &next);
+  Nanos now = monotonic();
+  attended_ = large_ ? now : 0;
   note_arrival(now);
   say_states(now);
+  return moved;
+}
+
+void Comm::leave() {
+  Lock lock = enter();
+  attended_ = 0;
 }
 
 // ---------------------------------------------------------------------------------------- sending
@@ -279,6 +341,7 @@ bool Comm::take_header(int i, Nanos now) {
   auto verdict = header ? in_->begin(i, *header) : Inbox::Verdict::Impossible;
   if (verdict == Inbox::Verdict::Ok) {
     path.small_frames = header->length <= kSmallFrame;
+    if (large_ || header->total >= kHelpBytes) consider_help(header->total);
     return true;
   }
   if (verdict == Inbox::Verdict::TooLarge) {
@@ -346,6 +409,7 @@ Comm::Io Comm::read_data(int i, Nanos now, const Request* wanted) {
     if (direct) in_->advance(i, std::min(n, direct));
     if (n > direct) path.in_end += n - direct;
     if (consume(i, now) == Io::Lost) return Io::Lost;
+    arrived_.store(in_->done(), std::memory_order_release);
     if (n < direct + ahead) return result;  // a short read: the kernel has no more
     if (wanted && in_->complete(wanted->message)) return result;
   }
