@@ -158,6 +158,14 @@ def test_a_vault_that_is_forgotten_keeps_no_memory() -> None:
                 rank.put_base(0, version, [bytes(MB)])
             rank.sync(version, going_on)
         held, reserved = server.vault.held()[2]
-        assert 0 < server.vault._landings.waiting <= reserved - held
+        waiting = server.vault._landings.waiting
+        assert 0 < waiting <= reserved - held
+        # It is promised to this rank: others have what is left of the machine, and not less.
+        free = 8 * MB
+        server.vault._available = lambda: free + reserved - held - waiting
+        with line(address, rank=3) as other:
+            with pytest.raises(UsageError):
+                opened(other, units=1, reserve=free + 1)
+            opened(other, units=1, reserve=free)
         server.vault.forget_before(9)
         assert server.vault._landings.waiting == 0

@@ -129,7 +129,9 @@ class Vault:
     ) -> None:
         with self._shelves.lock, self._groups.lock:  # they share the memory
             others = self._store.promised() if ask.group else self._parity.promised()
-            shelf = room.store.open(ask, self._available() - others)
+            # What waits to be used again is promised already.
+            available = self._available() + self._landings.waiting
+            shelf = room.store.open(ask, available - others)
             opened = VaultOpened(reaches=room.store.reaches(shelf), held=shelf.held)
         connection.sendall(frame(opened))
         refusal: Refusal | None = None

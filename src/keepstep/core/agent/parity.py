@@ -142,7 +142,8 @@ class ParityStore:
         self._fences: dict[int, tuple[int, int]] = {}
 
     def promised(self) -> int:
-        return sum(max(group.reserved - group.held, 0) for group in self._groups.values())
+        groups = list(self._groups.values())  # asked from any thread
+        return sum(max(group.reserved - group.held, 0) for group in groups)
 
     def held(self) -> dict[tuple[int, ...], tuple[int, int]]:
         return {ranks: (group.held, group.reserved) for ranks, group in self._groups.items()}

@@ -160,7 +160,7 @@ class VaultStore:
             )
 
     def promised(self) -> int:
-        return _promised(self._shelves.values())
+        return _promised(list(self._shelves.values()))  # asked from any thread
 
     def reaches(self, shelf: Shelf) -> int:
         return min((unit.reaches() for unit in shelf.units.values()), default=-1)
