@@ -109,6 +109,24 @@ def test_kill_with(
     came_from(verdict.identical(job, expected, faults=2, incidents=2), replicas)
 
 
+@pytest.mark.cost(30)
+def test_kill_with_several_connections_to_each_vault(
+    start: Start, reference: Reference, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a rank has many cores."""
+    monkeypatch.setenv("KEEPSTEP_VAULT_LANES", "3")
+    args, faults = ["--layout", "fsdp"], KILLS["commit"]
+    job = start(
+        *nodes(3), *inject(*(f"kill:rank={fault}" for fault in faults)),
+        script=LAYOUTS, script_args=args, world=3,
+    )  # fmt: skip
+    job.finish()
+    fired(job, len(faults))
+    expected = reference(3, *args, script=LAYOUTS)
+    seen = verdict.identical(job, expected, faults=len(faults), incidents=len(faults))
+    came_from(seen, replicas=False)
+
+
 @pytest.mark.cost(35)
 @pytest.mark.parametrize("layout", SHAPES)
 def test_loss_of_a_node(layout: str, start: Start, reference: Reference, verdict: Verdict) -> None:
