@@ -284,6 +284,16 @@ def test_gradients_of_a_module_go_together_and_one_that_changes_takes_them_along
     check(rank, adamw)
 
 
+def test_bases_of_which_nothing_is_on_the_device_take_the_same_way(place: Place) -> None:
+    staging = Rank(place, adamw).training().redundancy._staging
+    given: list[Any] = []
+    line: Any = SimpleNamespace(put_all=lambda *put: given.append(put))
+    if staging is not None:
+        assert staging.put_bases(line, 1, {0: [b"of the host"]}) == []
+        staging.flush()
+        assert given == [("base", 1, {0: [b"of the host"]})]
+
+
 def test_the_reservation_is_enough(place: Place) -> None:
     layers = nn.Sequential(*(nn.Linear(360, 360) for _ in range(24)))
     rank = Rank(place, adamw, model=layers).training()

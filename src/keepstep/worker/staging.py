@@ -130,7 +130,8 @@ class Staging:
         made.record(made_on)
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(made)
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+            if targets:
+                torch._foreach_copy_(targets, sources, non_blocking=True)
             copied: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             copied.record(self._stream)
         self._copied = copied
