@@ -54,7 +54,9 @@ def stage_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, stand_in in {
         "Stream": Now, "Event": Now, "current_stream": Now, "set_device": lambda _: None,
         "stream": lambda _: contextlib.nullcontext(),
-        "cudart": lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0),
+        "cudart": lambda: SimpleNamespace(
+            cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda _: 0
+        ),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(redundancy, "part_of", lambda tensor: shards.local(tensor).detach())
@@ -282,6 +284,55 @@ def test_gradients_of_a_module_go_together_and_one_that_changes_takes_them_along
     rank.step(change)
     assert rank.early() == (3 if rank.redundancy._staging is None else 2)
     check(rank, adamw)
+
+
+def test_what_was_clipped_and_goes_over_another_line_is_clipped_once(sharded: Place) -> None:
+    rank = Rank(sharded, adamw).training()
+    rank.step()
+
+    def clip_and_break() -> None:
+        clip(rank)
+        assert rank.redundancy._early.scales
+        assert rank.redundancy._line is not None
+        rank.redundancy._line.interrupt()
+
+    rank.step(clip_and_break)
+    assert rank.early() == 0
+    check(rank, adamw)
+
+
+def test_what_is_surveyed_again_at_the_first_step_is_watched_once(sharded: Place) -> None:
+    rank = Rank(sharded, adamw).training()
+    staging = rank.redundancy._staging
+    rank.redundancy.settle()
+    assert rank.redundancy._staging is staging
+    assert len(rank.redundancy._early._hooks) == 6
+    for _ in range(2):
+        rank.step(lambda: clip(rank))
+        assert rank.early() == 4 and len(rank.redundancy._early.scales) == 1
+        check(rank, adamw)
+
+
+def test_a_gradient_that_is_clipped_twice_goes_as_it_is(sharded: Place) -> None:
+    rank = Rank(sharded, adamw).training()
+    rank.step()
+
+    def twice() -> None:
+        parameters = [*rank.model.parameters(), *rank.model[2].parameters()]
+        nn.utils.clip_grad_norm_(parameters, 1e-3)
+
+    rank.step(twice)
+    assert rank.early() == 0
+    check(rank, adamw)
+
+
+def test_what_nobody_has_seen_is_not_the_same() -> None:
+    way: Any = SimpleNamespace(sent=lambda _, ticket: ticket, seen=lambda look: look)
+    line: Any = None
+    sent = early._Sent(way, {}, {}, ticket=1, looks=[1, 2, 2])
+    assert early._same(line, sent)
+    sent.looks = [1, None, None]
+    assert not early._same(line, sent)
 
 
 def test_bases_of_which_nothing_is_on_the_device_take_the_same_way(place: Place) -> None:

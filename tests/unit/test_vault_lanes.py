@@ -148,6 +148,28 @@ def test_no_more_memory_waits_than_is_reserved() -> None:
     assert memory.waiting == 0
 
 
+def test_memory_that_was_taken_again_is_not_given_away() -> None:
+    unused = [10 * MB]
+    memory = Landings(lambda: unused[0])
+    first, second = memory.take(MB), memory.take(2 * MB)
+    del first, second
+    again = memory.take(MB)
+    unused[0] = 0
+    memory.trim()
+    assert memory.waiting == 0
+    again[:1] = b"x"
+
+
+def test_memory_of_sizes_that_come_no_more_makes_room() -> None:
+    unused = [4 * MB]
+    memory = Landings(lambda: unused[0])
+    blocks = [memory.take(MB) for _ in range(4)]
+    blocks.clear()
+    assert memory.waiting == 4 * MB
+    held = memory.take(3 * MB)
+    assert memory.waiting == MB and len(held) == 3 * MB
+
+
 def test_a_vault_that_is_forgotten_keeps_no_memory() -> None:
     with agent() as (address, server), line(address) as rank:
         opened(rank, units=1)

@@ -30,10 +30,9 @@ class Landings:
         if size < REUSED_BYTES_MIN:
             return landing(size)
         with self._lock:
-            blocks = self._free.get(size)
-            block = blocks.pop() if blocks else None
-            if block is not None:
-                self.waiting -= size
+            block = self._pop(size) if size in self._free else None
+            if block is None:
+                self._keep_only(self._unused() - size)  # of other sizes, and too much with this one
         if block is None:
             block = landing(size)
         # The views that are made of it hold this, and nobody else does.
@@ -48,12 +47,18 @@ class Landings:
                 self._free.setdefault(size, []).append(block)
                 self.waiting += size
 
+    def _pop(self, size: int) -> memoryview:
+        block: memoryview = self._free[size].pop()
+        if not self._free[size]:
+            del self._free[size]
+        self.waiting -= size
+        return block
+
+    def _keep_only(self, most: int) -> None:
+        while self._free and self.waiting > max(most, 0):
+            self._pop(next(iter(self._free)))
+
     def trim(self) -> None:
         """Writers have gone, or reserve less."""
         with self._lock:
-            while self.waiting > max(self._unused(), 0):
-                size, blocks = next(iter(self._free.items()))
-                blocks.pop()
-                self.waiting -= size
-                if not blocks:
-                    del self._free[size]
+            self._keep_only(self._unused())

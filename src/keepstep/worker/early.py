@@ -22,6 +22,7 @@ backward pass, in threads of autograd's.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -112,7 +113,7 @@ class _Sent:
     way: Way
     parameters: dict[int, torch.Tensor]  # by unit
     gradients: dict[int, torch.Tensor]  # not held when they were put
-    places: list[int] = field(default_factory=list)
+    places: list[tuple[int, int]] = field(default_factory=list)
     made: Any = None
     ticket: Any = None
     # Looks before and after each clipping, and at the fence. Nobody else has written to it if the
@@ -127,7 +128,7 @@ class _Sent:
             return None
         if len(here) == 1:
             return here if self.way.suits(here[0]) else None
-        return here if [shards.local(one).data_ptr() for one in here] == self.places else None
+        return here if [_place(one) for one in here] == self.places else None
 
 
 class Early:
@@ -136,6 +137,9 @@ class Early:
         self._line: VaultLine | None = None  # open for puts
         self._version = -1
         self._sent_by: VaultLine | None = None
+        self._hooks: list[Any] = []
+        # Hooks of parameters on several devices run at once.
+        self._turn = threading.RLock()
         self._gathered: _Sent | None = None  # to be put
         self._sent: dict[int, _Sent] = {}  # by unit
         self._scales: Scales = []
@@ -144,7 +148,12 @@ class Early:
 
     def watch(self, unit: int, parameter: torch.nn.Parameter) -> None:
         register: Any = parameter.register_post_accumulate_grad_hook  # untyped in torch
-        register(lambda one: self._accumulated(unit, one))
+        self._hooks.append(register(lambda one: self._accumulated(unit, one)))
+
+    def unwatch(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def forget(self) -> None:
         """A step begins."""
@@ -168,6 +177,10 @@ class Early:
         self._line = None
 
     def _accumulated(self, unit: int, parameter: torch.Tensor) -> None:
+        with self._turn:
+            self._gather(unit, parameter)
+
+    def _gather(self, unit: int, parameter: torch.Tensor) -> None:
         gradient, gathered = parameter.grad, self._gathered
         if self._line is None or gradient is None or unit in self._sent:
             return
@@ -186,15 +199,16 @@ class Early:
 
     def flush(self) -> None:
         """Nothing more is waited for."""
-        sent, self._gathered = self._gathered, None
-        if sent is None or self._line is None:
-            return
-        sent.ticket = sent.way.put(self._line, self._version, sent.gradients, sent.made)
-        if sent.ticket is None:
-            return
-        sent.places = [shards.local(one).data_ptr() for one in sent.gradients.values()]
-        sent.gradients, sent.made = {}, None
-        self._sent.update(dict.fromkeys(sent.parameters, sent))
+        with self._turn:
+            sent, self._gathered = self._gathered, None
+            if sent is None or self._line is None:
+                return
+            sent.ticket = sent.way.put(self._line, self._version, sent.gradients, sent.made)
+            if sent.ticket is None:
+                return
+            sent.places = [_place(one) for one in sent.gradients.values()]
+            sent.gradients, sent.made = {}, None
+            self._sent.update(dict.fromkeys(sent.parameters, sent))
 
     def _all_sent(self) -> list[_Sent]:
         return list(dict.fromkeys(self._sent.values()))
@@ -218,6 +232,8 @@ class Early:
             if len(self._scales) == SCALES_MAX:
                 break  # who is multiplied by more will be found changed
             ids = set(map(id, gradients))
+            if len(set(map(_place, gradients))) < len(gradients):
+                continue  # one of them is multiplied twice
             units: list[int] = []
             for sent in list(before):
                 now = sent.now()
@@ -234,7 +250,9 @@ class Early:
         """Before the device is waited for: the units of which something was sent. `updated`: the
         unit's gradient is used."""
         self.close()
-        if line is not self._sent_by:
+        if line is not self._sent_by:  # what was clipped goes as it is now
+            self._sent.clear()
+            self._scales = []
             return set()
         for sent in self._all_sent():
             now = sent.now() if all(map(updated, sent.parameters)) else None
@@ -268,13 +286,18 @@ class Early:
         return [(scale, units) for scale, units in found if units]
 
 
+def _place(gradient: torch.Tensor) -> tuple[int, int]:
+    part = shards.local(gradient)
+    return part.data_ptr() or id(gradient), part.untyped_storage().data_ptr()
+
+
 def _last(gathered: _Sent) -> torch.Tensor:
     return next(reversed(gathered.gradients.values()))
 
 
 def _same(line: VaultLine, sent: _Sent) -> bool:
     chain = [sent.way.sent(line, sent.ticket), *map(sent.way.seen, sent.looks)]
-    if len(chain) % 2 or chain[0] is None:
+    if len(chain) % 2 or None in chain:
         return False
     return all(one == other for one, other in zip(chain[::2], chain[1::2], strict=True))
 

@@ -82,6 +82,7 @@ class Redundancy:
         self._begun = -1  # version whose share of bases was put
         self._published: dict[int, Any] = {}  # unit -> what its gradient was at the fence
         self._early = Early()
+        self._watching = False  # clipping
         self._staging: Staging | None = None  # on a GPU
         self._unconfirmed: _Unconfirmed | None = None
         self.updated: list[str] = []  # optimizers that made the last step's updates, in order
@@ -98,6 +99,7 @@ class Redundancy:
 
     def survey(self) -> None:
         """At attach: what has no replica where a failure of this node would leave it."""
+        self._early.unwatch()
         seat = self._seat
         state, replicas = seat.state, seat.replicas
         local_world = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -138,7 +140,9 @@ class Redundancy:
             self._add(Unit(0, "buffers", buffers=buffers))
         for name in objects:
             self._add(Unit(0, f"object/{name}", object=name))
-        watch_clipping(self._early)
+        if not self._watching:
+            self._watching = True
+            watch_clipping(self._early)
         self._lanes = vault.lanes_of({unit.index: unit.size for unit in self.units}, local_world)
         self._stage()
 
@@ -149,12 +153,19 @@ class Redundancy:
             for unit in self.units
             if unit.parameter is not None and unit.parameter.device == home
         }
+        old = self._staging
+        sizes = [unit.size for unit in self.units]
+        room, readers = sum(sizes) // RENEW + max(sizes), max(self._lanes.values()) + 1
+        if old is not None:
+            if old.made_for == (home, gradients, room, readers):
+                return
+            self._staging = None
+            self._early.ways.remove(old)
+            old.close()
         if home is None or not gradients:
             return
-        sizes = [unit.size for unit in self.units]
         try:
-            room = sum(sizes) // RENEW + max(sizes)
-            self._staging = Staging(home, gradients, room, max(self._lanes.values()) + 1)
+            self._staging = Staging(home, gradients, room, readers)
         except RuntimeError as error:  # everything works without, only slower
             print(f"keepstep: copies to the vault are waited for: {error}", file=sys.stderr)
             return

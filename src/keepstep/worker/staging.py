@@ -92,8 +92,19 @@ class Staging:
         self._reading: list[Future[tuple[int, int, int]]] = []
         self._copied: Any = None  # event of the last copy
         self._held: Any = None  # the last one that a stream was made to wait for, and the stream
-        self._jobs: queue.Queue[tuple[Any, Callable[[], None]]] = queue.Queue()
-        threading.Thread(target=self._feed, name="keepstep-staging", daemon=True).start()
+        self._jobs: queue.Queue[tuple[Any, Callable[[], object], object] | None] = queue.Queue()
+        self._feeder = threading.Thread(target=self._feed, name="keepstep-staging", daemon=True)
+        self._feeder.start()
+        self.made_for = (device, gradients, bases, readers)
+
+    def close(self) -> None:
+        """Nobody has a view of it any more."""
+        self._jobs.put(None)
+        self._feeder.join()
+        self._readers.shutdown()
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        for block in (self._block, self._seen):
+            runtime.cudaHostUnregister(block.data_ptr())
 
     @property
     def bytes(self) -> int:
@@ -135,19 +146,23 @@ class Staging:
             copied: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             copied.record(self._stream)
         self._copied = copied
-        self._jobs.put((copied, job))
+        self._jobs.put((copied, job, sources))  # which nobody else may hold
 
     def _feed(self) -> None:
         torch.cuda.set_device(self._device)
-        while True:
-            copied, job = self._jobs.get()
-            try:
-                copied.synchronize()
-                job()
-            except Exception:  # of the device: the main thread meets it too, and can tell
-                pass
-            finally:
-                self._jobs.task_done()
+        while self._fed(self._jobs.get()):
+            pass
+
+    def _fed(self, item: tuple[Any, Callable[[], object], object] | None) -> bool:
+        try:
+            if item is not None:
+                item[0].synchronize()
+                item[1]()
+        except Exception:  # of the device: the main thread meets it too, and can tell
+            pass
+        finally:
+            self._jobs.task_done()
+        return item is not None
 
     def put_bases(
         self, line: VaultLine, version: int, bases: Mapping[int, Sequence[View | torch.Tensor]]

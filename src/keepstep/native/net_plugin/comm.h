@@ -135,7 +135,7 @@ class Comm {
   // transfer.cpp: bytes
   void progress(Nanos now, const Request* wanted);
   bool read_all(Nanos now, const Request* wanted);
-  void take_receives();
+  bool take_receives();  // false: there was none
   void consider_help(uint64_t size);
   void pump(Nanos now);
   void write_all(Nanos now);

@@ -268,40 +268,45 @@ std::shared_ptr<Comm> Engine::find(const Comm* comm) {
 // where a receive is open, and there is room for small ones.
 void Engine::help() {
   pthread_setname_np(pthread_self(), "keepstep-read");
-  struct Charge {
-    std::shared_ptr<Comm> comm;
-    Nanos moved;
-  };
   std::vector<Charge> charges;
   charges.reserve(kReadyMax);
   for (;;) {
-    epoll_event ready[kReadyMax];
-    int count = epoll_wait(watched_, ready, kReadyMax, charges.empty() ? -1 : 0);
-    if (count < 0 && errno != EINTR) return;
-    Nanos now = monotonic();
-    for (int i = 0; i < count && charges.size() < kReadyMax; ++i) {
-      auto* comm = static_cast<const Comm*>(ready[i].data.ptr);
-      bool known = std::any_of(charges.begin(), charges.end(),
-                               [&](const Charge& one) { return one.comm.get() == comm; });
-      if (known) continue;
-      if (auto found = find(comm)) charges.push_back({std::move(found), now});
+    try {
+      if (!help_once(&charges)) return;
+    } catch (...) {  // memory ran out: those that are left come again by epoll
+      charges.clear();
     }
-    bool any = false;
-    for (size_t i = 0; i < charges.size();) {
-      Charge& one = charges[i];
-      bool moved = one.comm->help();
-      now = monotonic();
-      any |= moved;
-      if (moved) one.moved = now;
-      if (now - one.moved <= kHelperStays) {
-        ++i;
-        continue;
-      }
-      one.comm->leave();
-      charges.erase(charges.begin() + static_cast<long>(i));
-    }
-    if (!any) std::this_thread::yield();
   }
+}
+
+bool Engine::help_once(std::vector<Charge>* charges) {
+  epoll_event ready[kReadyMax];
+  int count = epoll_wait(watched_, ready, kReadyMax, charges->empty() ? -1 : 0);
+  if (count < 0 && errno != EINTR) return false;
+  Nanos now = monotonic();
+  for (int i = 0; i < count && charges->size() < kReadyMax; ++i) {
+    auto* comm = static_cast<const Comm*>(ready[i].data.ptr);
+    bool known = std::any_of(charges->begin(), charges->end(),
+                             [&](const Charge& one) { return one.comm.get() == comm; });
+    if (known) continue;
+    if (auto found = find(comm)) charges->push_back({std::move(found), now});
+  }
+  bool any = false;
+  for (size_t i = 0; i < charges->size();) {
+    Charge& one = (*charges)[i];
+    bool moved = one.comm->help();
+    now = monotonic();
+    any |= moved;
+    if (moved) one.moved = now;
+    if (now - one.moved <= kHelperStays) {
+      ++i;
+      continue;
+    }
+    one.comm->leave();
+    charges->erase(charges->begin() + static_cast<long>(i));
+  }
+  if (!any) std::this_thread::yield();
+  return true;
 }
 
 // ---------------------------------------------------------------------------------------- the rest

@@ -43,7 +43,12 @@ class Engine final : public Surroundings {
 
   bool start(std::string* wrong);
   void run();
+  struct Charge {
+    std::shared_ptr<Comm> comm;
+    Nanos moved;
+  };
   void help();
+  bool help_once(std::vector<Charge>* charges);
   std::shared_ptr<Comm> find(const Comm* comm);
   Nanos turn(Nanos rest);
   void accept_all(int listener, Nanos now);

@@ -130,7 +130,8 @@ abi::Result Comm::irecv(void* data, uint64_t capacity, void** result) {
   return error_;
 }
 
-void Comm::take_receives() {
+bool Comm::take_receives() {
+  bool any = false;
   uint64_t asked = asked_.load(std::memory_order_acquire);
   while (in_->posted() < asked && !error_) {
     const Receive& next = receives_[in_->posted() % kReceivesOpen];
@@ -138,12 +139,14 @@ void Comm::take_receives() {
     if (in_->post(next.data, next.capacity, &id) == Inbox::Verdict::TooLarge) {
       log(abi::LogWarn, "a message is larger than the receive that was posted for it");
       fail(abi::InvalidUsage);
-      return;
+      return any;
     }
+    any = true;
     // A sender of large messages may be waiting for exactly this one.
     if (next.capacity > kEagerBytes && told_.posted < in_->done() + 3) urgent_ = true;
   }
   arrived_.store(in_->done(), std::memory_order_release);
+  return any;
 }
 
 abi::Result Comm::test(Request* request, int* done, int* size) {
@@ -157,7 +160,7 @@ abi::Result Comm::test(Request* request, int* done, int* size) {
   }
   Lock lock = try_enter();
   if (!lock) return abi::Success;
-  if (!sends) take_receives();
+  bool took = !sends && take_receives();
   auto complete = [&] {
     return sends ? request->copied || out_->delivered(request->message)
                  : in_->complete(request->message);
@@ -167,6 +170,10 @@ abi::Result Comm::test(Request* request, int* done, int* size) {
     Nanos now = monotonic();
     polled_ = now;
     progress(now, request);
+  } else if (took) {  // it had come before, and its sender waits for an answer
+    Nanos now = monotonic();
+    note_arrival(now);
+    say_states(now);
   } else if (deferred_ && request->message + 1 == out_->posted()) {
     send_small(monotonic());
   }
