@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -335,14 +338,48 @@ def test_what_nobody_has_seen_is_not_the_same() -> None:
     assert not early._same(line, sent)
 
 
+@pytest.mark.parametrize("place", ["staged"], indirect=True)
 def test_bases_of_which_nothing_is_on_the_device_take_the_same_way(place: Place) -> None:
     staging = Rank(place, adamw).training().redundancy._staging
+    assert staging is not None
     given: list[Any] = []
     line: Any = SimpleNamespace(put_all=lambda *put: given.append(put))
-    if staging is not None:
-        assert staging.put_bases(line, 1, {0: [b"of the host"]}) == []
-        staging.flush()
-        assert given == [("base", 1, {0: [b"of the host"]})]
+    assert staging.put_bases(line, 1, {0: [b"of the host"]}) == []
+    staging.flush()
+    assert given == [("base", 1, {0: [b"of the host"]})]
+
+
+class Buffer(bytearray):
+    """Knows when nobody needs it."""
+
+
+@pytest.mark.parametrize("place", ["staged"], indirect=True)
+def test_what_a_user_made_for_a_base_lives_until_it_was_copied(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = threading.Event()
+
+    class Late(Now):
+        def synchronize(self) -> None:
+            assert copied.wait(20)
+
+    staging = Rank(place, adamw).training().redundancy._staging
+    assert staging is not None
+    monkeypatch.setattr(torch.cuda, "Event", Late)
+    buffer = Buffer(64)
+    alive = weakref.ref(buffer)
+    bases = {0: [torch.frombuffer(buffer, dtype=torch.uint8)]}
+    del buffer
+    line: Any = SimpleNamespace(put_all=lambda *_: None)
+    assert staging.put_bases(line, 1, bases) == []
+    bases.clear()
+    assert alive() is not None
+    copied.set()
+    staging.flush()
+    deadline = time.monotonic() + 20
+    while alive() is not None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert alive() is None
 
 
 def test_the_reservation_is_enough(place: Place) -> None:

@@ -114,6 +114,16 @@ def test_how_many_lanes_there_are_can_be_said(monkeypatch: pytest.MonkeyPatch) -
     assert set(lanes_of(dict.fromkeys(range(9), 1), 1).values()) == {0, 1, 2}
 
 
+@pytest.mark.parametrize("said", ["", "0", "17", "many", "-1"])
+def test_a_number_of_lanes_that_is_none_is_refused(
+    said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEEPSTEP_VAULT_LANES", said)
+    with pytest.raises(UsageError, match="from 1 to 16") as refused:
+        lanes_of({0: 1}, 1)
+    assert refused.value.hint
+
+
 # ------------------------------------------------------------------------------------ memory
 
 

@@ -28,7 +28,7 @@ import xxhash
 
 from keepstep.adapters.transport.blocking import PIECE_BYTES, Frames, landing, pieces
 from keepstep.adapters.transport.stream import configure
-from keepstep.errors import KeepstepError, RemoteProtocolError
+from keepstep.errors import KeepstepError, RemoteProtocolError, UsageError
 from keepstep.model import vault as v
 from keepstep.model import wire
 from keepstep.model.messages import Address
@@ -47,6 +47,7 @@ from keepstep.worker.statefile import DigestMismatch
 
 QUEUE_BYTES = 1 << 30  # of the caller's own memory
 LANES_MAX = 4
+LANES_SAID_MAX = 16
 LANE_BYTES = 8 << 20  # less is not worth a lane of its own
 LANE_CORES = 4  # for each lane of a rank, who needs the others for its training
 
@@ -55,10 +56,15 @@ _serials = itertools.count(1)  # of this process: a later line drives out an ear
 
 def lanes_of(sizes: Mapping[int, int], local_ranks: int) -> dict[int, int]:
     """unit -> its lane: as many lanes as there are cores for, with about the same bytes each."""
-    said = os.environ.get("KEEPSTEP_VAULT_LANES", "")
+    said = os.environ.get("KEEPSTEP_VAULT_LANES", "auto")
+    if said != "auto" and not (said.isdecimal() and 1 <= int(said) <= LANES_SAID_MAX):
+        raise UsageError(
+            f"KEEPSTEP_VAULT_LANES={said} is not a number from 1 to {LANES_SAID_MAX}",
+            hint="leave it out, and there are as many as the cores allow",
+        )
     cores = len(os.sched_getaffinity(0)) // max(local_ranks, 1)
     count = min(cores // LANE_CORES, LANES_MAX, sum(sizes.values()) // LANE_BYTES)
-    load = [0] * max(int(said) if said.isdecimal() else count, 1)
+    load = [0] * (int(said) if said != "auto" else max(count, 1))
     found = {}
     for unit in sorted(sizes, key=lambda one: (-sizes[one], one)):
         found[unit] = load.index(min(load))
