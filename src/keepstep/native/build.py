@@ -28,6 +28,7 @@ from keepstep.errors import UsageError
 
 EXTENSION = "keepstep_ext"
 SOURCES = Path(__file__).parent / "torch_ext"
+_IN_PROCESS = ["solo_backend.cpp", "gloo_waits.cpp"]
 _FLAGS = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-DUSE_DISTRIBUTED", "-w"]
 
 
@@ -60,7 +61,7 @@ def cache_folder() -> Path:
 def _key(torch: _Torch) -> str:
     digest = hashlib.sha256(str(torch.folder).encode())
     digest.update(" ".join(_FLAGS).encode())
-    for source in sorted(SOURCES.glob("*.cpp")):
+    for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
     tag = sys.implementation.cache_tag
     return f"torch-{torch.version}-{tag}-{platform.machine()}-{digest.hexdigest()[:16]}"
@@ -125,18 +126,21 @@ def _build(torch: _Torch, scratch: Path) -> None:
     print("keepstep: compiling native parts for torch", torch.version, file=sys.stderr, flush=True)
     run_all(
         [
-            _command(tool, torch, "solo_backend.cpp", scratch / f"{EXTENSION}.so", ["-shared"]),
-            _command(tool, torch, "store_host.cpp", scratch / "keepstep-store", []),
+            _command(tool, torch, _IN_PROCESS, scratch / f"{EXTENSION}.so", ["-shared"]),
+            _command(tool, torch, ["store_host.cpp"], scratch / "keepstep-store", []),
         ],
         hint=f"torch {torch.version} may be untested, or the compiler lacks C++20 "
         "(g++ >= 11) or the Python headers (python3-dev)",
     )
 
 
-def _command(tool: str, torch: _Torch, source: str, target: Path, extra: list[str]) -> list[str]:
+def _command(
+    tool: str, torch: _Torch, sources: list[str], target: Path, extra: list[str]
+) -> list[str]:
     include = torch.folder / "include"
     lib = torch.folder / "lib"
-    command = [tool, *_FLAGS, *extra, str(SOURCES / source), "-o", str(target)]
+    command = [tool, *_FLAGS, *extra, "-o", str(target)]
+    command += [str(SOURCES / source) for source in sources]
     command += [f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"]
     command += [f"-I{sysconfig.get_paths()['include']}"]
     # CUDA builds of libtorch_cpu need libraries that only its own rpath finds: not our business.

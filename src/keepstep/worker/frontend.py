@@ -12,6 +12,7 @@ and a solo parent has nothing to split. A device_id is therefore not passed on; 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -38,6 +39,12 @@ def install(alone: bool) -> None:
     if gloo.RealGloo is None:
         raise UsageError("this torch has no gloo backend", hint="install a build with USE_GLOO=1")
     ext = extension.load()
+    if not ext.note_waits():
+        print(
+            "keepstep: this build of torch hides gloo's symbols: if a rank is lost, another one "
+            "that is in the middle of a message may wait until the timeout of its group",
+            file=sys.stderr,
+        )
     # Lazy connections would appear after we have looked, and unknown to us could not be aborted.
     os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
     c10d_any: Any = c10d

@@ -14,9 +14,8 @@ What the user's script creates is made solo or real by frontend.py.
 
 A gloo backend's destructor runs its queue empty and joins its threads. Once it has returned
 nothing of the old generation can write into a gradient any more; go_solo and swap therefore insist
-that theirs was the last reference. An operation that gloo has forgotten (asleep.py) never ends, but
-without connections it cannot write either: it is left behind. NCCL's are aborted instead, and the
-device drained.
+that theirs was the last reference. What gloo does not end by itself when its connections are cut,
+is ended by us (gloo_waits.cpp). NCCL's are aborted instead, and the device drained.
 
 Threads: abort() from any; stage() in a builder thread; everything else in the main thread.
 """
@@ -41,12 +40,12 @@ import torch.distributed.distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from keepstep.errors import LocalProtocolError, PermanentError, UsageError
-from keepstep.worker import asleep, cuda, frontend, gloo, guard, nccl
+from keepstep.worker import cuda, frontend, gloo, guard, nccl
 from keepstep.worker import fence as fences
 from keepstep.worker.fence import Fence
 
 RELEASE_TIMEOUT_S = 10.0
-FORGOTTEN_S = 1.0  # an operation without connections that sleeps for so long sleeps for ever
+LOOK_S = 0.02
 RENDEZVOUS_TIMEOUT_S = 7 * 86_400.0  # ended by abort() or the end of the store, not by a clock
 
 _ext: Any = None
@@ -155,10 +154,16 @@ def abort() -> None:
     """Make every operation on every group fail now, here and at the peers; also a stage()."""
     global _aborts
     _aborts += 1
-    gloo.shutdown(gloo.watched())
+    _cut(gloo.watched())
     fences.interrupt_all()
     guard.skip_open()  # the device must not wait for us while communicators wait for it
     nccl.abort()
+
+
+def _cut(meshes: list[gloo.Mesh]) -> None:
+    """No operation of any group may be worth waiting for."""
+    gloo.shutdown(meshes)
+    _ext.end_waits()
 
 
 def _groups() -> list[_Group]:
@@ -187,7 +192,7 @@ def go_solo(*, at_boundary: bool = False) -> None:
     _require_known(groups)
     already, frontend.solo = frontend.solo, True
     meshes = gloo.installed()
-    gloo.shutdown(meshes)  # queued operations must fail for the destructors to return
+    _cut(meshes)  # queued operations must fail for the destructors to return
     if not at_boundary:
         nccl.abort()
         nccl.wait_until_aborted()
@@ -207,7 +212,7 @@ def go_solo(*, at_boundary: bool = False) -> None:
         args = (old, meshes)
         threading.Thread(target=_release, args=args, name="keepstep-release", daemon=True).start()
     else:
-        _release(old, meshes)
+        _release(old, meshes, end=True)
 
 
 def _alone(wanted: _Recipe) -> Any:
@@ -240,9 +245,11 @@ def _replace(pg: Any, kind: Any, fresh: Any) -> Any:
     return old
 
 
-def _release(old: list[tuple[str, Any]], meshes: list[gloo.Mesh]) -> None:
+def _release(old: list[tuple[str, Any]], meshes: list[gloo.Mesh], *, end: bool = False) -> None:
     """Drop backends. The destructors of gloo's then wait for their last operation; NCCL's are
-    aborted, or idle at a boundary, and nobody waits for them."""
+    aborted, or idle at a boundary, and nobody waits for them.
+
+    `end`: operations that are still in flight get an error, those of all groups."""
     theirs = [backend for _, backend in old if nccl.is_real(backend)]
     old[:] = [(name, backend) for name, backend in old if not nccl.is_real(backend)]
     nccl.drop(theirs)
@@ -262,7 +269,7 @@ def _release(old: list[tuple[str, Any]], meshes: list[gloo.Mesh]) -> None:
         holder = [backend]
         del backend
         if name not in kept:
-            _destroy(holder, meshes)
+            _destroy(holder, end)
     if kept:
         raise PermanentError(
             f"backends of groups {', '.join(sorted(kept))} are still in use elsewhere in the "
@@ -272,9 +279,11 @@ def _release(old: list[tuple[str, Any]], meshes: list[gloo.Mesh]) -> None:
     gloo.forget(meshes)
 
 
-def _destroy(holder: list[Any], meshes: list[gloo.Mesh]) -> None:
-    """The destructor waits for the backend's threads: in a thread of its own, for one of them may
-    never end."""
+def _destroy(holder: list[Any], end: bool) -> None:
+    if not end:
+        holder.clear()
+        return
+    # An operation that was still in the queue may begin to wait while the destructor does.
     done = threading.Event()
 
     def destroy() -> None:
@@ -282,11 +291,8 @@ def _destroy(holder: list[Any], meshes: list[gloo.Mesh]) -> None:
         done.set()
 
     threading.Thread(target=destroy, name="keepstep-destroy", daemon=True).start()
-    operations = asleep.operations()
-    while not done.wait(asleep.LOOK_S):
-        slept_s = operations.slept_s()
-        if meshes and slept_s >= FORGOTTEN_S and not gloo.connected(meshes):
-            return
+    while not done.wait(LOOK_S):
+        _ext.end_waits()
 
 
 # --------------------------------------------------------------------------------- stage and swap
@@ -395,6 +401,8 @@ def swap(staged: StagedGroups) -> None:
             f"groups changed since generation {staged.generation} was staged: "
             f"{sorted({name for name, _ in wanted ^ set(staged._backends)})}"
         )
+    dropped = gloo.installed()
+    _cut(dropped)
     old: list[tuple[str, Any]] = []
     for name, pg in groups:
         desc = pg.group_desc
@@ -410,10 +418,8 @@ def swap(staged: StagedGroups) -> None:
         _fence.close()
     _fence, staged._fence = staged._fence, None
     frontend.solo = False
-    dropped = gloo.installed()
     gloo.install(staged._meshes)
     staged._meshes = []
-    gloo.shutdown(dropped)
     _release(old, dropped)
 
 

@@ -18,7 +18,7 @@ import torch
 
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
-from keepstep.worker import asleep, blobs, buckets, codec, cuda, groups, nccl, rng, shards
+from keepstep.worker import blobs, buckets, codec, cuda, groups, nccl, rng, shards
 from keepstep.worker.ahead import Ahead
 from keepstep.worker.batches import Loop
 from keepstep.worker.channel import Channel
@@ -169,7 +169,6 @@ class Seat:
 
             self.periodic = Periodic(self, self.welcome.checkpoints)
             self.channel.on_seal = self.periodic.seal
-        self._watch = asleep.Watch()
         self.channel.on_abort = self._on_abort
         self.channel.on_stage = self.stager.begin
         nccl.watch(self._network_failed)
@@ -428,7 +427,6 @@ class Seat:
     def _on_abort(self, command: m.Abort) -> None:
         """Again every second, until the main thread has come back from whatever it was doing."""
         groups.abort()
-        self._watch.look(command.generation)
         self.buddy_line.interrupt()
         self.redundancy.interrupt()
         self.stager.discard(below=self.channel.abort_generation)

@@ -13,6 +13,7 @@
 // set_buckets    gives a reducer the buckets that its peers have.
 // restart_static_graph  makes the next backward of a reducer its first.
 // viewed_grads   which gradients are views of a reducer's buckets; view_grads makes them so.
+// note_waits, end_waits  see gloo_waits.cpp.
 //
 // Only pybind11 and c10d headers are included: torch/extension.h doubles the build time.
 #include <pybind11/pybind11.h>
@@ -26,6 +27,8 @@
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "gloo_waits.h"
 
 // The holder that torch's own bindings use; the declaration must be equal to theirs.
 PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)
@@ -407,6 +410,8 @@ PYBIND11_MODULE(keepstep_ext, m) {
     // Reclaiming takes a reference of its own.
     return c10::intrusive_ptr<Backend>::unsafe_reclaim_from_nonowning(&backend).use_count() - 1;
   });
+  m.def("note_waits", &note_waits);
+  m.def("end_waits", &end_waits, py::call_guard<py::gil_scoped_release>());
   m.def("get_buckets", &get_buckets);
   m.def("set_buckets", &set_buckets);
   m.def("restart_static_graph", &restart_static_graph);
