@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu",
                         help="redundancy: cuda puts all ranks on one GPU")  # fmt: skip
     parser.add_argument("--mps", action="store_true",
-                        help="collectives: ranks are on the GPU at once, not in turns")  # fmt: skip
+                        help="collectives, redundancy: ranks are on the GPU at once")  # fmt: skip
     parser.add_argument("--keep", choices=["buddy", "parity"], default="buddy",
                         help="redundancy: which kind")  # fmt: skip
     parser.add_argument("--adapter", choices=["local", "slurm", "kubernetes"], default="local",
@@ -73,7 +73,7 @@ def main() -> None:
             else {"rounds": args.rounds}
         )
         if part == "redundancy":
-            options |= {"device": args.device, "keep": args.keep}
+            options |= {"device": args.device, "keep": args.keep, "mps": args.mps}
         if part == "collectives":
             options["mps"] = args.mps
         if part == "schedulers":

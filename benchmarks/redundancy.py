@@ -3,7 +3,7 @@
 Measured inside one run by alternating blocks (train/shards.py): steps that keep them, and twice
 steps that do not. A rank per local node, so the vault is another process on the same machine: its
 CPU time and the memory bandwidth of both are taken from the ranks, which machines of their own
-would not do.
+would not do. With --mps all ranks are on the GPU at once (mps.py).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.drive import Keepstep
+from benchmarks.mps import sharing
 
 # Ranks, each on a node of its own, and nodes besides: one without a member keeps a parity.
 WORLDS = {"buddy": (2, 0), "parity": (3, 1)}
@@ -22,14 +23,16 @@ SIZES = {
     "cuda": ["--width", "512", "--layers", "6", "--vocabulary", "16000", "--rows", "8",
              "--tokens", "1024", "--micro", "20", "--block", "4"],
 }  # fmt: skip
+AT_ONCE = ["--rows", "32"]  # nobody waits for his turn: a step of the same length computes more
 
 
-def measure(device: str, rounds: int, keep: str) -> dict[str, Any]:
+def measure(device: str, rounds: int, keep: str, mps: bool) -> dict[str, Any]:
     world, spares = WORLDS[keep]
     layout = ["--nproc-per-node", "1", "--local-nodes", str(world), "--spare-nodes", str(spares)]
     layout += ["--redundancy", keep, "--quiet"]
     arguments = ["--device", device, "--rounds", str(rounds), *SIZES[device]]
-    with Keepstep(layout, "shards.py", arguments) as job:
+    arguments += AT_ONCE * mps
+    with sharing(at_once=mps), Keepstep(layout, "shards.py", arguments) as job:
         job.wait(1500)
         ranks = job.results(world)
     return {"keep": keep, **compare(ranks)}
@@ -71,13 +74,18 @@ def compare(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run(
-    quick: bool, rounds: int | None = None, device: str = "cpu", keep: str = "buddy"
+    quick: bool,
+    rounds: int | None = None,
+    device: str = "cpu",
+    keep: str = "buddy",
+    mps: bool = False,
 ) -> list[str]:
     provenance = report.Provenance()
     rounds = rounds or (2 if quick else 8)
-    report.say(f"redundancy: {keep}, {device}, {rounds} rounds")
-    result = measure(device, rounds, keep)
-    name = "-".join(["redundancy", *[device] * (device != "cpu"), *[keep] * (keep != "buddy")])
+    report.say(f"redundancy: {keep}, {device}{', MPS' * mps}, {rounds} rounds")
+    result = measure(device, rounds, keep, mps)
+    words = [device] * (device != "cpu") + [keep] * (keep != "buddy") + ["mps"] * mps
+    name = "-".join(["redundancy", *words])
     path = report.write(name, quick, provenance.close(), {"result": result})
     return [summary(result), f"written: {path.name}"]
 
