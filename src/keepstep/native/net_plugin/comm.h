@@ -201,6 +201,7 @@ class Comm {
   bool urgent_ = false;
   Nanos changed_at_ = 0;
   Nanos lazy_ = 0;  // so long it may wait for more
+  Nanos look_at_ = 0;  // nothing is read or answered before
   bool quiet_ = false;  // between two frames, and nothing was there to be read
   int last_ = 0;  // path of the last arrival
 };

@@ -29,6 +29,9 @@ constexpr uint64_t kGather = 32 * 1024;
 constexpr uint64_t kHelpBytes = 256 * 1024;  // smaller messages would wait for the helper to wake up
 constexpr int kHelpSmaller = 4;  // so many of them in a row, and it is sent away
 constexpr Nanos kAttended = 3 * kMillisecond / 10;  // a helper that is away for longer is no help
+// Whoever looks again and again whether a large message goes on keeps the socket locked: the kernel
+// then leaves to the reader what it would have done on the sender's processor.
+constexpr Nanos kLookAgain = 3 * kMillisecond / 200;
 
 bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR; }
 }  // namespace
@@ -189,8 +192,12 @@ void Comm::progress(Nanos now, const Request* wanted) {
     pump(now);
     return;
   }
+  if (now < look_at_) return;
   take_receives();
-  if (now - attended_ > kAttended) read_all(now, wanted);
+  if (now - attended_ > kAttended) {
+    bool any = read_all(now, wanted);
+    look_at_ = any || !large_ ? 0 : now + kLookAgain;
+  }
   note_arrival(now);
   say_states(now);
 }
