@@ -164,6 +164,36 @@ def test_script_that_ends_before_attach_does_not_keep_the_others_waiting(tmp_pat
         job.kill()
 
 
+def test_rank_that_makes_fewer_steps_is_named(tmp_path: Path) -> None:
+    job = Job(tmp_path, "--nproc-per-node", "2", "--stall-timeout", "3", SCRIPT, "fewer")
+    try:
+        job.end(1)
+        assert "the script of rank 1 has ended, and rank 0 began another step" in job.err
+        assert "hint: every rank must make the same number of steps" in job.err
+    finally:
+        job.kill()
+
+
+def test_successor_of_a_rank_that_makes_more_steps_does_not_make_them_alone(tmp_path: Path) -> None:
+    job = Job(tmp_path, "--nproc-per-node", "2", "--spares", "1", SCRIPT, "fewer")
+
+    def survivor() -> int:
+        """The pid of rank 0, once rank 1 has ended."""
+        (view,) = job.cli_json("status") or [{"ranks": []}]
+        seen = {rank["rank"]: rank for rank in view["ranks"]}
+        return int(seen[0]["pid"]) if 1 in seen and seen[1]["state"] == "done" else 0
+
+    try:
+        job.until(lambda: registry.live(job.home), "the job to be known")
+        psutil.Process(job.until(survivor, "the end of rank 1")).kill()
+        job.end(1)
+        hint = "every rank must make the same number of steps"
+        view = check_failed(job, "rank 0 begins 'honest:", hint)
+        assert view["committed_step"] == 3
+    finally:
+        job.kill()
+
+
 REFUSED_ATTACH = """
 import torch, keepstep
 model = torch.nn.Linear(1, 1)

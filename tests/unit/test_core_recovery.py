@@ -750,6 +750,33 @@ def done(world: World, rank: int) -> None:
     world.say(worker, m.Done(tick=worker.tick, version=worker.tick))
 
 
+UNEVEN = "the script of rank 1 has ended, and rank {} began another step"
+
+
+def test_ranks_that_train_on_where_another_one_has_ended_are_told_so() -> None:
+    world = trained()
+    done(world, 1)
+    world.pump()
+    world.now += STALL
+    for rank in (0, 2, 3):
+        stall(world, rank, marks=rank, where="outside" if rank else "compute")
+        world.rank(rank).computing = not rank
+    world.run()
+    assert (world.view.state, world.view.exit_code) == ("failed", 1)
+    assert UNEVEN.format(0) in world.view.reason and "same number of steps" in world.view.reason
+    assert not world.recorded(r.SignalSeen), "and nobody is blamed for it"
+
+
+def test_a_rank_that_dies_where_another_one_has_ended_does_not_hide_it() -> None:
+    world = trained()
+    done(world, 1)
+    world.rank(0).computing = False
+    world.kill(3)
+    world.run()
+    assert (world.view.state, world.view.exit_code) == ("failed", 1)
+    assert UNEVEN.format(2) in world.view.reason
+
+
 def test_all_done_finishes_every_rank_and_stops_the_agents() -> None:
     world = trained()
     for rank in range(4):

@@ -28,7 +28,7 @@ from keepstep.core.planned import fail_move
 from keepstep.core.processes import node_lost
 from keepstep.core.rewire import settle_committed_planned
 from keepstep.core.state import SECOND, Attempt, Incident, Job, Out, Worker
-from keepstep.core.triage import hang_culprits, name_ranks
+from keepstep.core.triage import hang_culprits, name_ranks, uneven_steps
 from keepstep.model.records import SignalSeen
 
 # How long an agent may believe in a stream that is gone, and how late it may look.
@@ -298,6 +298,9 @@ def lose_node(job: Job, out: Out, name: str, why: str) -> None:
         store_failed(job, out, attempt, why)
 
 
+IN_STEP = ("compute", "section", "fence")
+
+
 def check_hang(job: Job, out: Out) -> None:
     """Only when every rank that should progress stands still can the culprit be told."""
     attempt = job.attempt
@@ -320,6 +323,11 @@ def check_hang(job: Job, out: Out) -> None:
         # The fence behind which the first one holds or has ended was passed by all. Who waited
         # long in it may count as stalled for a moment yet: believe what stands a timeout later.
         job.judge_at = job.passed_at + job.stall_ns
+        return
+    ended = {worker.rank: worker.tick for worker in job.odd() if worker.done}
+    busy = {rank: seen.tick for rank, seen in stalled.items() if seen.where in IN_STEP}
+    if uneven := uneven_steps(ended, busy):
+        job.alarm = ("user", uneven)  # what the ranks themselves report decides
         return
     ranks, reason = hang_culprits(stalled, job.stall_ns)
     if ranks and set(ranks) == set(job.live()):

@@ -50,6 +50,11 @@ def judge_reports(
             reason=f"rank {rank} raised {headline(report.error)}; "
             "no rank died and no device failed before it",
         )
+    ended = {rank: report.tick for rank, report in reports if report.done}
+    inside = [(rank, report) for rank, report in reports if report.computing or report.in_fence]
+    busy = {rank: report.tick for rank, report in inside if not report.done}
+    if uneven := uneven_steps(ended, busy):
+        return Verdict(what="user", reason=uneven)
     return _decide_tick(reports, sticky_tick)
 
 
@@ -107,6 +112,18 @@ def hang_culprits(
     if len(busy) == 1:
         return busy, f"rank {busy[0]} is the only one that computes while the others wait"
     return (), "all ranks stand still at the same place: no culprit can be told"
+
+
+def uneven_steps(ended: Mapping[int, int], busy: Mapping[int, int]) -> str:
+    """`ended`: the ticks at which scripts have ended; `busy`: those of ranks inside a step. Whoever
+    began one where another script ended can never finish it. "" if nobody did."""
+    begun = [rank for rank, tick in sorted(busy.items()) if ended and tick >= min(ended.values())]
+    if not begun:
+        return ""
+    return (
+        f"the script of {name_ranks(sorted(ended))} has ended, and {name_ranks(begun)} began "
+        "another step (hint: every rank must make the same number of steps)"
+    )
 
 
 def group_mismatch(groups: Mapping[int, Mapping[str, Sequence[int]]]) -> str:

@@ -147,7 +147,7 @@ def _member_said(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Wor
             return
         worker.version = max(worker.version, said.version)
         if said.done:
-            worker.done = True
+            worker.done, worker.tick = True, said.tick
         if not has_reported(worker, attempt):
             worker.report = said
             attempt.reported.append(worker.rank)
@@ -161,7 +161,7 @@ def _member_said(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Wor
             worker.held = said
             worker.version = max(worker.version, said.version)
             if said.done:
-                worker.done = True
+                worker.done, worker.tick = True, said.tick
             if has_held(worker, attempt):
                 if attempt.kind == "planned" and attempt.holds.lacks(worker.rank):
                     job.passed_at = out.now

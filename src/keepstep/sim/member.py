@@ -118,6 +118,7 @@ class Member(Keeper):
             self.computing = False
             self._interrupted("", False)
             return
+        self.world.checker.ensure(not self.alone, f"rank {self.rank} begins a step alone")
         self.go("compute")
         self.computing = self.stepping = True
         self.marks += 1
@@ -196,18 +197,9 @@ class Member(Keeper):
         held = self.hold_generation
         settled = self.version + training.is_step(self.tick) >= 2
         word = held if held >= 0 and settled else -1
-        if self.alone:
-            self.after(MS, self._alone_passed, word)
-            return
         assert self.group is not None
         value = training.contribution(self.shared, self.own, self.tick, self.rank)
         self.group.enter(self, value, word, self.snapshot_asked if settled else -1)
-
-    def _alone_passed(self, word: int) -> None:
-        """Everyone else has finished: their contributions come from nowhere but the truth."""
-        run = self.world.truth
-        run.upto(self.tick + 1)
-        self._apply(run.shared[self.tick + 1], word)
 
     def fence_passed(self, group: Group, tick: int) -> None:
         if self.mode == "fence" and self.tick == tick and self.group is group:

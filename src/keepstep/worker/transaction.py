@@ -169,6 +169,7 @@ class Transactions:
         while True:
             if seat.aborted():
                 self.recovery.interrupted(None, in_fence=False, roll_back=None)
+            self._refuse_alone(site)
             self._function = function
             undo = self._begin(site, step)
             problem: BaseException | None = None
@@ -204,6 +205,15 @@ class Transactions:
                 continue
             self._commit(site, step, result)
             return result
+
+    def _refuse_alone(self, site: str) -> None:
+        seat = self.seat
+        if seat.alone and seat.world > 1:
+            raise UsageError(
+                f"rank {seat.rank} begins {site!r} after step {seat.version}, where the script of "
+                "another rank has ended",
+                hint="every rank must make the same number of steps",
+            )
 
     def _begin(self, site: str, step: bool) -> Undo:
         seat = self.seat

@@ -23,7 +23,7 @@ from torch import nn
 import keepstep
 
 parser = argparse.ArgumentParser()
-parser.add_argument("case", choices=["all", "attach", "gone", "collective", "honest"])
+parser.add_argument("case", choices=["all", "attach", "gone", "collective", "fewer", "honest"])
 parser.add_argument("--gate", type=Path)
 args = parser.parse_args()
 
@@ -169,6 +169,8 @@ if args.case == "all":
     attempt("register after the first step", lambda: ks.register("late", dict, dict))
 for _ in range(3):
     honest()
+if args.case == "fewer" and rank == 1:
+    raise SystemExit(0)
 honest(mistaken=args.case == "all" or (args.case == "collective" and rank == 1))
 if args.gate is not None:
     print("waiting", flush=True)
