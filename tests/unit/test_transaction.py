@@ -44,8 +44,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Any:
         parameter = torch.nn.Parameter(torch.zeros(2))
         sgd = torch.optim.SGD([parameter], lr=1.0)
         seat = MagicMock(
-            tick=0, version=0, generation=0, alone=True, models={}, optimizers={"0": sgd},
-            parameters=[parameter], objects={}, loops=[], carrying=False, tracker=Tracker(),
+            tick=0, version=0, generation=0, alone=True, world=1, models={},
+            optimizers={"0": sgd}, parameters=[parameter], objects={}, loops=[], carrying=False,
+            tracker=Tracker(),
         )  # fmt: skip
         seat.injector.__bool__.return_value = False
         seat.aborted.return_value = False
