@@ -153,7 +153,7 @@ class Checker:
     def _on_FellBack(self, record: r.FellBack) -> None:
         """Only if nothing else is left, and to the newest one that can be read. Then everything is
         as it was."""
-        needless = recoverable(self.world)
+        needless = recoverable(self.world, record.tick)
         self.ensure(not needless, f"needless fall-back ({record.reason}): {needless}")
         again = f"{record.path} cannot be read" in record.reason
         self.ensure(not again, f"back to {record.path}, which cannot be read")

@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from keepstep.sim.world import World
 
 
-def recoverable(world: World) -> str:
-    """Why nothing needed to be lost; empty if it was beyond saving."""
+def recoverable(world: World, kept: int = -1) -> str:
+    """Why nothing needed to be lost; empty if it was beyond saving, or nothing was lost because the
+    state of tick `kept` is in a checkpoint."""
     owners = world.checker.owners
     job = faults.facts(world)
     assert job is not None
@@ -31,6 +32,8 @@ def recoverable(world: World) -> str:
         return ""
     top = max(process.tick for process in alive.values())
     for tick in (top, top + 1):
+        if tick <= kept:
+            continue
         able = [p.tick == tick or (p.tick == tick - 1 and p.in_fence) for p in alive.values()]
         if not all(able) or not any(p.tick == tick for p in alive.values()):
             continue
