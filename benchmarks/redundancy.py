@@ -23,7 +23,7 @@ SIZES = {
     "cuda": ["--width", "512", "--layers", "6", "--vocabulary", "16000", "--rows", "8",
              "--tokens", "1024", "--micro", "20", "--block", "4"],
 }  # fmt: skip
-AT_ONCE = ["--rows", "32"]  # nobody waits for his turn: a step of the same length computes more
+AT_ONCE = ["--rows", "32"]  # nobody waits for a turn: without more work steps would be short
 
 
 def measure(device: str, rounds: int, keep: str, mps: bool) -> dict[str, Any]:

@@ -154,22 +154,28 @@ def test_mistake_of_one_rank_ends_the_job_and_does_not_hang_it(
         job.kill()
 
 
-def test_script_that_ends_before_attach_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
-    job = Job(tmp_path, "--nproc-per-node", "2", SCRIPT, "gone")
+@pytest.mark.parametrize(
+    ("case", "error", "hint"),
+    [
+        (
+            "gone",
+            "the script of rank 1 ended without keepstep.attach while rank 0 waited",
+            "every rank must call keepstep.attach",
+        ),
+        (
+            "fewer",
+            "the script of rank 1 has ended, and rank 0 began another step",
+            "every rank must make the same number of steps",
+        ),
+    ],
+)
+def test_script_that_ends_early_does_not_keep_the_others_waiting(
+    tmp_path: Path, case: str, error: str, hint: str
+) -> None:
+    job = Job(tmp_path, "--nproc-per-node", "2", "--stall-timeout", "3", SCRIPT, case)
     try:
         job.end(1)
-        assert "the script of rank 1 ended without keepstep.attach while rank 0 waited" in job.err
-        assert "hint: every rank must call keepstep.attach" in job.err
-    finally:
-        job.kill()
-
-
-def test_rank_that_makes_fewer_steps_is_named(tmp_path: Path) -> None:
-    job = Job(tmp_path, "--nproc-per-node", "2", "--stall-timeout", "3", SCRIPT, "fewer")
-    try:
-        job.end(1)
-        assert "the script of rank 1 has ended, and rank 0 began another step" in job.err
-        assert "hint: every rank must make the same number of steps" in job.err
+        assert error in job.err and f"hint: {hint}" in job.err
     finally:
         job.kill()
 
