@@ -54,6 +54,8 @@ def main() -> None:
                         help="redundancy: cuda puts all ranks on one GPU")  # fmt: skip
     parser.add_argument("--mps", action="store_true",
                         help="collectives, redundancy: ranks are on the GPU at once")  # fmt: skip
+    parser.add_argument("--alone", action="store_true",
+                        help="redundancy: one rank trains, the other hardly")  # fmt: skip
     parser.add_argument("--keep", choices=["buddy", "parity"], default="buddy",
                         help="redundancy: which kind")  # fmt: skip
     parser.add_argument("--adapter", choices=["local", "slurm", "kubernetes"], default="local",
@@ -73,7 +75,8 @@ def main() -> None:
             else {"rounds": args.rounds}
         )
         if part == "redundancy":
-            options |= {"device": args.device, "keep": args.keep, "mps": args.mps}
+            options |= {"device": args.device, "keep": args.keep}
+            options |= {"mps": args.mps, "alone": args.alone}
         if part == "collectives":
             options["mps"] = args.mps
         if part == "schedulers":

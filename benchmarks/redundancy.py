@@ -3,7 +3,9 @@
 Measured inside one run by alternating blocks (train/shards.py): steps that keep them, and twice
 steps that do not. A rank per local node, so the vault is another process on the same machine: its
 CPU time and the memory bandwidth of both are taken from the ranks, which machines of their own
-would not do. With --mps all ranks are on the GPU at once (mps.py).
+would not do. With --mps all ranks are on the GPU at once (mps.py). With --alone the
+first rank has the GPU nearly for itself, as in a cluster: the other's model is tiny, and they
+share nothing.
 """
 
 from __future__ import annotations
@@ -19,19 +21,23 @@ from benchmarks.mps import sharing
 WORLDS = {"buddy": (2, 0), "parity": (3, 1)}
 SIZES = {
     "cpu": ["--rows", "8", "--tokens", "128"],
-    # Two ranks on one GPU take turns, and each collective costs some milliseconds.
+    # Ranks on one GPU take turns, and each collective costs some milliseconds.
     "cuda": ["--width", "512", "--layers", "6", "--vocabulary", "16000", "--rows", "8",
              "--tokens", "1024", "--micro", "20", "--block", "4"],
 }  # fmt: skip
 AT_ONCE = ["--rows", "32"]  # nobody waits for a turn: without more work steps would be short
+# Many rows instead of many small passes: gradients come during all of the backward pass.
+ALONE = ["--rows", "192", "--tokens", "2048", "--vocabulary", "4096", "--micro", "1"]
 
 
-def measure(device: str, rounds: int, keep: str, mps: bool) -> dict[str, Any]:
+def measure(device: str, rounds: int, keep: str, mps: bool, alone: bool) -> dict[str, Any]:
     world, spares = WORLDS[keep]
     layout = ["--nproc-per-node", "1", "--local-nodes", str(world), "--spare-nodes", str(spares)]
     layout += ["--redundancy", keep, "--quiet"]
     arguments = ["--device", device, "--rounds", str(rounds), *SIZES[device]]
-    arguments += AT_ONCE * mps
+    if device == "cuda":
+        arguments += AT_ONCE * mps + ALONE * alone
+    arguments += ["--alone"] * alone
     with sharing(at_once=mps), Keepstep(layout, "shards.py", arguments) as job:
         job.wait(1500)
         ranks = job.results(world)
@@ -79,12 +85,14 @@ def run(
     device: str = "cpu",
     keep: str = "buddy",
     mps: bool = False,
+    alone: bool = False,
 ) -> list[str]:
     provenance = report.Provenance()
     rounds = rounds or (2 if quick else 8)
     report.say(f"redundancy: {keep}, {device}{', MPS' * mps}, {rounds} rounds")
-    result = measure(device, rounds, keep, mps)
+    result = measure(device, rounds, keep, mps, alone)
     words = [device] * (device != "cpu") + [keep] * (keep != "buddy") + ["mps"] * mps
+    words += ["alone"] * alone
     name = "-".join(["redundancy", *words])
     path = report.write(name, quick, provenance.close(), {"result": result})
     return [summary(result), f"written: {path.name}"]

@@ -47,6 +47,7 @@ parser.add_argument("--tokens", type=int, default=128)
 parser.add_argument("--width", type=int, default=192)
 parser.add_argument("--layers", type=int, default=4)
 parser.add_argument("--vocabulary", type=int, default=512)
+parser.add_argument("--alone", action="store_true", help="rank 0 has all of a model")
 args = parser.parse_args()
 
 SETTLE = 2 * kept.RENEW  # steps until the bases are of different versions again
@@ -56,6 +57,10 @@ if args.device == "cuda":
     torch.cuda.set_device(0)
 dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
 mesh = init_device_mesh(args.device, (world,))
+if args.alone:
+    mesh = init_device_mesh(args.device, (world, 1), mesh_dim_names=("of", "shard"))["shard"]
+    if rank:
+        args.width, args.layers, args.vocabulary, args.rows = 64, 1, 64, 1
 torch.manual_seed(0)
 layers = [
     nn.TransformerEncoderLayer(
