@@ -27,7 +27,7 @@ SIZES = {
 }  # fmt: skip
 AT_ONCE = ["--rows", "32"]  # nobody waits for a turn: without more work steps would be short
 # Many rows instead of many small passes: gradients come during all of the backward pass.
-ALONE = ["--rows", "192", "--tokens", "2048", "--vocabulary", "4096", "--micro", "1"]
+ALONE = ["--rows", "256", "--tokens", "2048", "--vocabulary", "4096", "--micro", "1"]
 
 
 def measure(device: str, rounds: int, keep: str, mps: bool, alone: bool) -> dict[str, Any]:

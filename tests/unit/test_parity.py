@@ -86,9 +86,9 @@ class Rank:
                 parity=Parity(holder=where.holder, members=members), send=self.said.append
             ),
         )
-        self.units = range(units)
+        self.units = {unit: unit % (1 + rank % 3) for unit in range(units)}  # and their lanes
         self.parity = ParityLine(self.seat)
-        self.line = Both(self.parity, where.addresses[rank], "t", rank, generation)
+        self.line = Both(self.parity, where.addresses[rank], "t", rank, generation, self.units)
         self.renewed = -1
 
     def open(self, reserve: int = 1 << 20) -> None:

@@ -252,6 +252,25 @@ def test_replay_is_exact(place: Place, make: Make) -> None:
         check(rank, make)
 
 
+def test_bases_come_with_the_first_backward_pass_or_at_the_fence(place: Place) -> None:
+    rank = Rank(place, adamw).training()
+    rank.step()
+    for seen in (True, False, True):
+        rank.redundancy.begin()
+        rank.redundancy.begin()  # the step was aborted before it had got far
+        rank.compute()
+        gradients = [p.grad for p in rank.seat.parameters]
+        if not seen:  # made by torch.autograd.grad
+            rank.redundancy.begin()
+            for parameter, gradient in zip(rank.seat.parameters, gradients, strict=True):
+                parameter.grad = None if gradient is None else gradient.clone()
+        rank.publish()
+        rank.update()
+        units = rank.redundancy.units
+        assert max(unit.version for unit in units) == rank.seat.version - 1
+        check(rank, adamw)
+
+
 def test_replay_of_objects_that_follow_the_parameters(place: Place) -> None:
     rank = Rank(place, adamw, average=True).training()
     for _ in range(6):

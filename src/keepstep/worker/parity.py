@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from keepstep.errors import KeepstepError
@@ -35,12 +35,13 @@ class ParityLine:
         self._common = -1  # version of the last bases that all members put; -1: nothing is kept
         self._step: list[Callable[[VaultLine], object]] = []  # puts since the last sync
         self._former: tuple[VaultLine, int] | None = None  # and the version from which on it is
-        self._layout, self._units, self._reserve = b"", list[int](), 0
+        self._layout, self._lanes, self._reserve = b"", dict[int, int](), 0
 
-    def open(self, layout: bytes, units: Collection[int], reserve: int) -> None:
-        """Before training begins: UsageError if the holder has too little memory."""
+    def open(self, layout: bytes, lanes: Mapping[int, int], reserve: int) -> None:
+        """Before training begins: UsageError if the holder has too little memory. `lanes`: unit ->
+        its lane."""
         same, self._layout = layout == self._layout, layout
-        self._units, self._reserve = sorted(units), reserve
+        self._lanes, self._reserve = dict(lanes), reserve
         self._common = -1
         where = self._seat.channel.parity
         if where is not None and not (same and self._is_open(where)):
@@ -63,9 +64,14 @@ class ParityLine:
                 self._former = (old, seat.version)
         generation = max(seat.generation, 0)
         line = VaultLine(
-            where.holder, seat.welcome.token, seat.rank, generation, group=where.members
+            where.holder,
+            seat.welcome.token,
+            seat.rank,
+            generation,
+            group=where.members,
+            lanes=self._lanes,
         )
-        line.open(self._layout, self._units, self._reserve)
+        line.open(self._layout, self._lanes, self._reserve)
         self._line = line
 
     def begin(self, version: int) -> None:
@@ -116,7 +122,7 @@ class ParityLine:
 
     def _once_more(self, line: VaultLine, version: int, aborted: Callable[[], bool]) -> None:
         """Connections break. What had come there counts once."""
-        line.open(self._layout, self._units, self._reserve)
+        line.open(self._layout, self._lanes, self._reserve)
         for put in self._step:
             put(line)
         line.sync(version, aborted)
@@ -144,9 +150,15 @@ class Both(VaultLine):
     """The vault of the own agent, and all that is put there into the parity as well."""
 
     def __init__(
-        self, parity: ParityLine, address: m.Address, token: str, rank: int, generation: int
+        self,
+        parity: ParityLine,
+        address: m.Address,
+        token: str,
+        rank: int,
+        generation: int,
+        lanes: Mapping[int, int],
     ) -> None:
-        super().__init__(address, token, rank, generation, own=True)
+        super().__init__(address, token, rank, generation, own=True, lanes=lanes)
         self._parity = parity
 
     def put_all(
@@ -155,8 +167,8 @@ class Both(VaultLine):
         self._parity.put(kind, version, lambda line: line.put_all(kind, version, data))
         return super().put_all(kind, version, data, early)
 
-    def sync(self, version: int, aborted: Callable[[], bool]) -> None:
-        super().sync(version, aborted)
+    def answered(self, version: int, aborted: Callable[[], bool]) -> None:
+        super().answered(version, aborted)
         self._parity.sync(version, aborted)
 
     def drained(self) -> bool:

@@ -79,7 +79,8 @@ class Redundancy:
         self._lanes: dict[int, int] = {}  # unit -> lane of the line
         self._former: list[Address] = []  # to forget all when the new one has all
         self._suspended = ""  # why nothing is kept at present
-        self._begun = -1  # version whose share of bases was put
+        self._begun = -1  # version whose share of bases was put, but for these
+        self._due: list[Unit] = []
         self._published: dict[int, Any] = {}  # unit -> what its gradient was at the fence
         self._early = Early()
         self._watching = False  # clipping
@@ -275,7 +276,7 @@ class Redundancy:
     def _align(self) -> None:
         if self._parity is not None:
             self._realign, self._begun = True, -1
-            self._parity.open(self.layout, [unit.index for unit in self.units], self.reserve)
+            self._parity.open(self.layout, self._lanes, self.reserve)
 
     def _open(self, address: Address, fresh: bool = False) -> None:
         """What the vault has is good until it has something newer."""
@@ -285,7 +286,7 @@ class Redundancy:
             old.close()
         who = (address, seat.welcome.token, seat.rank, max(seat.generation, 0))
         if self._parity is not None:
-            line: vault.VaultLine = parity.Both(self._parity, *who)
+            line: vault.VaultLine = parity.Both(self._parity, *who, self._lanes)
         else:
             own = address == seat.welcome.blobs
             line = vault.VaultLine(*who, own=own, lanes=self._lanes)
@@ -334,6 +335,8 @@ class Redundancy:
 
     def backward(self, last: bool) -> None:
         """A backward pass begins; `last`: of this step, as it seems."""
+        if self._line is not None:
+            self._put_due(self._line, self._seat.version)
         # What was added to a parity cannot be taken back: it gets gradients that are final.
         wanted = last and self.needed and self._parity is None and not self._suspended
         if wanted and self._line is not None:
@@ -356,6 +359,20 @@ class Redundancy:
             due = self.units if self._oldest() <= version - RENEW else []
         else:
             due = self._share()
+        self._due = []
+        if self._staging is not None:
+            # A GPU has nothing to do when a step begins: whatever is done here, it waits for.
+            # Parameters stay what they are until the update. All else the forward pass may change.
+            self._due = [unit for unit in due if unit.parameter is not None]
+            due = [unit for unit in due if unit.parameter is None]
+        self._put(line, version, due)
+
+    def _put_due(self, line: vault.VaultLine, version: int) -> None:
+        if self._begun == version:
+            due, self._due = self._due, []
+            self._put(line, version, due)
+
+    def _put(self, line: vault.VaultLine, version: int, due: list[Unit]) -> None:
         parts, left = {unit.index: self._parts(unit) for unit in due}, list[int]()
         if self._staging is not None:
             left = self._staging.put_bases(line, version, parts)
@@ -425,6 +442,7 @@ class Redundancy:
             assert line is not None
         if self._begun != version:
             self._put_bases(line, version)
+        self._put_due(line, version)
         gradients = self._put_gradients(line, version, updating)
         if self._staging is not None:
             self._early.bring(self._staging.bring)
@@ -469,23 +487,32 @@ class Redundancy:
             return
         if staging is not None:
             staging.flush()
-        for unit in self._early.changed(done.line):
+        line, version, aborted = done.line, done.version, self._seat.aborted
+        self._note(done)
+        line.ask(version, aborted)
+        changed = self._early.changed(line)  # while the vault takes all for what it should be
+        for unit in changed:
             gradient = done.gradients[unit]
             if gradient is None:
-                done.line.put_absent(unit, done.version)
-            elif staging is None or not staging.put_again(done.line, unit, done.version, gradient):
+                line.put_absent(unit, version)
+            elif staging is None or not staging.put_again(line, unit, version, gradient):
                 if gradient.device.type != "cpu":
                     let_go()
-                done.line.put_grad(unit, done.version, view(gradient))
-        note = {"update": done.update, "clipped": self._early.scales}
-        done.line.note(done.version, codec.dumps_inline(note))
-        done.line.sync(done.version, self._seat.aborted)
+                line.put_grad(unit, version, view(gradient))
+        if changed:
+            self._note(done)
+            line.ask(version, aborted)
+        line.answered(version, aborted)
         self._unconfirmed = None
         former, self._former = self._former, []
         if former:
             seat = self._seat
             old = [address for address in former if address != done.line.address]
             _forget_later(old, seat.welcome.token, seat.rank, max(seat.generation, 0))
+
+    def _note(self, done: _Unconfirmed) -> None:
+        note = {"update": done.update, "clipped": self._early.scales}
+        done.line.note(done.version, codec.dumps_inline(note))
 
     def suspend(self, why: str) -> None:
         """No vault takes it. Training goes on; the guarantee does not."""

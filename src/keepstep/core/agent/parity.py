@@ -20,7 +20,7 @@ the same generation has spoiled the cell. And what is being fetched is not added
 migration goes on, after which all begin with new bases.
 
 Writers are fenced as those of a vault are. Of a group the largest reservation of a member counts;
-what is just being received is not counted, one put of each member.
+what is just being received is not counted, one put of each stream of a member.
 """
 
 from __future__ import annotations
@@ -175,6 +175,9 @@ class ParityStore:
             )
         self._groups[ranks] = group
         self._fences[rank] = fence
+        if old is not None and old.fence == fence:
+            old.reserved = ask.reserve  # one more stream of the same writer
+            return old
         member = Member(group, rank, fence, ask.layout, units, ask.reserve)
         group.members[rank] = member
         return member

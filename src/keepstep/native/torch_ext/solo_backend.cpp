@@ -29,6 +29,7 @@
 #include <vector>
 
 #include "gloo_waits.h"
+#include "numbers.h"
 
 // The holder that torch's own bindings use; the declaration must be equal to theirs.
 PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)
@@ -412,6 +413,7 @@ PYBIND11_MODULE(keepstep_ext, m) {
   });
   m.def("note_waits", &note_waits);
   m.def("end_waits", &end_waits, py::call_guard<py::gil_scoped_release>());
+  m.def("numbers", &numbers, py::call_guard<py::gil_scoped_release>());
   m.def("get_buckets", &get_buckets);
   m.def("set_buckets", &set_buckets);
   m.def("restart_static_graph", &restart_static_graph);
