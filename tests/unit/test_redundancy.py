@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from keepstep.agent.blobs import BlobServer
 from keepstep.errors import UsageError
-from keepstep.model.messages import Address
+from keepstep.model.messages import Address, Parity
 from keepstep.worker import cuda, early, redundancy, shards
 from keepstep.worker.objects import Registered
 from keepstep.worker.redundancy import Redundancy
@@ -198,9 +199,9 @@ class Rank:
         """Gradients that went to the vault before the fence and are good."""
         return len(self.redundancy._early._sent)
 
-    def become(self, version: int, updated: list[str]) -> Any:
+    def become(self, version: int, updated: list[str], holder: Address | None = None) -> Any:
         self.seat.version = version
-        kept = partial(self.redundancy.fetch, 0, [self.address], version)
+        kept = partial(self.redundancy.fetch, 0, [holder or self.address], version)
         self.redundancy.restore(frozenset(), version, updated, kept)
         return self.bits()
 
@@ -269,6 +270,45 @@ def test_bases_come_with_the_first_backward_pass_or_at_the_fence(place: Place) -
         units = rank.redundancy.units
         assert max(unit.version for unit in units) == rank.seat.version - 1
         check(rank, adamw)
+
+
+def test_a_parity_gets_gradients_early_and_what_takes_their_place_in_a_note(
+    sharded: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEEPSTEP_REDUNDANCY", "parity")
+    monkeypatch.setattr(early, "PAUSE", 1)
+    server = BlobServer("t", lambda rank: [])
+    holder = asyncio.run(server.start("127.0.0.1"))
+
+    def member() -> Rank:
+        rank = Rank(sharded, adamw)
+        rank.seat.welcome.blobs = rank.address
+        # The parity of a single member is a copy.
+        parity, said = Parity(holder=holder, members=[0]), Mock()
+        rank.seat.channel = SimpleNamespace(buddy=None, parity=parity, send=said)
+        return rank
+
+    def change(rank: Rank) -> None:
+        weight, bias = rank.model[2].weight, rank.model[2].bias
+        shards.local(weight.grad).mul_(0.5)
+        bias.grad = None
+
+    try:
+        rank = member().training()
+        guessed = 4 if rank.redundancy._staging is not None else 0
+        for step in range(9):
+            wrong = step == 3
+            between = (lambda: change(rank)) if wrong else (lambda: clip(rank))
+            rank.step(between)
+            # What went together is wrong together.
+            assert rank.early() == max(guessed - 2 * wrong, 0), step
+            assert not rank.seat.channel.send.called
+            for version in (step, step + 1):
+                for place in (rank.address, holder):
+                    restored = member().become(version, list(rank.optimizers), place)
+                    assert equal(restored, rank.versions[version]), (version, place)
+    finally:
+        server.close()
 
 
 def test_replay_of_objects_that_follow_the_parameters(place: Place) -> None:

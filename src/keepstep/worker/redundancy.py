@@ -16,7 +16,9 @@ object must say how it follows from the parameters (`after_update`), and then al
 version, because it may depend on any of them.
 
 With `parity` the vault is that of the own agent, and the parity of several ranks is kept besides
-(parity.py). Then all bases are of one version, too, and all ranks renew them at the same ones.
+(parity.py). Then all bases are of one version, too, and all ranks renew them at the same ones. What
+was added to a parity cannot be taken out: what takes the place of a gradient that was sent too
+early is in the step's note.
 
 Main thread only, but for `interrupt`.
 """
@@ -83,6 +85,8 @@ class Redundancy:
         self._due: list[Unit] = []
         self._published: dict[int, Any] = {}  # unit -> what its gradient was at the fence
         self._early = Early()
+        if self._parity is not None:  # what its two lines read at different times must not change
+            self._early.ways.clear()
         self._watching = False  # clipping
         self._staging: Staging | None = None  # on a GPU
         self._unconfirmed: _Unconfirmed | None = None
@@ -231,7 +235,7 @@ class Redundancy:
         gradients = self._gradients
         notes = 1 << 20
         if self._parity is not None:  # faults one after the other may add bases between the common
-            return 3 * bases + (RENEW + 4) * gradients + notes
+            return 3 * bases + (RENEW + 5) * gradients + notes  # those of one step in its note
         if self._whole:
             return 2 * bases + largest + (RENEW + 2) * gradients + notes
         shares = 2 * (bases // RENEW + largest)
@@ -337,9 +341,7 @@ class Redundancy:
         """A backward pass begins; `last`: of this step, as it seems."""
         if self._line is not None:
             self._put_due(self._line, self._seat.version)
-        # What was added to a parity cannot be taken back: it gets gradients that are final.
-        wanted = last and self.needed and self._parity is None and not self._suspended
-        if wanted and self._line is not None:
+        if last and self.needed and not self._suspended and self._line is not None:
             self._early.open(self._line, self._seat.version)
         else:
             self._early.close()
@@ -488,19 +490,15 @@ class Redundancy:
         if staging is not None:
             staging.flush()
         line, version, aborted = done.line, done.version, self._seat.aborted
-        self._note(done)
-        line.ask(version, aborted)
-        changed = self._early.changed(line)  # while the vault takes all for what it should be
-        for unit in changed:
-            gradient = done.gradients[unit]
-            if gradient is None:
-                line.put_absent(unit, version)
-            elif staging is None or not staging.put_again(line, unit, version, gradient):
-                if gradient.device.type != "cpu":
-                    let_go()
-                line.put_grad(unit, version, view(gradient))
-        if changed:
+        if self._parity is None:  # while it is looked at, the vault takes all for what it should be
             self._note(done)
+            line.ask(version, aborted)
+        changed = self._early.changed(line)
+        instead: dict[int, bytes | None] = {}
+        for unit in changed:
+            instead |= self._correct(done, unit, let_go)
+        if changed or self._parity is not None:
+            self._note(done, instead)
             line.ask(version, aborted)
         line.answered(version, aborted)
         self._unconfirmed = None
@@ -510,8 +508,28 @@ class Redundancy:
             old = [address for address in former if address != done.line.address]
             _forget_later(old, seat.welcome.token, seat.rank, max(seat.generation, 0))
 
-    def _note(self, done: _Unconfirmed) -> None:
-        note = {"update": done.update, "clipped": self._early.scales}
+    def _correct(
+        self, done: _Unconfirmed, unit: int, let_go: Callable[[], None]
+    ) -> dict[int, bytes | None]:
+        """What was sent of it is not what it is now. Gives what the note has to say of it."""
+        gradient, line, version = done.gradients[unit], done.line, done.version
+        if gradient is None:
+            if self._parity is not None:
+                return {unit: None}
+            line.put_absent(unit, version)
+            return {}
+        staging = self._staging if self._parity is None else None
+        if staging is not None and staging.put_again(line, unit, version, gradient):
+            return {}
+        if gradient.device.type != "cpu":
+            let_go()
+        if self._parity is not None:
+            return {unit: bytes(view(gradient))}
+        line.put_grad(unit, version, view(gradient))
+        return {}
+
+    def _note(self, done: _Unconfirmed, instead: dict[int, bytes | None] | None = None) -> None:
+        note = {"update": done.update, "clipped": self._early.scales, "instead": instead or {}}
         done.line.note(done.version, codec.dumps_inline(note))
 
     def suspend(self, why: str) -> None:

@@ -39,7 +39,7 @@ class Replay:
                     self._install(unit, tensors)
             if step == version:
                 break
-            self._set_gradients(fetched, step, notes[step]["clipped"])
+            self._set_gradients(fetched, step, notes[step])
             following = updates.get(step + 1)
             made = following["before"] if following is not None and step + 1 < version else updated
             self._update(updates[step], made)
@@ -50,19 +50,19 @@ class Replay:
             parameter.grad = torch.zeros_like(parameter) if had[id(parameter)] else None
         return oldest
 
-    def _set_gradients(self, fetched: vault.Fetched, step: int, clipped: Any) -> None:
+    def _set_gradients(self, fetched: vault.Fetched, step: int, note: dict[str, Any]) -> None:
         for parameter in self._seat.parameters:
             parameter.grad = None
         found: dict[int, torch.Tensor] = {}
         for unit in self._units:
             base, _, log = fetched.units[unit.index]
-            data = log.get(step) if base <= step else None
+            data = note["instead"].get(unit.index, log.get(step)) if base <= step else None
             if data is not None and unit.parameter is not None:
                 part = torch.empty_like(shards.local(unit.parameter).detach())
                 fill(part, data)
                 unit.parameter.grad = shards.wrap(part, shards.spec(unit.parameter))
                 found[unit.index] = part
-        multiply(found, clipped)
+        multiply(found, note["clipped"])
 
     def _update(self, note: dict[str, Any], made: list[str]) -> None:
         optimizers = self._seat.optimizers
