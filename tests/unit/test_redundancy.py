@@ -262,6 +262,7 @@ def test_bases_come_with_the_first_backward_pass_or_at_the_fence(place: Place) -
         rank.compute()
         gradients = [p.grad for p in rank.seat.parameters]
         if not seen:  # made by torch.autograd.grad
+            rank.sent()
             rank.redundancy.begin()
             for parameter, gradient in zip(rank.seat.parameters, gradients, strict=True):
                 parameter.grad = None if gradient is None else gradient.clone()
@@ -272,43 +273,91 @@ def test_bases_come_with_the_first_backward_pass_or_at_the_fence(place: Place) -
         check(rank, adamw)
 
 
-def test_a_parity_gets_gradients_early_and_what_takes_their_place_in_a_note(
-    sharded: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Members:
+    """Ranks of a parity that has a single member, and so is a copy."""
+
+    def __init__(self, place: Place, holder: Address) -> None:
+        self.place, self.holder = place, holder
+
+    def member(self) -> Rank:
+        rank = Rank(self.place, adamw)
+        rank.seat.welcome.blobs = rank.address
+        parity = Parity(holder=self.holder, members=[0])
+        rank.seat.channel = SimpleNamespace(buddy=None, parity=parity, send=Mock())
+        return rank
+
+    def restored(self, rank: Rank, version: int, holder: Address) -> bool:
+        bits = self.member().become(version, list(rank.optimizers), holder)
+        return equal(bits, rank.versions[version])
+
+
+@pytest.fixture
+def members(sharded: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Members]:
     monkeypatch.setenv("KEEPSTEP_REDUNDANCY", "parity")
     monkeypatch.setattr(early, "PAUSE", 1)
     server = BlobServer("t", lambda rank: [])
-    holder = asyncio.run(server.start("127.0.0.1"))
+    try:
+        yield Members(sharded, asyncio.run(server.start("127.0.0.1")))
+    finally:
+        server.close()
 
-    def member() -> Rank:
-        rank = Rank(sharded, adamw)
-        rank.seat.welcome.blobs = rank.address
-        # The parity of a single member is a copy.
-        parity, said = Parity(holder=holder, members=[0]), Mock()
-        rank.seat.channel = SimpleNamespace(buddy=None, parity=parity, send=said)
-        return rank
 
-    def change(rank: Rank) -> None:
+def test_a_parity_gets_gradients_early_and_what_takes_their_place_in_a_note(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redundancy, "NOTED_BYTES", 1000)
+    rank = members.member().training()
+    guessed = 4 if rank.redundancy._staging is not None else 0
+
+    def change() -> None:
         weight, bias = rank.model[2].weight, rank.model[2].bias
         shards.local(weight.grad).mul_(0.5)
         bias.grad = None
 
-    try:
-        rank = member().training()
-        guessed = 4 if rank.redundancy._staging is not None else 0
-        for step in range(9):
-            wrong = step == 3
-            between = (lambda: change(rank)) if wrong else (lambda: clip(rank))
-            rank.step(between)
-            # What went together is wrong together.
-            assert rank.early() == max(guessed - 2 * wrong, 0), step
-            assert not rank.seat.channel.send.called
-            for version in (step, step + 1):
-                for place in (rank.address, holder):
-                    restored = member().become(version, list(rank.optimizers), place)
-                    assert equal(restored, rank.versions[version]), (version, place)
-    finally:
-        server.close()
+    for step in range(9):
+        wrong = step == 3
+        rank.step(change if wrong else lambda: clip(rank))
+        # What went together is wrong together.
+        assert rank.early() == max(guessed - 2 * wrong, 0), step
+        assert not rank.seat.channel.send.called
+        for version in (step, step + 1):
+            assert members.restored(rank, version, rank.address), version
+            assert members.restored(rank, version, members.holder), version
+
+
+def test_a_parity_is_given_up_where_the_vault_gets_other_gradients_than_it(
+    members: Members,
+) -> None:
+    """The connection to the own agent breaks between clipping and the fence."""
+    rank = members.member().training()
+    given_up = rank.redundancy._staging is not None
+
+    def clip_and_break() -> None:
+        clip(rank)
+        assert rank.redundancy._line is not None
+        rank.redundancy._line.interrupt()
+
+    for step in range(12):
+        broken = step in (2, 8)
+        if broken:
+            rank.redundancy.begin()
+            rank.compute()
+            clip_and_break()
+            with contextlib.suppress(OSError):  # as the seat does
+                rank.publish()
+                broken = False
+            if broken:
+                rank.publish()
+            rank.update()
+        else:
+            rank.step(lambda: clip(rank))
+        assert members.restored(rank, step + 1, rank.address), step
+        if given_up and step in (2, 3, 8, 9, 10, 11):
+            with pytest.raises(redundancy.ShardsMissing):
+                members.restored(rank, step + 1, members.holder)
+        else:
+            assert members.restored(rank, step + 1, members.holder), step
+    assert not rank.seat.channel.send.called
 
 
 def test_replay_of_objects_that_follow_the_parameters(place: Place) -> None:

@@ -7,7 +7,6 @@ import os
 import random
 
 import pytest
-import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from test_vault import MB, agent, going_on, line, opened, plain
@@ -57,30 +56,6 @@ def test_a_ticket_is_of_its_lane() -> None:
             buffer[:] = bytes([unit]) * MB
         rank.wait_all_read()
         assert rank.drained()
-
-
-def test_what_was_sent_early_can_be_asked_for_behind_the_fence_and_put_again() -> None:
-    with agent() as (address, _), line(address, lanes=LANES) as rank:
-        opened(rank, units=len(LANES))
-        for version in range(3):
-            tickets = {}
-            for unit in LANES:
-                rank.put_base(unit, version, [b"base"])
-                tickets[unit] = rank.put_grad(unit, version, bytearray(b"guessed"), early=True)
-            rank.note(version, b"guessed")
-            rank.ask(version, going_on)
-            rank.wait_all_read()
-            sent = {rank.digest_sent(ticket) for ticket in tickets.values()}
-            assert sent == {xxhash.xxh3_128_digest(b"guessed")}
-            rank.put_grad(1, version, b"seen")
-            rank.note(version, b"seen")
-            rank.ask(version, going_on)
-            rank.answered(version, going_on)
-        found = fetch(address, "t", 2, 3)
-    assert {unit: log[2] for unit, (_, _, log) in plain(found).items()} == {
-        unit: b"seen" if unit == 1 else b"guessed" for unit in LANES
-    }
-    assert found.notes[2] == b"seen"
 
 
 def test_one_lost_lane_breaks_the_line_and_nothing_that_was_acknowledged_is_gone() -> None:

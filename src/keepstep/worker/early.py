@@ -276,7 +276,7 @@ class Early:
         changed = [unit for sent in wrong for unit in sent.parameters]
         for unit in changed:
             del self._sent[unit]
-        self._wrong = self._wrong or bool(changed)
+        self._wrong = self._wrong or (bool(changed) and not line.broken)
         return changed
 
     @property

@@ -159,7 +159,7 @@ class Lane:
     # ----------------------------------------------------------------- the sender
 
     def _send_all(self, connection: socket.socket, frames: Frames[v.VaultReply]) -> None:
-        packed, asked = bytearray(), 0
+        packed = bytearray()
         try:
             while batch := self._next():
                 for item in batch:
@@ -169,9 +169,7 @@ class Lane:
                     reply = frames.receive()
                     if reply != v.VaultSynced(version=last.version):
                         raise_refusal(reply, self._rank)
-                    # Of those since the last fence somebody may still ask.
-                    self._early = {t: one for t, one in self._early.items() if t > asked}
-                    asked = batch[-1].ticket
+                    self._early.clear()
                 with self._turn:
                     self._read = batch[-1].ticket
                     self._queued -= sum(item.size for item in batch)

@@ -34,6 +34,7 @@ class ParityLine:
         self._line: VaultLine | None = None
         self._common = -1  # version of the last bases that all members put; -1: nothing is kept
         self._step: list[Callable[[VaultLine], object]] = []  # puts since the last sync
+        self._given_up = -1  # version of a step in which nothing more is added
         self._former: tuple[VaultLine, int] | None = None  # and the version from which on it is
         self._layout, self._lanes, self._reserve = b"", dict[int, int](), 0
 
@@ -79,7 +80,7 @@ class ParityLine:
         where = self._seat.channel.parity
         self._step.clear()
         self._common = -1
-        if where is None:
+        if where is None or version == self._given_up:
             return
         try:
             if not self._is_open(where):
@@ -88,6 +89,14 @@ class ParityLine:
             self._lost(where.holder, error)
             return
         self._common = version
+
+    def give_up(self, version: int) -> None:
+        """What it has got in this step is not what the vault will have. Nobody reads it any more;
+        it begins again with the next bases of all members."""
+        self._common, self._given_up = -1, version
+        self._step.clear()
+        if self._line is not None:
+            self._line.close()
 
     def put(self, kind: v.Kind, version: int, put: Callable[[VaultLine], object]) -> None:
         """A base that is not of all members is none of the parity's."""
@@ -167,8 +176,8 @@ class Both(VaultLine):
         self._parity.put(kind, version, lambda line: line.put_all(kind, version, data))
         return super().put_all(kind, version, data, early)
 
-    def answered(self, version: int, aborted: Callable[[], bool]) -> None:
-        super().answered(version, aborted)
+    def sync(self, version: int, aborted: Callable[[], bool]) -> None:
+        super().sync(version, aborted)
         self._parity.sync(version, aborted)
 
     def drained(self) -> bool:

@@ -37,6 +37,7 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
+from keepstep.adapters.transport.blocking import pieces
 from keepstep.errors import KeepstepError, PermanentError, UsageError
 from keepstep.model.messages import Address
 from keepstep.worker import blobs, codec, cuda, lane, parity, rebuild, shards, vault
@@ -49,6 +50,7 @@ from keepstep.worker.units import Unit, described, part_of, view, views
 if TYPE_CHECKING:
     from keepstep.worker.seat import Seat
 
+NOTED_BYTES = 1 << 30  # in a piece: msgpack knows none of 4 GiB
 RENEW = 4  # steps in which all bases are renewed once; more gradients are kept, fewer bases sent
 
 
@@ -439,6 +441,8 @@ class Redundancy:
         version = seat.version
         line = self._line
         if line is None or line.address != target or line.broken:
+            if line is not None and self._parity is not None and self._staging is not None:
+                self._parity.give_up(version)  # it has gradients from before they were final
             self._open(target)
             line = self._line
             assert line is not None
@@ -489,18 +493,17 @@ class Redundancy:
             return
         if staging is not None:
             staging.flush()
-        line, version, aborted = done.line, done.version, self._seat.aborted
-        if self._parity is None:  # while it is looked at, the vault takes all for what it should be
-            self._note(done)
-            line.ask(version, aborted)
-        changed = self._early.changed(line)
-        instead: dict[int, bytes | None] = {}
-        for unit in changed:
+        line, aborted = done.line, self._seat.aborted
+        if line.broken:
+            line.sync(done.version, aborted)  # which says why
+        instead: dict[int, list[bytes] | None] = {}
+        for unit in self._early.changed(line):
+            if line.broken:
+                line.sync(done.version, aborted)
             instead |= self._correct(done, unit, let_go)
-        if changed or self._parity is not None:
-            self._note(done, instead)
-            line.ask(version, aborted)
-        line.answered(version, aborted)
+        note = {"update": done.update, "clipped": self._early.scales, "instead": instead}
+        line.note(done.version, codec.dumps_inline(note))
+        line.sync(done.version, aborted)
         self._unconfirmed = None
         former, self._former = self._former, []
         if former:
@@ -510,7 +513,7 @@ class Redundancy:
 
     def _correct(
         self, done: _Unconfirmed, unit: int, let_go: Callable[[], None]
-    ) -> dict[int, bytes | None]:
+    ) -> dict[int, list[bytes] | None]:
         """What was sent of it is not what it is now. Gives what the note has to say of it."""
         gradient, line, version = done.gradients[unit], done.line, done.version
         if gradient is None:
@@ -524,13 +527,9 @@ class Redundancy:
         if gradient.device.type != "cpu":
             let_go()
         if self._parity is not None:
-            return {unit: bytes(view(gradient))}
+            return {unit: [bytes(part) for part in pieces(view(gradient), NOTED_BYTES)]}
         line.put_grad(unit, version, view(gradient))
         return {}
-
-    def _note(self, done: _Unconfirmed, instead: dict[int, bytes | None] | None = None) -> None:
-        note = {"update": done.update, "clipped": self._early.scales, "instead": instead or {}}
-        done.line.note(done.version, codec.dumps_inline(note))
 
     def suspend(self, why: str) -> None:
         """No vault takes it. Training goes on; the guarantee does not."""

@@ -56,7 +56,10 @@ class Replay:
         found: dict[int, torch.Tensor] = {}
         for unit in self._units:
             base, _, log = fetched.units[unit.index]
-            data = note["instead"].get(unit.index, log.get(step)) if base <= step else None
+            data: Any = log.get(step) if base <= step else None
+            if data is not None and unit.index in note["instead"]:
+                noted = note["instead"][unit.index]
+                data = None if noted is None else memoryview(bytearray().join(noted))
             if data is not None and unit.parameter is not None:
                 part = torch.empty_like(shards.local(unit.parameter).detach())
                 fill(part, data)

@@ -186,17 +186,10 @@ class VaultLine:
     def sync(self, version: int, aborted: Callable[[], bool]) -> None:
         """At the fence of step `version`: returns when all that was put is stored. Raises OSError
         when the line is lost or interrupted, and what `open` raises."""
-        self.ask(version, aborted)
-        self.answered(version, aborted)
-
-    def ask(self, version: int, aborted: Callable[[], bool]) -> None:
-        """The first half of `sync`. More may be put, and asked for again, before the second."""
         if aborted():  # it may have come before there was anything to interrupt
             raise ConnectionAbortedError("writing to the vault was aborted")
         for lane in self._lanes:
             lane.enqueue([Item(v.VaultSync(version=version))])
-
-    def answered(self, version: int, aborted: Callable[[], bool]) -> None:
         self.wait_all_read()
         failures = [found for lane in self._lanes if (found := lane.failure()) is not None]
         if not failures:

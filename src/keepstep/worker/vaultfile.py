@@ -15,7 +15,7 @@ import xxhash
 from keepstep.worker.statefile import read_header, read_part, write_parts
 from keepstep.worker.vault import Fetched
 
-_MAGIC = b"KSVAULT1"
+_MAGIC = b"KSVAULT2"
 
 
 class _Part(msgspec.Struct, frozen=True):
@@ -33,20 +33,22 @@ class _Unit(msgspec.Struct, frozen=True):
 class _Header(msgspec.Struct, frozen=True):
     layout: bytes
     units: list[_Unit]
-    notes: dict[int, bytes]
+    notes: list[tuple[int, _Part]]  # step, and what may be as large as all its gradients
 
 
-def _part(view: memoryview) -> _Part:
+def _part(view: memoryview | bytes) -> _Part:
     return _Part(len(view), xxhash.xxh3_128_digest(view))
 
 
 def write(path: Path, fetched: Fetched) -> int:
-    units, views = [], []
+    units, views = [], list[memoryview | bytes]()
     for index, (version, tensors, log) in fetched.units.items():
         given = [(step, None if view is None else _part(view)) for step, view in log.items()]
         units.append(_Unit(index, version, [_part(view) for view in tensors], given))
         views += [*tensors, *(view for view in log.values() if view is not None)]
-    header = _Header(fetched.layout, units, fetched.notes)
+    notes = [(step, _part(note)) for step, note in fetched.notes.items()]
+    views += fetched.notes.values()
+    header = _Header(fetched.layout, units, notes)
     return write_parts(path, _MAGIC, msgspec.msgpack.encode(header), views)
 
 
@@ -70,4 +72,5 @@ def read(path: Path) -> Fetched:
                 for step, part in unit.log
             }
             units[unit.index] = (unit.version, tensors, log)
-    return Fetched(header.layout, units, header.notes, total)
+        notes = {step: bytes(take(part, f"note {step}")) for step, part in header.notes}
+    return Fetched(header.layout, units, notes, total)
