@@ -49,6 +49,12 @@ def nodes(world: int, spares: int = 1) -> list[str]:
     return ["--local-nodes", str(world), "--nproc-per-node", "1", "--spare-nodes", str(spares)]
 
 
+def several_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a rank has many cores and large parameters."""
+    monkeypatch.setenv("KEEPSTEP_VAULT_LANES", "3")
+    monkeypatch.setenv("KEEPSTEP_VAULT_SLICE", "200")
+
+
 def came_from(incidents: list[dict[str, Any]], replicas: bool) -> None:
     for incident in incidents:
         vault = "vault" in incident["source"] or "as the script builds" in incident["source"]
@@ -113,8 +119,7 @@ def test_kill_with(
 def test_kill_with_several_connections_to_each_vault(
     start: Start, reference: Reference, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a rank has many cores."""
-    monkeypatch.setenv("KEEPSTEP_VAULT_LANES", "3")
+    several_connections(monkeypatch)
     args, faults = ["--layout", "fsdp"], KILLS["commit"]
     job = start(
         *nodes(3), *inject(*(f"kill:rank={fault}" for fault in faults)),
@@ -212,11 +217,18 @@ def test_kill_with_parity(
 
 
 @pytest.mark.cost(35)
-@pytest.mark.parametrize("layout", ALONE)
+@pytest.mark.parametrize("layout", [*ALONE, "fsdp-sliced"])
 def test_loss_of_a_node_with_parity(
-    layout: str, start: Start, reference: Reference, verdict: Verdict
+    layout: str,
+    start: Start,
+    reference: Reference,
+    verdict: Verdict,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The second one is lost when the first one's successor has its part in another parity."""
+    if layout == "fsdp-sliced":
+        several_connections(monkeypatch)
+        layout = "fsdp"
     world = SHAPES[layout][0]
     args = ["--layout", layout, "--steps", "40", "--slow", "yes"]
     job = start(*nodes(world, 2), *PARITY, script=LAYOUTS, script_args=args, world=world)

@@ -68,7 +68,10 @@ def stage_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "home", torch.device("cpu"))
 
 
-@pytest.fixture(params=["cpu", "staged", pytest.param("cuda", marks=GPU)])
+HOW = ["cpu", "staged", "cuda", "cpu-sliced", "staged-sliced", "cuda-sliced"]
+
+
+@pytest.fixture(params=[pytest.param(how, marks=[GPU] * ("cuda" in how)) for how in HOW])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     # What is hung into torch is taken out again.
@@ -79,9 +82,13 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     server = BlobServer("t", lambda rank: [])
     try:
         address = asyncio.run(server.start("127.0.0.1"))
-        if request.param == "staged":
+        device, _, how = request.param.partition("-")
+        if device == "staged":
             stage_host_memory(monkeypatch)
-        yield Place(address, "cuda" if request.param == "cuda" else "cpu")
+        if how == "sliced":
+            monkeypatch.setenv("KEEPSTEP_VAULT_LANES", "3")
+            monkeypatch.setenv("KEEPSTEP_VAULT_SLICE", "2000")
+        yield Place(address, "cuda" if device == "cuda" else "cpu")
     finally:
         server.close()
 

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from test_vault import MB, agent, going_on, line, opened, plain
 
 from keepstep.agent.landings import Landings
-from keepstep.errors import PermanentError, UsageError
-from keepstep.worker.vault import VaultLine, fetch, lanes_of
+from keepstep.errors import PermanentError, RemoteProtocolError, UsageError
+from keepstep.model import vault as v
+from keepstep.worker.lane import VaultLacks
+from keepstep.worker.vault import Fetched, VaultLine, cut, digest, fetch, lanes_of, sliced
 
 LANES = {0: 0, 1: 1, 2: 2, 3: 0}
 
@@ -73,6 +75,107 @@ def test_one_lost_lane_breaks_the_line_and_nothing_that_was_acknowledged_is_gone
         second = step_of(rank, 1, chance)
         log = {unit: found[2] for unit, found in plain(fetch(address, "t", 2, 2)).items()}
         assert log == {unit: {0: first[unit], 1: second[unit]} for unit in LANES}
+
+
+def test_a_large_unit_goes_over_several_lanes_and_comes_back_whole() -> None:
+    chance = random.Random(4)
+    numbers = sliced({0: 9 * MB, 1: 30, 2: 30}, {0: 3 * MB, 1: 10})
+    assert sorted(numbers) == [0, 1, 2, v.SLICES, 2 * v.SLICES]
+    lanes = {number: at % 3 for at, number in enumerate(sorted(numbers))}
+    bases = {unit: [b"small", chance.randbytes(size), b""] for unit, size in enumerate((3 * MB, 9))}
+    with agent() as (address, _), line(address, lanes=lanes) as rank:
+        rank.open(b"layout", lanes, 64 * MB)
+        steps = []
+        for version in range(3):
+            steps.append({0: chance.randbytes(3 * MB + 1), 1: chance.randbytes(7)})
+            for unit, gradient in steps[-1].items():
+                if version == 0:
+                    rank.put_base(unit, version, bases[unit])
+                ticket = rank.put_grad(unit, version, bytearray(gradient), early=True)
+                assert len(ticket) == (3 if unit == 0 else 1)
+                assert rank.digest_sent(ticket) == digest(gradient, ticket)
+            if version == 0:
+                rank.put_base(2, 0, [])
+            rank.put_absent(2, version)
+            rank.note(version, b"note")
+            rank.sync(version, going_on)
+        rank.put_absent(0, 3)
+        rank.sync(3, going_on)
+        found = fetch(address, "t", 2, 3).whole()
+    for unit, parts in bases.items():
+        assert found[unit].version == 0
+        assert [b"".join(part) for part in found[unit].tensors] == parts
+        log = {step: b"".join(part) for step, part in found[unit].log.items() if part is not None}
+        assert log == {step: put[unit] for step, put in enumerate(steps)}
+    assert found[2].tensors == [] and found[2].log == dict.fromkeys(range(3))
+
+
+def test_slices_begin_with_bases_of_one_version() -> None:
+    """A rank that dies while it sends one leaves some of its slices behind."""
+    slices = [0, v.SLICES]
+    with agent() as (address, _), line(address) as rank:
+        rank.open(b"layout", [*slices, 1], MB)
+        for unit in (*slices, 1):
+            rank.put_base(unit, 4, [b"four"])
+            rank.put_grad(unit, 4, b"g")
+        for unit in (0, 1):
+            rank.put_base(unit, 5, [b"five"])
+        rank.sync(4, going_on)
+        found = fetch(address, "t", 2, 5)
+        assert {base for base, _, _ in found.units.values()} == {4}, "all can begin there"
+        rank.put_base(1, 6, [b"six"])
+        for step in (5, 6):
+            for unit in (*slices, 1):
+                rank.put_grad(unit, step, b"g")
+        rank.sync(6, going_on)  # and nobody asks for what unit 1 had before
+        rank.put_base(1, 7, [b"seven"])
+        rank.sync(7, going_on)
+        found = fetch(address, "t", 2, 7)
+        assert {unit: found.units[unit][0] for unit in found.units} == {0: 4, v.SLICES: 4, 1: 7}
+        whole = found.whole()
+        assert whole[0].log == {step: [b"g", b"g"] for step in (4, 5, 6)}
+        rank.put_grad(0, 7, b"g")
+        rank.sync(7, going_on)
+        with pytest.raises(VaultLacks, match="unit 0 has base 4 and gradients up to 6, not 7"):
+            fetch(address, "t", 2, 8)
+
+
+def test_slices_that_do_not_belong_together_are_refused() -> None:
+    units = {0: (4, [memoryview(b"a")], {}), v.SLICES: (5, [memoryview(b"b")], {})}
+    with pytest.raises(RemoteProtocolError, match="slices of unit 0"):
+        Fetched(b"", units, {}, 2).whole()
+
+
+@given(size=st.integers(0, 5000), count=st.integers(1, 8))
+def test_what_was_cut_is_all_there_and_in_order(size: int, count: int) -> None:
+    data = random.Random(size).randbytes(size)
+    parts = cut(memoryview(data), count)
+    assert len(parts) == count and b"".join(parts) == data
+    assert all(len(part) <= -(-size // count) + 64 for part in parts) or size < 64 * count
+
+
+def test_how_a_unit_is_cut_can_be_said_and_does_not_depend_on_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes, parameters = {0: 300, 1: 30}, {0: 100, 1: 10}
+    assert sliced(sizes, parameters) == sizes
+    monkeypatch.setenv("KEEPSTEP_VAULT_SLICE", "50")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(1))
+    assert sliced(sizes, parameters) == {0: 150, v.SLICES: 150, 1: 30}
+    monkeypatch.setenv("KEEPSTEP_VAULT_SLICE", "1")
+    assert len(sliced(sizes, parameters)) == 16
+    monkeypatch.setenv("KEEPSTEP_VAULT_SLICE", "0")
+    with pytest.raises(UsageError, match="KEEPSTEP_VAULT_SLICE=0 is not a number"):
+        sliced(sizes, parameters)
+
+
+def test_slices_of_one_unit_have_lanes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEEPSTEP_VAULT_LANES", "4")
+    numbers = sliced({0: 24 * MB, 1: 24 * MB}, {0: 8 * MB, 1: 8 * MB})
+    found = lanes_of(numbers, 1)
+    for unit in (0, 1):
+        mine = [found[number] for number in numbers if number % v.SLICES == unit]
+        assert sorted(mine) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_a_later_writer_drives_out_all_lanes() -> None:

@@ -15,6 +15,9 @@ the words of the refusal with it.
 A *unit* is a parameter with its optimizer state. Its *base* of version j are its tensors after j
 steps; its gradient of version s is what step s applies, and leads from version s to s + 1.
 
+A large unit comes in *slices*, over several connections: each has its share of every tensor and
+gradient, and is a unit of its own but in this, that all of them begin with bases of one version.
+
 With a `group` it is not the state of one rank that is kept but the parity of several: see
 keepstep.core.agent.parity.
 """
@@ -26,6 +29,8 @@ from typing import Literal
 import msgspec
 
 from keepstep.model.messages import Message
+
+SLICES = 1 << 20  # slice n of unit u is number u + n * SLICES
 
 Kind = Literal["base", "grad", "absent", "note"]
 Reason = Literal["token", "fenced", "layout", "memory", "digest", "lacks"]

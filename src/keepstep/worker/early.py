@@ -28,13 +28,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import xxhash
 from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 
 from keepstep.worker import shards
 from keepstep.worker.units import view
-from keepstep.worker.vault import VaultLine
+from keepstep.worker.vault import VaultLine, digest
 
 PAUSE = 64  # steps without a guess after a wrong one
 SCALES_MAX = 64  # of one step
@@ -62,7 +61,7 @@ class Way(Protocol):
     def before_write(self, line: VaultLine, ticket: Any) -> None:
         """They are about to be written to, and what was sent shall be as it is now."""
 
-    def look(self, gradients: list[torch.Tensor]) -> Any:
+    def look(self, ticket: Any, gradients: list[torch.Tensor]) -> Any:
         """What those of one ticket are now, to be compared later."""
 
     def seen(self, look: Any) -> Any:
@@ -95,9 +94,9 @@ class HostWay:
     def before_write(self, line: VaultLine, ticket: Any) -> None:
         line.wait_read(ticket)
 
-    def look(self, gradients: list[torch.Tensor]) -> Any:
+    def look(self, ticket: Any, gradients: list[torch.Tensor]) -> Any:
         (gradient,) = gradients
-        return xxhash.xxh3_128_digest(view(gradient))
+        return digest(view(gradient), ticket)
 
     def seen(self, look: Any) -> Any:
         return look
@@ -225,7 +224,7 @@ class Early:
         for sent in self._all_sent():
             if (now := sent.now()) is not None:
                 sent.way.before_write(line, sent.ticket)
-                before[sent] = sent.way.look(now)
+                before[sent] = sent.way.look(sent.ticket, now)
         with _Multiplications() as seen:
             result = clip()
         for gradients, scale in seen.found:
@@ -238,7 +237,7 @@ class Early:
             for sent in list(before):
                 now = sent.now()
                 if now is not None and all(id(one) in ids for one in now):
-                    sent.looks += [before.pop(sent), sent.way.look(now)]
+                    sent.looks += [before.pop(sent), sent.way.look(sent.ticket, now)]
                     units += sent.parameters
             if units:
                 self._scales.append((scale.detach().clone(), units))
@@ -257,7 +256,7 @@ class Early:
         for sent in self._all_sent():
             now = sent.now() if all(map(updated, sent.parameters)) else None
             if now is not None:
-                sent.looks.append(sent.way.look(now))
+                sent.looks.append(sent.way.look(sent.ticket, now))
         return set(self._sent)
 
     def bring(self, bring: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:

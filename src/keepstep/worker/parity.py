@@ -20,7 +20,7 @@ from keepstep.errors import KeepstepError
 from keepstep.model import messages as m
 from keepstep.model import vault as v
 from keepstep.worker.lane import View
-from keepstep.worker.vault import VaultLine, forget
+from keepstep.worker.vault import Ticket, VaultLine, forget
 
 if TYPE_CHECKING:
     from keepstep.worker.seat import Seat
@@ -39,8 +39,8 @@ class ParityLine:
         self._layout, self._lanes, self._reserve = b"", dict[int, int](), 0
 
     def open(self, layout: bytes, lanes: Mapping[int, int], reserve: int) -> None:
-        """Before training begins: UsageError if the holder has too little memory. `lanes`: unit ->
-        its lane."""
+        """Before training begins: UsageError if the holder has too little memory. `lanes`: unit
+        or slice -> its lane."""
         same, self._layout = layout == self._layout, layout
         self._lanes, self._reserve = dict(lanes), reserve
         self._common = -1
@@ -172,7 +172,7 @@ class Both(VaultLine):
 
     def put_all(
         self, kind: v.Kind, version: int, data: Mapping[int, Sequence[View]], early: bool = False
-    ) -> dict[int, int]:
+    ) -> dict[int, Ticket]:
         self._parity.put(kind, version, lambda line: line.put_all(kind, version, data))
         return super().put_all(kind, version, data, early)
 
@@ -183,7 +183,7 @@ class Both(VaultLine):
     def drained(self) -> bool:
         return super().drained() and self._parity.drained()
 
-    def wait_read(self, ticket: int) -> None:
+    def wait_read(self, ticket: Ticket) -> None:
         """The tickets are those of the own line; the parity's are all waited for."""
         super().wait_read(ticket)
         self._parity.wait_read()

@@ -80,7 +80,7 @@ class Redundancy:
         self._realign = True  # all ranks put bases at the version that they have now
         self._aligned = -1  # version at which they did last
         self._line: vault.VaultLine | None = None
-        self._lanes: dict[int, int] = {}  # unit -> lane of the line
+        self._lanes: dict[int, int] = {}  # unit or slice -> lane of the line
         self._former: list[Address] = []  # to forget all when the new one has all
         self._suspended = ""  # why nothing is kept at present
         self._begun = -1  # version whose share of bases was put, but for these
@@ -150,7 +150,8 @@ class Redundancy:
         if not self._watching:
             self._watching = True
             watch_clipping(self._early)
-        self._lanes = vault.lanes_of({unit.index: unit.size for unit in self.units}, local_world)
+        sizes = {unit.index: unit.size for unit in self.units}
+        self._lanes = vault.lanes_of(vault.sliced(sizes, self._parameters), local_world)
         self._stage()
 
     def _stage(self) -> None:
@@ -246,9 +247,16 @@ class Redundancy:
     @property
     def _gradients(self) -> int:
         """Bytes of those of one step."""
-        return sum(
-            shards.local(unit.parameter).nbytes for unit in self.units if unit.parameter is not None
-        )
+        return sum(self._parameters.values())
+
+    @property
+    def _parameters(self) -> dict[int, int]:
+        """Bytes of each unit's."""
+        return {
+            unit.index: shards.local(unit.parameter).nbytes
+            for unit in self.units
+            if unit.parameter is not None
+        }
 
     def digest(self) -> bytes:
         digest = xxhash.xxh3_128()
@@ -296,13 +304,13 @@ class Redundancy:
         else:
             own = address == seat.welcome.blobs
             line = vault.VaultLine(*who, own=own, lanes=self._lanes)
-        units = [unit.index for unit in self.units]
-        reaches = line.open(self.layout, units, self.reserve, fresh=fresh)
+        reaches = line.open(self.layout, self._lanes, self.reserve, fresh=fresh)
         same = old is not None and old.address == address
         if not same or reaches < seat.version:
             if seat.version > 0 and not fresh:
                 # All bases at once, beside those of an earlier writer until the next fence.
-                line.open(self.layout, units, self.reserve + self.kept_bytes + self._gradients)
+                more = self.kept_bytes + self._gradients
+                line.open(self.layout, self._lanes, self.reserve + more)
             for unit in self.units:
                 unit.version = -1
             self._begun = -1

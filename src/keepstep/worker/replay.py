@@ -31,15 +31,15 @@ class Replay:
         had = {id(p): p.grad is not None for p in seat.parameters}
         notes = {step: codec.loads_inline(data) for step, data in fetched.notes.items()}
         updates = {step: codec.loads_inline(note["update"]) for step, note in notes.items()}
-        oldest = min(base for base, _, _ in fetched.units.values())
+        kept = fetched.whole()
+        oldest = min(one.version for one in kept.values())
         for step in range(oldest, version + 1):
             for unit in self._units:
-                base, tensors, _ = fetched.units[unit.index]
-                if base == step:
-                    self._install(unit, tensors)
+                if kept[unit.index].version == step:
+                    self._install(unit, kept[unit.index].tensors)
             if step == version:
                 break
-            self._set_gradients(fetched, step, notes[step])
+            self._set_gradients(kept, step, notes[step])
             following = updates.get(step + 1)
             made = following["before"] if following is not None and step + 1 < version else updated
             self._update(updates[step], made)
@@ -50,16 +50,15 @@ class Replay:
             parameter.grad = torch.zeros_like(parameter) if had[id(parameter)] else None
         return oldest
 
-    def _set_gradients(self, fetched: vault.Fetched, step: int, note: dict[str, Any]) -> None:
+    def _set_gradients(self, kept: dict[int, vault.Whole], step: int, note: dict[str, Any]) -> None:
         for parameter in self._seat.parameters:
             parameter.grad = None
         found: dict[int, torch.Tensor] = {}
         for unit in self._units:
-            base, _, log = fetched.units[unit.index]
-            data: Any = log.get(step) if base <= step else None
+            one = kept[unit.index]
+            data: Any = one.log.get(step) if one.version <= step else None
             if data is not None and unit.index in note["instead"]:
-                noted = note["instead"][unit.index]
-                data = None if noted is None else memoryview(bytearray().join(noted))
+                data = note["instead"][unit.index]
             if data is not None and unit.parameter is not None:
                 part = torch.empty_like(shards.local(unit.parameter).detach())
                 fill(part, data)
@@ -84,8 +83,8 @@ class Replay:
                 update()
 
     @torch.no_grad()
-    def _install(self, unit: Unit, parts: list[memoryview]) -> None:
-        data, rest = bytes(parts[0]), parts[1:]
+    def _install(self, unit: Unit, parts: list[list[memoryview]]) -> None:
+        data, rest = b"".join(parts[0]), parts[1:]
         if unit.buffers:
             named = self._seat.state.named_tensors()
             for name, part in zip(unit.buffers, rest[: len(unit.buffers)], strict=True):
@@ -94,7 +93,7 @@ class Replay:
         own = 1 if unit.parameter is not None else 0
         count = (len(rest) - own) // 2
         tensors = [
-            rebuilt(part, codec.loads_inline(bytes(described)))
+            rebuilt(part, codec.loads_inline(b"".join(described)))
             for part, described in zip(rest[own : own + count], rest[own + count :], strict=True)
         ]
         tree = codec.loads(data, tensors)

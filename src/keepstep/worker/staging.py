@@ -29,7 +29,7 @@ from keepstep.worker import cuda, extension, shards
 from keepstep.worker.early import SCALES_MAX
 from keepstep.worker.lane import View
 from keepstep.worker.state import memory
-from keepstep.worker.vault import VaultLine
+from keepstep.worker.vault import Ticket, VaultLine
 
 ALIGN = 64
 LOOKS = 4096  # of one step, beside one for each unit
@@ -87,7 +87,7 @@ class Staging:
         self._looks: list[Numbers] = []
         new_stream: Any = torch.cuda.Stream  # untyped in torch
         self._stream = new_stream(device)
-        self._given: dict[int, int] = {}  # unit -> ticket of its gradient
+        self._given: dict[int, Ticket] = {}  # unit -> ticket of its gradient
         self._readers = ThreadPoolExecutor(readers, "keepstep-numbers")
         self._reading: list[Future[tuple[int, int, int]]] = []
         self._copied: Any = None  # event of the last copy
@@ -255,7 +255,7 @@ class Staging:
     def before_write(self, line: VaultLine, ticket: _Staged) -> None:
         self.hold_back()
 
-    def look(self, gradients: list[torch.Tensor]) -> int:
+    def look(self, ticket: _Staged, gradients: list[torch.Tensor]) -> int:
         self._looks.append(numbers(_span([shards.local(one) for one in gradients])))
         return len(self._looks) - 1
 

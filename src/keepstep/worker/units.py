@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from keepstep.worker import codec, shards
+from keepstep.worker.lane import View
 from keepstep.worker.state import dense, memory, on_cpu
 
 
@@ -60,20 +61,30 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def rebuilt(data: memoryview, described: Any) -> torch.Tensor:
+def rebuilt(data: Sequence[View], described: Any) -> torch.Tensor:
     dtype, shape, stride, device, spec = described
     part = torch.empty_strided(shape, stride, dtype=codec.dtype_named(dtype))
-    memory(part)[:] = data
+    _write(memory(part), data)
     if device != "cpu":
         part = part.to(torch.device(device, torch.cuda.current_device()))
     return shards.wrap(part, spec)
 
 
-def fill(part: torch.Tensor, data: memoryview) -> None:
+def fill(part: torch.Tensor, data: Sequence[View]) -> None:
     dense = on_cpu(part)
     if dense.data_ptr() == part.data_ptr():
-        memory(dense)[:] = data
+        _write(memory(dense), data)
         return
     landing = torch.empty_like(dense)
-    memory(landing)[:] = data
+    _write(memory(landing), data)
     part.copy_(landing)
+
+
+def _write(into: memoryview, data: Sequence[View]) -> None:
+    """Pieces that make up all of it."""
+    start = 0
+    for piece in data:
+        into[start : start + len(piece)] = piece
+        start += len(piece)
+    if start != len(into):
+        raise ValueError(f"{start} bytes for a tensor of {len(into)}")

@@ -1,12 +1,12 @@
 """A rank's line to the vault that keeps its state (keepstep.core.agent.vault), and the way back.
 
 The main thread says what is to be kept and goes on; senders read the memory that they were given,
-hash it and send it, each over a connection of its own (lane.py). A unit has its lane: what is put
-of it comes in this order. Nothing is copied, so a view must not be written to before it was read:
-every put gives a ticket, and `wait_read` waits for it. How far the main thread may run ahead is
-bounded in bytes. A put that comes so early that its memory may be written to meanwhile is copied by
-the sender, which keeps the digest of what it sent: the caller compares, and puts it again if need
-be.
+hash it and send it, each over a connection of its own (lane.py). A unit, or each slice of a large
+one, has its lane: what is put of it comes in this order. Nothing is copied, so a view must not be
+written to before it was read: every put gives a ticket, and `wait_read` waits for it. How far the
+main thread may run ahead is bounded in bytes. A put that comes so early that its memory may be
+written to meanwhile is copied by the sender, which keeps the digest of what it sent: the caller
+compares, and puts it again if need be.
 
 Nothing of the network is raised by a put, which may be called in the middle of a backward pass. A
 line that breaks takes no more, all its tickets count as read, and the next `sync` says why. What
@@ -50,26 +50,54 @@ LANES_MAX = 4
 LANES_SAID_MAX = 16
 LANE_BYTES = 8 << 20  # less is not worth a lane of its own
 LANE_CORES = 4  # for each lane of a rank, who needs the others for its training
+SLICE_BYTES = 1 << 20  # of a parameter; less is not worth a put of its own
+SLICES_MAX = 8  # of a unit
+ALIGN = 64
 
 _serials = itertools.count(1)  # of this process: a later line drives out an earlier one
 
 
 def lanes_of(sizes: Mapping[int, int], local_ranks: int) -> dict[int, int]:
     """unit -> its lane: as many lanes as there are cores for, with about the same bytes each."""
-    said = os.environ.get("KEEPSTEP_VAULT_LANES", "auto")
-    if said != "auto" and not (said.isdecimal() and 1 <= int(said) <= LANES_SAID_MAX):
-        raise UsageError(
-            f"KEEPSTEP_VAULT_LANES={said} is not a number from 1 to {LANES_SAID_MAX}",
-            hint="leave it out, and there are as many as the cores allow",
-        )
+    hint = "leave it out, and there are as many as the cores allow"
+    said = _said("KEEPSTEP_VAULT_LANES", 0, LANES_SAID_MAX, hint)
     cores = len(os.sched_getaffinity(0)) // max(local_ranks, 1)
     count = min(cores // LANE_CORES, LANES_MAX, sum(sizes.values()) // LANE_BYTES)
-    load = [0] * (int(said) if said != "auto" else max(count, 1))
+    load = [0] * (said or max(count, 1))
     found = {}
-    for unit in sorted(sizes, key=lambda one: (-sizes[one], one)):
+    for unit in sorted(sizes, key=lambda one: (-sizes[one], one % v.SLICES, one)):
         found[unit] = load.index(min(load))
         load[found[unit]] += sizes[unit]
     return found
+
+
+def sliced(sizes: Mapping[int, int], parameters: Mapping[int, int]) -> dict[int, int]:
+    """Bytes of all units, and of the parameters among them -> bytes of all slices. How a unit is
+    cut must not depend on the machine, for its next process has to find the same."""
+    least = _said("KEEPSTEP_VAULT_SLICE", SLICE_BYTES, 1 << 40, f"leave it out for {SLICE_BYTES}")
+    found: dict[int, int] = {}
+    for unit, size in sizes.items():
+        count = min(max(parameters.get(unit, 0) // least, 1), SLICES_MAX)
+        found |= dict.fromkeys((unit + n * v.SLICES for n in range(count)), size // count)
+    return found
+
+
+def _said(name: str, default: int, most: int, hint: str) -> int:
+    said = os.environ.get(name, "auto")
+    if said == "auto":
+        return default
+    if not (said.isdecimal() and 1 <= int(said) <= most):
+        raise UsageError(f"{name}={said} is not a number from 1 to {most}", hint=hint)
+    return int(said)
+
+
+def cut(view: memoryview, count: int) -> list[memoryview]:
+    """What each slice has of it. What is small has the first."""
+    size = len(view) if len(view) < ALIGN * count else -(-len(view) // (ALIGN * count)) * ALIGN
+    return [view[n * size : (n + 1) * size] for n in range(count)]
+
+
+Ticket = tuple[tuple[int, int], ...]  # of each slice: its lane, and the lane's ticket
 
 
 class VaultLine:
@@ -87,11 +115,14 @@ class VaultLine:
         lanes: Mapping[int, int] | None = None,
     ) -> None:
         """`group`: ranks whose parity is kept, instead of what this one puts. `own`: it is the
-        vault of the rank's own agent. `lanes`: unit -> its lane, of several."""
+        vault of the rank's own agent. `lanes`: unit or slice -> its lane, of several."""
         self.address, self.rank, self.generation = address, rank, generation
         self._group, self._own = list(group), own
         self._token = token
         self._lane_of = dict(lanes or {})
+        self._slices: dict[int, list[int]] = {}
+        for number in sorted(self._lane_of):
+            self._slices.setdefault(number % v.SLICES, []).append(number)
         count = max(self._lane_of.values(), default=0) + 1
         self._lanes = [Lane(address, rank, queue_bytes // count) for _ in range(count)]
 
@@ -144,44 +175,43 @@ class VaultLine:
 
     # ----------------------------------------------------------------- what is to be kept
 
-    def put_base(self, unit: int, version: int, tensors: Sequence[View]) -> int:
+    def put_base(self, unit: int, version: int, tensors: Sequence[View]) -> Ticket:
         return self._put("base", unit, version, tensors)
 
-    def put_grad(self, unit: int, version: int, view: View, *, early: bool = False) -> int:
+    def put_grad(self, unit: int, version: int, view: View, *, early: bool = False) -> Ticket:
         """`early`: the memory may be written to at any time; see `digest_sent`."""
         return self._put("grad", unit, version, [view], early)
 
-    def put_absent(self, unit: int, version: int) -> int:
+    def put_absent(self, unit: int, version: int) -> Ticket:
         return self._put("absent", unit, version, [])
 
-    def note(self, version: int, data: bytes) -> int:
+    def note(self, version: int, data: bytes) -> Ticket:
         return self._put("note", 0, version, [data])
 
     def _put(
         self, kind: v.Kind, unit: int, version: int, data: Sequence[View], early: bool = False
-    ) -> int:
+    ) -> Ticket:
         return self.put_all(kind, version, {unit: data}, early)[unit]
 
     def put_all(
         self, kind: v.Kind, version: int, data: Mapping[int, Sequence[View]], early: bool = False
-    ) -> dict[int, int]:
+    ) -> dict[int, Ticket]:
         """Of many units, whose tickets it gives."""
-        items: dict[int, Item] = {}
+        items: dict[int, list[tuple[int, Item]]] = {}
         lanes: dict[int, list[Item]] = {}
         for unit, tensors in data.items():
-            views = [_flat(one) for one in tensors]
-            sizes = [len(view) for view in views]
-            put = v.VaultPut(kind=kind, unit=unit, version=version, sizes=sizes)
-            items[unit] = Item(put, views, sum(sizes), early)
-            lanes.setdefault(self._lane_of.get(unit, 0), []).append(items[unit])
+            slices = self._slices.get(unit, [unit]) if kind != "note" else [unit]
+            parts = [cut(_flat(one), len(slices)) for one in tensors]
+            for n, number in enumerate(slices):
+                views = [part[n] for part in parts]
+                sizes = [len(view) for view in views]
+                put = v.VaultPut(kind=kind, unit=number, version=version, sizes=sizes)
+                lane, item = self._lane_of.get(number, 0), Item(put, views, sum(sizes), early)
+                items.setdefault(unit, []).append((lane, item))
+                lanes.setdefault(lane, []).append(item)
         for lane, some in lanes.items():
             self._lanes[lane].enqueue(some)
-        count = len(self._lanes)
-        return {u: item.ticket * count + self._lane_of.get(u, 0) for u, item in items.items()}
-
-    def _lane(self, ticket: int) -> tuple[Lane, int]:
-        number, lane = divmod(ticket, len(self._lanes))
-        return self._lanes[lane], number
+        return {unit: tuple((n, item.ticket) for n, item in some) for unit, some in items.items()}
 
     def sync(self, version: int, aborted: Callable[[], bool]) -> None:
         """At the fence of step `version`: returns when all that was put is stored. Raises OSError
@@ -207,18 +237,24 @@ class VaultLine:
         """Nothing that was put is still to be read."""
         return all(lane.drained() for lane in self._lanes)
 
-    def wait_read(self, ticket: int) -> None:
-        lane, number = self._lane(ticket)
-        lane.wait_read(number)
+    def wait_read(self, ticket: Ticket) -> None:
+        for lane, number in ticket:
+            self._lanes[lane].wait_read(number)
 
     def wait_all_read(self) -> None:
         for lane in self._lanes:
             lane.wait_read(lane.last)
 
-    def digest_sent(self, ticket: int) -> bytes | None:
-        """Of an early put since the last fence, when it was read; None if the line broke."""
-        lane, number = self._lane(ticket)
-        return lane.digest_sent(number)
+    def digest_sent(self, ticket: Ticket) -> bytes | None:
+        """`digest` of an early put since the last fence, when it was read; None: the line broke."""
+        found = [self._lanes[lane].digest_sent(number) for lane, number in ticket]
+        digests = [one for one in found if one is not None]
+        return b"".join(digests) if len(digests) == len(found) else None
+
+
+def digest(view: View, ticket: Ticket) -> bytes:
+    """Of what has been put with this ticket, or of what is there now."""
+    return b"".join(xxhash.xxh3_128_digest(part) for part in cut(_flat(view), len(ticket)))
 
 
 def _flat(data: View) -> memoryview:
@@ -234,10 +270,40 @@ def _flat(data: View) -> memoryview:
 @dataclass(frozen=True)
 class Fetched:
     layout: bytes
-    # unit -> version of its base, its tensors, and the gradient of each step from there on
+    # unit or slice -> version of its base, its tensors, and the gradient of each step from there on
     units: dict[int, tuple[int, list[memoryview], dict[int, memoryview | None]]]
     notes: dict[int, bytes]  # those that there are
     bytes: int
+
+    def whole(self) -> dict[int, Whole]:
+        """The same of units whose slices lie side by side."""
+        slices: dict[int, list[int]] = {}
+        for number in sorted(self.units):
+            slices.setdefault(number % v.SLICES, []).append(number)
+        return {unit: self._joined(numbers) for unit, numbers in slices.items()}
+
+    def _joined(self, numbers: list[int]) -> Whole:
+        versions, tensors, logs = zip(*(self.units[number] for number in numbers), strict=True)
+        steps = {step: [log[step] for log in logs] for step in logs[0]}
+        if len(set(versions)) > 1 or len(set(map(len, tensors))) > 1:
+            raise RemoteProtocolError(f"slices of unit {numbers[0]} do not belong together")
+        return Whole(
+            versions[0],
+            [list(parts) for parts in zip(*tensors, strict=True)],
+            {
+                step: [part for part in parts if part is not None] if None not in parts else None
+                for step, parts in steps.items()
+            },
+        )
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Of each tensor the bytes, in pieces."""
+
+    version: int
+    tensors: list[list[memoryview]]
+    log: dict[int, list[memoryview] | None]
 
 
 def fetch(address: Address, token: str, rank: int, version: int, base: int = -1) -> Fetched:

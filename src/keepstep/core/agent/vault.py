@@ -10,6 +10,7 @@ fence of step j - 1, becomes version j and sends that base while others may stil
 fence; if it dies now, they go back to version j - 1. Only what the rank says at a later fence
 (VaultSync) settles that nobody will: then the newest base that is old enough for everyone stays,
 with the log from there on. So for a while a unit is here twice, and the reservation must have room.
+Of slices, which come over different connections, the newest base is one that all of them have.
 Notes (what an update needs besides gradients) go with the last base that needs them.
 
 Who may write. The writer with the greatest (generation, serial) owns the shelf of its rank. What
@@ -28,7 +29,15 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from keepstep.model.vault import Reason, VaultFetched, VaultOpen, VaultPut, VaultRefused, VaultUnit
+from keepstep.model.vault import (
+    SLICES,
+    Reason,
+    VaultFetched,
+    VaultOpen,
+    VaultPut,
+    VaultRefused,
+    VaultUnit,
+)
 
 
 class Refusal(Exception):
@@ -66,9 +75,9 @@ class Unit:
     def reaches(self) -> int:
         return max(map(self.reach, self.bases), default=-1)
 
-    def base_for(self, version: int, wanted: int = -1) -> int | None:
-        fit = [one for one in self.bases if one <= version <= self.reach(one)]
-        return max((one for one in fit if wanted in (-1, one)), default=None)
+    def fit(self, version: int) -> set[int]:
+        """Bases that can be brought to it."""
+        return {one for one in self.bases if one <= version <= self.reach(one)}
 
     def lack(self, version: int) -> str:
         old = [base for base in self.bases if base <= version]
@@ -95,6 +104,14 @@ class Shelf:
     incoming: int = 0  # bytes of puts that are being received
     replaced: set[int] = field(default_factory=set)  # units that may have what nobody needs
     own: bool = False
+
+    def slices(self, number: int) -> list[Unit]:
+        """All of the unit that it is one of."""
+        found, number = list[Unit](), number % SLICES
+        while number in self.units:
+            found.append(self.units[number])
+            number += SLICES
+        return found
 
     def put(self, into: dict[int, Pieces], version: int, pieces: Pieces) -> None:
         self.held += size_of(pieces) - size_of(into.get(version, ()))
@@ -208,7 +225,8 @@ class VaultStore:
             return
         for number in list(shelf.replaced):
             unit = shelf.units[number]
-            base = max((one for one in unit.bases if one <= oldest), default=-1)
+            common = set.intersection(*(set(one.bases) for one in shelf.slices(number)))
+            base = max((one for one in common if one <= oldest), default=-1)
             shelf.drop(unit.bases, [one for one in unit.bases if one < base])
             shelf.drop(unit.log, [one for one in unit.log if one < base])
             if all(one <= oldest for one in unit.bases):
@@ -222,13 +240,15 @@ class VaultStore:
         shelf = self._shelves.get(rank)
         if shelf is None:
             raise Refusal("lacks", f"nothing of rank {rank} is in this vault")
-        common = _common(shelf, version) if wanted < 0 else wanted
+        fit = _fit(shelf, version)
+        common = max(set.intersection(*fit.values()), default=-1) if fit and wanted < 0 else wanted
         units, pieces, first = [], [], version
         for number, unit in sorted(shelf.units.items()):
-            base = unit.base_for(version, common)
-            if base is None:
-                lack = f"unit {number} {unit.lack(version)}"
+            bases = [one for one in fit[number % SLICES] if common in (-1, one)]
+            if not bases:
+                lack = _lack(shelf, number, version)
                 raise Refusal("lacks", f"rank {rank} cannot be brought to {version}: {lack}")
+            base = max(bases)
             first = min(first, base)
             log = [(one, unit.log[one]) for one in range(base, version)]
             tensors = unit.bases[base]
@@ -273,11 +293,19 @@ def _promised(shelves: Iterable[Shelf]) -> int:
     return sum(max(shelf.reserved - shelf.held, 0) for shelf in shelves)
 
 
-def _common(shelf: Shelf, version: int) -> int:
-    units = list(shelf.units.values())
-    versions = {version for unit in units[:1] for version in unit.bases}
-    fit = (one for one in versions if all(u.base_for(version, one) == one for u in units))
-    return max(fit, default=-1)
+def _fit(shelf: Shelf, version: int) -> dict[int, set[int]]:
+    """Of every unit, slices or not, the bases that can be brought to `version`."""
+    found: dict[int, set[int]] = {}
+    for number, unit in shelf.units.items():
+        fit = unit.fit(version)
+        found[number % SLICES] = found.get(number % SLICES, fit) & fit
+    return found
+
+
+def _lack(shelf: Shelf, unit: int, version: int) -> str:
+    slices = shelf.slices(unit)
+    lacking = [one for one in slices if not one.fit(version)]
+    return f"unit {unit % SLICES} {(lacking or slices)[0].lack(version)}"
 
 
 def _described(version: int, pieces: Pieces) -> tuple[int, int, bytes]:
