@@ -26,8 +26,11 @@ SIZES = {
              "--tokens", "1024", "--micro", "20", "--block", "4"],
 }  # fmt: skip
 AT_ONCE = ["--rows", "32"]  # nobody waits for a turn: without more work steps would be short
-# Many rows instead of many small passes: gradients come during all of the backward pass.
-ALONE = ["--rows", "256", "--tokens", "2048", "--vocabulary", "4096", "--micro", "1"]
+# As many parameters as a rank of a large job has, and embedding and head as small beside them.
+ALONE = ["--width", "768", "--layers", "16", "--vocabulary", "4096",
+         "--rows", "64", "--tokens", "2048"]  # fmt: skip
+# A step must be ten times as long as what it copies, and with a parity that is twice as much.
+PASSES = {"buddy": "5", "parity": "10"}
 
 
 def measure(device: str, rounds: int, keep: str, mps: bool, alone: bool) -> dict[str, Any]:
@@ -36,7 +39,7 @@ def measure(device: str, rounds: int, keep: str, mps: bool, alone: bool) -> dict
     layout += ["--redundancy", keep, "--quiet"]
     arguments = ["--device", device, "--rounds", str(rounds), *SIZES[device]]
     if device == "cuda":
-        arguments += AT_ONCE * mps + ALONE * alone
+        arguments += AT_ONCE * mps + [*ALONE, "--micro", PASSES[keep]] * alone
     arguments += ["--alone"] * alone
     with sharing(at_once=mps), Keepstep(layout, "shards.py", arguments) as job:
         job.wait(1500)

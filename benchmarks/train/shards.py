@@ -139,17 +139,23 @@ def sync() -> None:
 
 def copy_alone() -> float:
     """What a step sends, at a time when nothing else runs: read, hashed, sent, acknowledged."""
-    line, version = keeper._line, seat.version
+    line, version, staging = keeper._line, seat.version, keeper._staging
     share = keeper._share()
+    if keeper._parity is not None:
+        keeper._parity._common = version  # it takes bases of this version
     times = []
     for _ in range(5):
         dist.barrier()
+        sync()
         began = time.perf_counter()
-        for unit in share:
-            line.put_base(unit.index, version, keeper._base(unit))
+        if staging is not None:
+            staging.turn()
+        keeper._put(line, version, share)
         for unit in units:
-            if unit.parameter is not None:
+            if not keeper._staged(line, unit.index, version, unit.parameter):
                 line.put_grad(unit.index, version, view(unit.parameter))
+        if staging is not None:
+            staging.flush()
         line.sync(version, seat.aborted)
         times.append(time.perf_counter() - began)
     return statistics.median(times)

@@ -79,7 +79,7 @@ def test_one_lost_lane_breaks_the_line_and_nothing_that_was_acknowledged_is_gone
 
 def test_a_large_unit_goes_over_several_lanes_and_comes_back_whole() -> None:
     chance = random.Random(4)
-    numbers = sliced({0: 9 * MB, 1: 30, 2: 30}, {0: 3 * MB, 1: 10})
+    numbers = sliced({0: 18 * MB, 1: 30, 2: 30}, {0: 6 * MB, 1: 10})
     assert sorted(numbers) == [0, 1, 2, v.SLICES, 2 * v.SLICES]
     lanes = {number: at % 3 for at, number in enumerate(sorted(numbers))}
     bases = {unit: [b"small", chance.randbytes(size), b""] for unit, size in enumerate((3 * MB, 9))}
@@ -171,7 +171,7 @@ def test_how_a_unit_is_cut_can_be_said_and_does_not_depend_on_cores(
 
 def test_slices_of_one_unit_have_lanes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEEPSTEP_VAULT_LANES", "4")
-    numbers = sliced({0: 24 * MB, 1: 24 * MB}, {0: 8 * MB, 1: 8 * MB})
+    numbers = sliced({0: 48 * MB, 1: 48 * MB}, {0: 99 * MB, 1: 99 * MB})
     found = lanes_of(numbers, 1)
     for unit in (0, 1):
         mine = [found[number] for number in numbers if number % v.SLICES == unit]

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from keepstep.worker.seat import Seat
 
 NOTED_BYTES = 1 << 30  # in a piece: msgpack knows none of 4 GiB
+UNIT_BYTES = 1 << 10  # of a base, between its tensors
 RENEW = 4  # steps in which all bases are renewed once; more gradients are kept, fewer bases sent
 
 
@@ -162,8 +163,9 @@ class Redundancy:
             if unit.parameter is not None and unit.parameter.device == home
         }
         old = self._staging
-        sizes = [unit.size for unit in self.units]
-        room, readers = sum(sizes) // RENEW + max(sizes), max(self._lanes.values()) + 1
+        readers = max(self._lanes.values()) + 1
+        sizes = [unit.size + UNIT_BYTES for unit in self.units]
+        room = sum(sizes) if self._whole else sum(sizes) // RENEW + max(sizes)
         if old is not None:
             if old.made_for == (home, gradients, room, readers):
                 return

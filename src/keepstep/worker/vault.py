@@ -50,7 +50,7 @@ LANES_MAX = 4
 LANES_SAID_MAX = 16
 LANE_BYTES = 8 << 20  # less is not worth a lane of its own
 LANE_CORES = 4  # for each lane of a rank, who needs the others for its training
-SLICE_BYTES = 1 << 20  # of a parameter; less is not worth a put of its own
+SLICE_BYTES = 2 << 20  # of a parameter; less is not worth a put of its own
 SLICES_MAX = 8  # of a unit
 ALIGN = 64
 
