@@ -30,17 +30,19 @@ AT_ONCE = ["--rows", "32"]  # nobody waits for a turn: without more work steps w
 ALONE = ["--width", "768", "--layers", "16", "--vocabulary", "4096",
          "--rows", "64", "--tokens", "2048"]  # fmt: skip
 # A step must be ten times as long as what it copies, and with a parity that is twice as much.
-PASSES = {"buddy": "5", "parity": "10"}
+PASSES = {"buddy": 4, "parity": 7}
 
 
-def measure(device: str, rounds: int, keep: str, mps: bool, alone: bool) -> dict[str, Any]:
+def measure(
+    device: str, rounds: int, keep: str, mps: bool, alone: bool, passes: int | None
+) -> dict[str, Any]:
     world, spares = WORLDS[keep]
     layout = ["--nproc-per-node", "1", "--local-nodes", str(world), "--spare-nodes", str(spares)]
     layout += ["--redundancy", keep, "--quiet"]
     arguments = ["--device", device, "--rounds", str(rounds), *SIZES[device]]
     if device == "cuda":
-        arguments += AT_ONCE * mps + [*ALONE, "--micro", PASSES[keep]] * alone
-    arguments += ["--alone"] * alone
+        arguments += AT_ONCE * mps + [*ALONE, "--micro", str(PASSES[keep])] * alone
+    arguments += ["--alone"] * alone + ["--micro", str(passes)] * bool(passes)
     with sharing(at_once=mps), Keepstep(layout, "shards.py", arguments) as job:
         job.wait(1500)
         ranks = job.results(world)
@@ -89,13 +91,14 @@ def run(
     keep: str = "buddy",
     mps: bool = False,
     alone: bool = False,
+    passes: int | None = None,
 ) -> list[str]:
     provenance = report.Provenance()
     rounds = rounds or (2 if quick else 8)
     report.say(f"redundancy: {keep}, {device}{', MPS' * mps}, {rounds} rounds")
-    result = measure(device, rounds, keep, mps, alone)
+    result = measure(device, rounds, keep, mps, alone, passes)
     words = [device] * (device != "cpu") + [keep] * (keep != "buddy") + ["mps"] * mps
-    words += ["alone"] * alone
+    words += ["alone"] * alone + [f"{passes}-passes"] * bool(passes)
     name = "-".join(["redundancy", *words])
     path = report.write(name, quick, provenance.close(), {"result": result})
     return [summary(result), f"written: {path.name}"]

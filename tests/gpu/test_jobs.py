@@ -107,6 +107,43 @@ def test_planned_migration(
     assert [i["trigger"] for i in seen] == ["planned"]
 
 
+@pytest.mark.parametrize(
+    ("keep", "sources"),
+    [
+        ("buddy", ["the vault of the buddy", "the vault of the buddy"]),
+        ("parity", ["the vault of its own agent", "the parity at"]),
+    ],
+    ids=["buddy", "parity"],
+)
+def test_shards_of_a_process_and_of_a_node_that_are_lost(
+    keep: str,
+    sources: list[str],
+    start: Start,
+    reference: Reference,
+    verdict: Verdict,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Large ones, cut into slices, over several connections."""
+    monkeypatch.setenv("KEEPSTEP_VAULT_LANES", "3")
+    monkeypatch.setenv("KEEPSTEP_VAULT_SLICE", "10000")
+    args = [*STEPS, "--layout", "fsdp", "--slow", "yes"]
+    expected = reference(3, *args)
+    job = start(
+        "--local-nodes", "3", "--nproc-per-node", "1", "--spare-nodes", "2", "--redundancy", keep,
+        "--inject", "kill:rank=1,step=5,point=in_backward", script_args=args,
+    )  # fmt: skip
+    job.until(lambda status: len(job.incidents()) == 1, "the first incident")
+    job.until_step(9)
+    job.spare_parked()
+    node = job.rank(0)["node"]
+    job.post("inject", {"id": "x", "action": "kill-node", "node": node}).raise_for_status()
+    job.until(lambda status: len(job.incidents()) == 2, "the second incident")
+    job.hurry()
+    job.finish()
+    seen = verdict.identical(job, expected.result(), faults=2, incidents=2)
+    assert all(one in i["source"] for one, i in zip(sources, seen, strict=True)), seen
+
+
 def test_a_network_that_gives_up_costs_no_step(
     start: Start, reference: Reference, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,8 +172,8 @@ class Staging:
     def put_bases(
         self, line: VaultLine, version: int, bases: Mapping[int, Sequence[View | torch.Tensor]]
     ) -> list[int]:
-        """Tensors among the parts are on the device, where nobody wrote to them since `turn`. Units of
-        which nothing was done, because they find no room here."""
+        """Tensors among the parts are on the device, where nobody wrote to them since `turn`. Units
+        of which nothing was done, because they find no room here."""
         given: dict[int, list[View]] = {}
         targets, sources, left = [], [], []
         for unit, parts in bases.items():

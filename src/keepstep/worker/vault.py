@@ -77,7 +77,8 @@ def sliced(sizes: Mapping[int, int], parameters: Mapping[int, int]) -> dict[int,
     least = _said("KEEPSTEP_VAULT_SLICE", SLICE_BYTES, 1 << 40, f"leave it out for {SLICE_BYTES}")
     found: dict[int, int] = {}
     for unit, size in sizes.items():
-        count = min(max(parameters.get(unit, 0) // least, 1), SLICES_MAX)
+        most = min(max(parameters.get(unit, 0) // least, 1), SLICES_MAX)
+        count = 1 << (most.bit_length() - 1)  # as lanes are, so that all have the same of it
         found |= dict.fromkeys((unit + n * v.SLICES for n in range(count)), size // count)
     return found
 
