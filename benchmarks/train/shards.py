@@ -9,6 +9,7 @@ steps are not measured. (A job that alternates could not survive a fault.)
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -71,7 +72,8 @@ layers = [
 head = nn.Linear(args.width, args.vocabulary)
 net = nn.Sequential(nn.Embedding(args.vocabulary, args.width), *layers, head).to(device)
 policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.device == "cuda" else None
-for part in (*layers, net):
+# Embedding and head by themselves: what is reduced together comes when the last of it is there.
+for part in (net[0], *layers, head, net):
     fully_shard(part, mesh=mesh, **({"mp_policy": policy} if policy else {}))
 adam = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=args.device == "cuda")
 ks = keepstep.attach(net, adam)
@@ -164,6 +166,8 @@ def copy_alone() -> float:
 VARIANTS = {"kept": True, "off": False, "control": False}
 for _ in range(SETTLE):
     step()
+gc.collect()
+gc.freeze()  # a full collection of what was imported comes once, in whatever step
 order = random.Random(11)  # the same on all ranks
 rounds: list[dict[str, float]] = []
 sent: list[float] = []
