@@ -241,12 +241,12 @@ def two(model: nn.Module) -> Optimizers:
     }
 
 
-def check(rank: Rank, make: Make) -> None:
-    """All versions that may be asked for after the last fence."""
+def check(rank: Rank, make: Make, model: nn.Module | None = None) -> None:
+    """All versions that may be asked for after the last fence. `model`: if it is another one."""
     now = rank.seat.version
     average = bool(rank.objects)
     for version in (now - 1, now):
-        newcomer = Rank(rank.place, make, average)
+        newcomer = Rank(rank.place, make, average, copy.deepcopy(model))
         restored = newcomer.become(version, list(rank.optimizers))
         assert equal(restored, rank.versions[version]), version
 
@@ -491,10 +491,70 @@ def test_the_reservation_is_enough(place: Place) -> None:
     rank = Rank(place, adamw, model=layers).training()
     for _ in range(10):
         rank.redundancy.begin()
-        for parameter in rank.model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        rank.publish()
-        rank.update()
+        put_ones(rank)
+
+
+def put_ones(rank: Rank) -> None:
+    for parameter in rank.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    rank.publish()
+    rank.update()
+
+
+@pytest.mark.parametrize("place", ["cpu-sliced"], indirect=True)
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("lost", [slice(2, 3), slice(None)], ids=["one", "all"])
+def test_the_reservation_is_enough_when_bases_were_lost_with_their_connections(
+    place: Place, lost: slice, average: bool
+) -> None:
+    layers = nn.Sequential(*(nn.Linear(240, 240) for _ in range(24)))
+    rank = Rank(place, adamw, average, copy.deepcopy(layers)).training()
+    for step in range(16):
+        line = rank.redundancy._line
+        if step in (4, 9):
+            assert line is not None
+            for lane in line._lanes[lost]:
+                lane.interrupt()
+        rank.redundancy.begin()
+        rank.redundancy.backward(last=False)
+        put_ones(rank)
+        assert (rank.redundancy._line is not line) == (step in (4, 9))
+    check(rank, adamw, layers)
+
+
+def test_what_was_cut_otherwise_after_attach_is_kept_as_it_is_now(place: Place) -> None:
+    layers = nn.Sequential(*(nn.Linear(40, 40) for _ in range(3)))
+    rank = Rank(place, adamw, model=layers).training()
+    layers.double()
+    rank.redundancy.settle()
+    for _ in range(2):
+        rank.redundancy.begin()
+        put_ones(rank)
+        assert rank.redundancy._line is not None
+        rank.redundancy._line.interrupt()  # and it is opened again
+    rank.redundancy.begin()
+    put_ones(rank)
+
+
+@pytest.mark.parametrize("place", ["staged"], indirect=True)
+def test_a_base_that_is_made_when_it_is_due_is_copied_behind_that(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    class Noted(Now):
+        def record(self, _: Any) -> None:
+            seen.append("recorded")
+
+    rank = Rank(place, adamw, average=True).training()
+    monkeypatch.setattr(cuda, "new_event", Noted)
+    rank.objects["average"].save = lambda: seen.append("made") or dict(rank.average)
+    copied = torch._foreach_copy_
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda *how, **more: (seen.append("copied"), copied(*how, **more))
+    )
+    rank.redundancy.begin()
+    assert seen[:3] == ["made", "recorded", "copied"]
 
 
 def hidden(rank: Rank) -> None:

@@ -48,6 +48,7 @@ class VaultOpen(Message, frozen=True):
     units: list[int]
     reserve: int  # bytes that may be held at once, what is on its way included
     fresh: bool = False  # throw away what is stored
+    version: int | None = None  # of the rank: later bases are of steps that never came to pass
     own: bool = False  # of a rank of this very agent: of no use when the rank has moved away
     group: list[int] = []  # all ranks whose parity is kept here, this one among them
 

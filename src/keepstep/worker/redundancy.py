@@ -224,6 +224,11 @@ class Redundancy:
 
     @property
     def layout(self) -> bytes:
+        """What the units are, and how they are cut; who only reads need not know that."""
+        return self._content + xxhash.xxh3_64_digest(repr(sorted(self._lanes)).encode())
+
+    @property
+    def _content(self) -> bytes:
         digest = xxhash.xxh3_128()
         for unit in self.units:
             digest.update(f"{unit.index} {unit.name} {unit.optimizer} {unit.place}\n".encode())
@@ -306,18 +311,19 @@ class Redundancy:
         else:
             own = address == seat.welcome.blobs
             line = vault.VaultLine(*who, own=own, lanes=self._lanes)
-        reaches = line.open(self.layout, self._lanes, self.reserve, fresh=fresh)
+        at, layout = seat.version, self.layout
+        reaches = line.open(layout, self._lanes, self.reserve, fresh=fresh, version=at)
         same = old is not None and old.address == address
-        if not same or reaches < seat.version:
-            if seat.version > 0 and not fresh:
+        if not same or reaches < at:
+            if at > 0 and not fresh:
                 # All bases at once, beside those of an earlier writer until the next fence.
                 more = self.kept_bytes + self._gradients
-                line.open(self.layout, self._lanes, self.reserve + more)
+                line.open(layout, self._lanes, self.reserve + more, version=at)
             for unit in self.units:
-                unit.version = -1
-            self._begun = -1
-        if self._parity is not None:
-            self._begun = -1  # of common bases none may be missing: others need them
+                unit.confirmed = -1
+        for unit in self.units:
+            unit.version = unit.confirmed  # what was on its way may be lost
+        self._begun = -1
         if old is not None and not same:
             self._former.append(old.address)
         self._line = line
@@ -514,6 +520,8 @@ class Redundancy:
         note = {"update": done.update, "clipped": self._early.scales, "instead": instead}
         line.note(done.version, codec.dumps_inline(note))
         line.sync(done.version, aborted)
+        for one in self.units:
+            one.confirmed = one.version
         self._unconfirmed = None
         former, self._former = self._former, []
         if former:
@@ -598,7 +606,7 @@ class Redundancy:
             names = ", ".join(sorted(missing - known)[:3])
             raise ShardsMissing(f"no rank has {names}, and redundancy is {self.mode}")
         fetched, where = fetch()
-        if fetched.layout != self.layout:
+        if not fetched.layout.startswith(self._content):
             raise ShardsMissing("the vault holds another layout than this process has built")
         oldest = Replay(self._seat, self.units).run(fetched, version, updated)
         self.updated = updated

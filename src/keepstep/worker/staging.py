@@ -90,8 +90,7 @@ class Staging:
         self._given: dict[int, Ticket] = {}  # unit -> ticket of its gradient
         self._readers = ThreadPoolExecutor(readers, "keepstep-numbers")
         self._reading: list[Future[tuple[int, int, int]]] = []
-        self._begun: Any = None  # event of the step's begin
-        self._copied: Any = None  # that of the last copy
+        self._copied: Any = None  # event of the last copy
         self._held: Any = None  # the last one that a stream was made to wait for, and the stream
         self._jobs: queue.Queue[tuple[Any, Callable[[], object], object] | None] = queue.Queue()
         self._feeder = threading.Thread(target=self._feed, name="keepstep-staging", daemon=True)
@@ -121,7 +120,6 @@ class Staging:
         self._looks.clear()
         self._places.clear()
         self._gradients.taken = self._bases.taken = 0
-        self._begun = self._event(torch.cuda.current_stream(self._device))
 
     def hold_back(self) -> None:
         """What the current stream does from here on comes after the copies."""
@@ -136,14 +134,11 @@ class Staging:
         """Behind the device: all was given to the line."""
         self._jobs.join()
 
-    def _event(self, stream: Any) -> Any:
-        made = cuda.new_event()
-        made.record(stream)
-        return made
-
     def _copy(
-        self, targets: list[torch.Tensor], sources: list[torch.Tensor], job: Any, made: Any
+        self, targets: list[torch.Tensor], sources: list[torch.Tensor], job: Any, made_on: Any
     ) -> None:
+        made = cuda.new_event()
+        made.record(made_on)
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(made)
             if targets:
@@ -172,8 +167,8 @@ class Staging:
     def put_bases(
         self, line: VaultLine, version: int, bases: Mapping[int, Sequence[View | torch.Tensor]]
     ) -> list[int]:
-        """Tensors among the parts are on the device, where nobody wrote to them since `turn`. Units
-        of which nothing was done, because they find no room here."""
+        """Tensors among the parts are on the device. Units of which nothing was done, because they
+        find no room here."""
         given: dict[int, list[View]] = {}
         targets, sources, left = [], [], []
         for unit, parts in bases.items():
@@ -193,7 +188,8 @@ class Staging:
                     targets.append(target)
                     sources.append(_raw(part))
         if given:
-            self._copy(targets, sources, lambda: line.put_all("base", version, given), self._begun)
+            # Behind all that is queued: a part may have been made just now.
+            self._copy(targets, sources, lambda: line.put_all("base", version, given), self.here())
         return left
 
     # ------------------------------------------------------------------ the way of gradients
@@ -240,7 +236,7 @@ class Staging:
             staged.numbers = [self._readers.submit(_numbers_here, piece) for piece in pieces]
             self._reading += staged.numbers
 
-        self._copy([room.view(kind)], [words], give, self._event(made))
+        self._copy([room.view(kind)], [words], give, made)
         return staged
 
     def put_again(self, line: VaultLine, unit: int, version: int, gradient: torch.Tensor) -> bool:

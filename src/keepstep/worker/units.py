@@ -24,6 +24,7 @@ class Unit:
     object: str = ""
     buffers: list[str] = field(default_factory=list)
     version: int = -1  # of the base that was sent last
+    confirmed: int = -1  # of the last one that the vault acknowledged
     size: int = 0
 
 

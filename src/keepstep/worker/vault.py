@@ -130,12 +130,19 @@ class VaultLine:
     # ----------------------------------------------------------------- opening and ending
 
     def open(
-        self, layout: bytes, units: Collection[int], reserve: int, *, fresh: bool = False
+        self,
+        layout: bytes,
+        units: Collection[int],
+        reserve: int,
+        *,
+        fresh: bool = False,
+        version: int | None = None,
     ) -> int:
         """Anew, if it was open. Returns the newest version that the vault can bring all units to,
         or -1. `reserve`: bytes to be held at most: bases, a second one of each unit that is sent
-        between two fences, and the log. Raises OSError, UsageError if there is not enough memory,
-        PermanentError if a later generation has the vault, or it holds another layout."""
+        between two fences, and the log. `version`: that of the rank. Raises OSError, UsageError if
+        there is not enough memory, PermanentError if a later generation has the vault, or it holds
+        another layout."""
         self.close()
         ask = v.VaultOpen(
             token=self._token,
@@ -146,6 +153,7 @@ class VaultLine:
             units=sorted(units),
             reserve=reserve,
             fresh=fresh,
+            version=version,
             own=self._own,
             group=self._group,
         )

@@ -16,6 +16,8 @@ Notes (what an update needs besides gradients) go with the last base that needs 
 Who may write. The writer with the greatest (generation, serial) owns the shelf of its rank. What
 an earlier one sends late is refused, also in the middle of a put. The content stays with a rank
 whose process is gone, for that is when it is needed; it ends with VaultForget or with the agent.
+But of an earlier writer who was ahead of all others, and alone, a later one must not inherit bases:
+the step that led there is made again.
 
 How much. A writer reserves memory first. Nothing is received beyond it, and no more is promised to
 all writers together than the machine has.
@@ -155,6 +157,9 @@ class VaultStore:
             shelf = dataclasses.replace(
                 kept, fence=fence, reserved=ask.reserve, incoming=0, own=ask.own
             )
+            if (version := ask.version) is not None:
+                for unit in shelf.units.values():
+                    shelf.drop(unit.bases, [one for one in unit.bases if one > version])
         else:
             units = {unit: Unit() for unit in ask.units}
             shelf = Shelf(rank, fence, ask.layout, ask.reserve, units, own=ask.own)
@@ -227,7 +232,8 @@ class VaultStore:
             unit = shelf.units[number]
             common = set.intersection(*(set(one.bases) for one in shelf.slices(number)))
             base = max((one for one in common if one <= oldest), default=-1)
-            shelf.drop(unit.bases, [one for one in unit.bases if one < base])
+            lost = [one for one in unit.bases if one <= oldest and one not in common]
+            shelf.drop(unit.bases, [*lost, *(one for one in common if one < base)])
             shelf.drop(unit.log, [one for one in unit.log if one < base])
             if all(one <= oldest for one in unit.bases):
                 shelf.replaced.discard(number)
