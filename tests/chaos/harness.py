@@ -112,7 +112,10 @@ class Job:
     def _connect(self) -> httpx.Client | None:
         if self._client is None:
             for path in (self.home / "orchestrators").glob("*.json"):
-                entry = json.loads(path.read_text())
+                try:
+                    entry = json.loads(path.read_text())
+                except FileNotFoundError:
+                    continue  # it ends just now
                 # A killed orchestrator leaves its file behind; another may have its jobs now.
                 if entry["jobs"] and psutil.pid_exists(entry["pid"]):
                     self.job = entry["jobs"][-1]
