@@ -393,6 +393,32 @@ def test_gradients_of_a_module_go_together_and_one_that_changes_takes_them_along
     check(rank, adamw)
 
 
+@pytest.mark.parametrize("place", ["staged"], indirect=True)
+def test_a_module_is_copied_behind_its_own_gradients_and_not_behind_those_of_the_next(
+    sharded: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    class Noted(Now):
+        def record(self, _: Any) -> None:
+            seen.append("recorded")
+
+    rank = Rank(sharded, adamw).training()
+    rank.step()
+    for parameter in rank.model.parameters():  # after the vault's own hooks
+        parameter.register_post_accumulate_grad_hook(lambda _: seen.append("reduced"))
+    monkeypatch.setattr(cuda, "new_event", Noted)
+    copied = torch._foreach_copy_
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda *how, **more: (seen.append("copied"), copied(*how, **more))
+    )
+    rank.redundancy.begin()
+    rank.compute()
+    bases, module = ["recorded", "copied"], 2 * ["recorded", "reduced"] + ["copied"]
+    assert seen == bases + 2 * module
+    rank.publish()
+
+
 def test_what_was_clipped_and_goes_over_another_line_is_clipped_once(sharded: Place) -> None:
     rank = Rank(sharded, adamw).training()
     rank.step()

@@ -50,8 +50,9 @@ class Way(Protocol):
     def joins(self, last: torch.Tensor, gradient: torch.Tensor) -> bool:
         """Whether it can go together with the one before."""
 
-    def here(self) -> Any:
-        """Where the gradient was just made; `put` is told."""
+    def here(self, before: Any) -> Any:
+        """The moment at which a gradient was just made; `put` is told. `before`: that of the one
+        that it goes together with, if there is one, and not needed any more."""
 
     def put(
         self, line: VaultLine, version: int, gradients: dict[int, torch.Tensor], made: Any
@@ -82,7 +83,7 @@ class HostWay:
     def joins(self, last: torch.Tensor, gradient: torch.Tensor) -> bool:
         return False
 
-    def here(self) -> Any:
+    def here(self, before: Any) -> Any:
         return None
 
     def put(
@@ -192,7 +193,7 @@ class Early:
             self.flush()
             gathered = self._gathered = _Sent(way, {}, {})
         gathered.parameters[unit], gathered.gradients[unit] = parameter, gradient
-        gathered.made = way.here()
+        gathered.made = way.here(gathered.made)
         if not way.gathers:
             self.flush()
 

@@ -135,10 +135,8 @@ class Staging:
         self._jobs.join()
 
     def _copy(
-        self, targets: list[torch.Tensor], sources: list[torch.Tensor], job: Any, made_on: Any
+        self, targets: list[torch.Tensor], sources: list[torch.Tensor], job: Any, made: Any
     ) -> None:
-        made = cuda.new_event()
-        made.record(made_on)
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(made)
             if targets:
@@ -209,8 +207,11 @@ class Staging:
             and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
         )
 
-    def here(self) -> Any:
-        return torch.cuda.current_stream(self._device)
+    def here(self, before: Any = None) -> Any:
+        """Now, and not when it is put: the next layer's work is queued by then."""
+        made = before or cuda.new_event()
+        made.record(torch.cuda.current_stream(self._device))
+        return made
 
     def put(
         self, line: VaultLine, version: int, gradients: dict[int, torch.Tensor], made: Any
