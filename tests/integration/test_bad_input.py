@@ -109,13 +109,15 @@ def test_mistake_is_refused_by_name(mistaken: Job, case: str, words: list[str], 
         assert all(word in one["message"] for word in words) and hint in one["hint"], one
 
 
-def check_failed(job: Job, error: str, hint: str) -> dict[str, Any]:
+def check_failed(job: Job, error: str, hint: str, code: int = 1) -> dict[str, Any]:
     """The launcher shows the error once, whole; status knows it after the end."""
     assert job.err.count("Traceback (most recent call last)") == 1, job.err
     assert f"keepstep.errors.UsageError: {error}" in job.err, job.err
     assert re.search(rf"^hint: .*{re.escape(hint)}", job.err, re.MULTILINE), job.err
+    frames = re.findall(r'^  File "(.+?)"', job.err, re.MULTILINE)
+    assert frames[0] == frames[-1] == SCRIPT, "from the script to what it did wrong"
     (view,) = job.cli_json("status")
-    assert (view["state"], view["exit_code"]) == ("failed", 1)
+    assert (view["state"], view["exit_code"]) == ("failed", code)
     assert error in view["traceback"] and hint in view["traceback"]
     assert registry.live(job.home) == []
     found: dict[str, Any] = view
@@ -136,45 +138,47 @@ def test_reason_names_the_error_and_not_its_hint(mistaken: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "error", "hint"),
+    ("case", "code", "error", "hint"),
     [
-        ("attach", "attach: the model has no parameters", "attach the model that is trained"),
-        ("collective", f"collective all_reduce {AFTER_UPDATE} 'honest:", "@ks.section"),
+        ("attach", 2, "attach: the model has no parameters", "attach the model that is trained"),
+        ("collective", 1, f"collective all_reduce {AFTER_UPDATE} 'honest:", "@ks.section"),
     ],
 )
 def test_mistake_of_one_rank_ends_the_job_and_does_not_hang_it(
-    tmp_path: Path, case: str, error: str, hint: str
+    tmp_path: Path, case: str, code: int, error: str, hint: str
 ) -> None:
     """The other rank stands in attach, or in the fence of the next step."""
     job = Job(tmp_path, "--nproc-per-node", "2", SCRIPT, case)
     try:
-        job.end(1)
-        check_failed(job, error, hint)
+        job.end(code)
+        check_failed(job, error, hint, code)
     finally:
         job.kill()
 
 
 @pytest.mark.parametrize(
-    ("case", "error", "hint"),
+    ("case", "code", "error", "hint"),
     [
         (
             "gone",
+            2,
             "the script of rank 1 ended without keepstep.attach while rank 0 waited",
             "every rank must call keepstep.attach",
         ),
         (
             "fewer",
+            1,
             "the script of rank 1 has ended, and rank 0 began another step",
             "every rank must make the same number of steps",
         ),
     ],
 )
 def test_script_that_ends_early_does_not_keep_the_others_waiting(
-    tmp_path: Path, case: str, error: str, hint: str
+    tmp_path: Path, case: str, code: int, error: str, hint: str
 ) -> None:
     job = Job(tmp_path, "--nproc-per-node", "2", "--stall-timeout", "3", SCRIPT, case)
     try:
-        job.end(1)
+        job.end(code)
         assert error in job.err and f"hint: {hint}" in job.err
     finally:
         job.kill()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from test_core_support import SECOND, World, attached, job_spec
@@ -160,6 +162,32 @@ def test_an_exception_at_the_start_is_the_users(by_exit: bool) -> None:
     assert "KeyError" in world.view.traceback
 
 
+@pytest.mark.parametrize("order", [("user", "usage"), ("usage", "user"), ("comm", "usage")])
+def test_a_script_that_is_refused_at_the_start_used_it_wrongly(order: tuple[Any, Any]) -> None:
+    world = World()
+    world.attach = False
+    world.pump()
+    errors = {"usage": "UsageError: attach: no\nhint: do", "user": "KeyError", "comm": "reset"}
+    for rank, kind in enumerate(order):
+        failure = m.Failure(generation=0, error_kind=kind, error=errors[kind], version=0)
+        world.say(world.rank(rank), failure)
+    world.exit(world.rank(order.index("usage")), 1, "")
+    world.run()
+    assert (world.view.state, world.view.exit_code) == ("failed", 2)
+    assert world.view.reason.endswith("raised UsageError: attach: no, before the first step")
+    assert "hint: do" in world.view.traceback
+
+
+def test_a_script_that_is_refused_later_has_failed() -> None:
+    world = World()
+    world.run()
+    victim = world.rank(2)
+    world.say(victim, m.Failure(generation=0, error_kind="usage", error="UsageError", version=1))
+    world.exit(victim, 1, "UsageError")
+    world.run()
+    assert (world.view.state, world.view.exit_code) == ("failed", 1)
+
+
 def test_an_exception_at_the_start_beside_a_kill_is_its_effect() -> None:
     world = World()
     world.attach = False
@@ -196,7 +224,7 @@ def test_process_groups_that_differ_between_ranks_end_the_job(
         said = msgspec.structs.replace(attached(0), members=groups[worker.rank])
         world.say(worker, said)
     world.run(5)
-    assert world.view.state == "failed" and world.view.exit_code == 1
+    assert world.view.state == "failed" and world.view.exit_code == 2
     assert words in world.view.reason and "hint: create the same groups" in world.view.reason
 
 
@@ -271,7 +299,7 @@ def test_a_script_that_ends_without_attach_beside_others_in_it_is_named() -> Non
     where(world, r0="attaching")
     world.say(world.rank(1), m.Done(tick=0, version=0))
     world.pump()
-    assert world.view.state == "failed" and world.view.exit_code == 1
+    assert world.view.state == "failed" and world.view.exit_code == 2
     words = "the script of rank 1 ended without keepstep.attach while rank 0 waited in it"
     assert words in world.view.reason
 

@@ -366,7 +366,7 @@ def test_too_little_memory_at_the_holder_is_an_error_before_training() -> None:
     with nodes() as where:
         where.servers[-1].vault._available = lambda: 1000
         member = Rank(0, where, 1)
-        with pytest.raises(UsageError, match=r"the parity of ranks .* needs 1048576 bytes"):
+        with pytest.raises(UsageError, match=r"the parity of ranks .* takes 1.0 MiB"):
             member.open()
         member.close()
 

@@ -452,11 +452,8 @@ def test_a_reservation_that_the_machine_cannot_keep_is_refused() -> None:
         server.vault._available = lambda: 1000
         with line(address, rank=0) as first, line(address, rank=1) as second:
             opened(first, reserve=600)
-            with pytest.raises(UsageError) as refused:
+            with pytest.raises(UsageError):
                 opened(second, reserve=401)
-            assert "needs 401 bytes" in str(refused.value)
-            assert "of 1000 bytes available 600 are promised" in str(refused.value)
-            assert "hint: take a node with more memory" in str(refused.value)
             opened(second, reserve=400)
             first.put_base(0, 0, [b"x" * 500])
             first.sync(0, going_on)
@@ -467,6 +464,20 @@ def test_a_reservation_that_the_machine_cannot_keep_is_refused() -> None:
                 opened(first, reserve=601)
             opened(first, reserve=600, fresh=True)
             assert server.vault.held() == {0: (0, 600), 1: (0, 400)}
+
+
+def test_too_little_memory_is_said_with_what_it_means() -> None:
+    with agent() as (address, server):
+        server.vault._available = lambda: 1000 * MB
+        with line(address, rank=0) as first, line(address, rank=1) as second:
+            opened(first, reserve=600 * MB)
+            with pytest.raises(UsageError) as refused:
+                opened(second, reserve=401 * MB)
+    said = str(refused.value)
+    assert "shards of rank 1, which no other rank has, take 401.0 MiB of host memory" in said
+    assert "1000.0 MiB are available there, and 600.0 MiB of them are promised" in said
+    assert "hint: take nodes with more memory" in said
+    assert "with --redundancy off a rank that is lost means going back to a checkpoint" in said
 
 
 def test_nothing_is_received_beyond_the_reservation() -> None:

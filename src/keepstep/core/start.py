@@ -24,13 +24,14 @@ from keepstep.core.incidents import (
     warn,
     widen_incident,
 )
-from keepstep.core.migration import EXIT_GAVE_UP, EXIT_USER, start_attempt
+from keepstep.core.migration import EXIT_GAVE_UP, EXIT_USAGE, EXIT_USER, start_attempt
 from keepstep.core.processes import close_stores, start_worker
 from keepstep.core.state import SECOND, Job, Out, Worker
 from keepstep.core.triage import group_mismatch, headline, name_ranks
 from keepstep.model.messages import Failure, OpenStore, StoreOpened
 from keepstep.model.records import JobStarted, StartBegun
 
+BY_SCRIPT = {"user": EXIT_USER, "usage": EXIT_USAGE}  # the latter says more
 RESTARTS_MAX = 3
 STORE_FAILURES_MAX = 3
 JOIN_SPARES_NS = 2 * SECOND
@@ -181,7 +182,7 @@ def _watch_attach(job: Job, out: Out) -> None:
             job,
             out,
             "failed",
-            EXIT_USER,
+            EXIT_USAGE,
             f"the script of {name_ranks(ended)} ended without keepstep.attach while "
             f"{name_ranks(there)} waited in it (hint: every rank must call keepstep.attach)",
         )
@@ -234,9 +235,9 @@ def _watch(job: Job, out: Out) -> None:
         restart(job, out, why)
     elif fault is not None and out.now >= fault[0] + SECOND:
         _, kind, why, traceback = fault
-        if kind == "user":
+        if kind in BY_SCRIPT:
             job.traceback = traceback
-            end_job(job, out, "failed", EXIT_USER, f"{why}, before the first step")
+            end_job(job, out, "failed", BY_SCRIPT[kind], f"{why}, before the first step")
         else:
             restart(job, out, why)
     elif job.store_node and job.nodes[job.store_node].state == "dead":
@@ -245,7 +246,7 @@ def _watch(job: Job, out: Out) -> None:
         mismatch = group_mismatch({w.rank: w.groups for w in owners if w.groups})
         if mismatch:
             hint = "create the same groups on every rank, in the same order, before attach"
-            end_job(job, out, "failed", EXIT_USER, f"{mismatch} (hint: {hint})")
+            end_job(job, out, "failed", EXIT_USAGE, f"{mismatch} (hint: {hint})")
         else:
             started(job, out)
 
@@ -267,7 +268,7 @@ def rank_exited(job: Job, out: Out, worker: Worker, code: int, tail: str) -> Non
     """A rank's process ended before everybody attached (`worker_ended` has noted it)."""
     if worker.killed_at is not None or worker.done:
         return
-    if code < 0 or (job.start_fault is not None and job.start_fault[1] != "user"):
+    if code < 0 or (job.start_fault is not None and job.start_fault[1] not in BY_SCRIPT):
         return  # by a signal: `causes` has it, and it is not the script's own doing
     job.causes.pop(worker.rank, None)
     _fault(job, out, "user", f"rank {worker.rank} exited with code {code}", tail)
@@ -285,7 +286,7 @@ def rank_failed(job: Job, out: Out, worker: Worker, message: Failure) -> None:
 def _fault(job: Job, out: Out, kind: str, why: str, traceback: str) -> None:
     if job.start_fault is None:
         job.start_fault = (out.now, kind, why, traceback)
-    elif job.start_fault[1] != "user" and kind == "user":
+    elif BY_SCRIPT.get(job.start_fault[1], 0) < BY_SCRIPT.get(kind, 0):
         job.start_fault = (job.start_fault[0], kind, why, traceback)
 
 

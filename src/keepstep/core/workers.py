@@ -55,7 +55,13 @@ from keepstep.model.messages import (
 )
 from keepstep.model.records import CheckpointWritten
 
-CAUSES = {"comm": "connection", "device": "device-error", "user": "user", "undone": "undone-move"}
+CAUSES = {
+    "comm": "connection",
+    "device": "device-error",
+    "user": "user",
+    "usage": "user",
+    "undone": "undone-move",
+}
 
 
 def worker_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> None:
@@ -215,7 +221,7 @@ def _failure(job: Job, out: Out, worker: Worker, said: Failure) -> None:
         job.causes[worker.rank] = ("device-error", why)
         out.kill(worker)
     else:
-        worker.raised = said.error if said.error_kind == "user" else ""
+        worker.raised = said.error if said.error_kind in ("user", "usage") else ""
         job.alarm = (CAUSES[said.error_kind], why)
 
 

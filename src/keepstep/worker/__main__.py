@@ -191,14 +191,29 @@ def _run_script(
         if stop.code not in (None, 0):
             failed(f"the script exited with {stop.code!r}", stop)
     except BaseException as error:
-        traceback.print_exc()
-        failed("".join(traceback.format_exception(error)), error)
+        text = _described(error)
+        print(text, end="", file=sys.stderr, flush=True)
+        failed(text, error)
     try:
         sys.stdout.flush()
         finished()
     except UsageError as error:
         print(error, file=sys.stderr, flush=True)
         failed(str(error), error)
+
+
+def _described(error: BaseException) -> str:
+    """Its traceback from the script on; of a refusal, down to what was refused."""
+    found = traceback.TracebackException.from_exception(error)
+    stack = list(found.stack)
+    while stack and stack[0].filename in (__file__, "<frozen runpy>"):
+        del stack[0]
+    if isinstance(error, UsageError):
+        package = os.path.dirname(os.path.dirname(__file__)) + os.sep
+        while len(stack) > 1 and stack[-1].filename.startswith(package):
+            del stack[-1]
+    found.stack = traceback.StackSummary.from_list(stack)
+    return "".join(found.format())
 
 
 def _failed(line: Any, text: str, error: BaseException) -> None:
@@ -208,7 +223,9 @@ def _failed(line: Any, text: str, error: BaseException) -> None:
 
     rank = attach.current()
     seat = rank._seat if isinstance(rank, session.Session) else None
-    kind = "user" if isinstance(error, SystemExit) else faults.classify(error)
+    kind: Any = "user" if isinstance(error, SystemExit) else faults.classify(error)
+    if isinstance(error, UsageError):
+        kind = "usage"
     line.channel.send(
         m.Failure(
             generation=seat.generation if seat is not None else 0,

@@ -29,7 +29,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from keepstep.core.agent.vault import Pieces, Refusal
+from keepstep.core.agent.vault import MORE_MEMORY, Pieces, Refusal, mib
 from keepstep.model.vault import Kind, ParityCell, ParityPart, VaultOpen, VaultParity, VaultPut
 
 NOTE = frozenset({0})  # the one unit of a note
@@ -169,9 +169,10 @@ class ParityStore:
         if needed > available - self.promised():
             raise Refusal(
                 "memory",
-                f"the parity of ranks {list(ranks)} needs {needed} bytes of memory, and of "
-                f"{available} bytes available {self.promised()} are promised to others",
-                "take a node with more memory",
+                f"the parity of ranks {list(ranks)} takes {mib(needed)} of host memory; "
+                f"{mib(available)} are available, and {mib(self.promised())} of them are promised "
+                "to others",
+                MORE_MEMORY,
             )
         self._groups[ranks] = group
         self._fences[rank] = fence

@@ -58,6 +58,15 @@ class Piece:
 
 Pieces = tuple[Piece, ...]  # of one put; () is a gradient that is absent
 
+MORE_MEMORY = (
+    "take nodes with more memory, or a layout with replicas (HSDP); with --redundancy off a rank "
+    "that is lost means going back to a checkpoint"
+)
+
+
+def mib(size: int) -> str:
+    return f"{size / (1 << 20):.1f} MiB"
+
 
 def size_of(pieces: Pieces) -> int:
     return sum(len(piece.data) for piece in pieces)
@@ -176,9 +185,10 @@ class VaultStore:
         if needed > available + freed - promised:
             raise Refusal(
                 "memory",
-                f"the vault of rank {ask.rank} needs {needed} bytes of memory, and of "
-                f"{available + freed} bytes available {promised} are promised to other ranks",
-                "take a node with more memory, or send bases more often to keep the log short",
+                f"the shards of rank {ask.rank}, which no other rank has, take {mib(needed)} of "
+                f"host memory where they are kept; {mib(available + freed)} are available there, "
+                f"and {mib(promised)} of them are promised to other ranks",
+                MORE_MEMORY,
             )
 
     def promised(self) -> int:
