@@ -178,14 +178,16 @@ def test_a_script_that_is_refused_at_the_start_used_it_wrongly(order: tuple[Any,
     assert "hint: do" in world.view.traceback
 
 
-def test_a_script_that_is_refused_later_has_failed() -> None:
+def test_a_script_that_is_refused_when_others_have_attached_did_the_same() -> None:
     world = World()
     world.run()
-    victim = world.rank(2)
-    world.say(victim, m.Failure(generation=0, error_kind="usage", error="UsageError", version=1))
-    world.exit(victim, 1, "UsageError")
+    for rank, kind in ((1, "user"), (2, "usage")):
+        failure = m.Failure(generation=0, error_kind=kind, error=f"{kind} error", version=0)  # type: ignore[arg-type]
+        world.say(world.rank(rank), failure)
+        world.exit(world.rank(rank), 1, "")
     world.run()
-    assert (world.view.state, world.view.exit_code) == ("failed", 1)
+    assert (world.view.state, world.view.exit_code) == ("failed", 2)
+    assert world.view.traceback == "usage error"
 
 
 def test_an_exception_at_the_start_beside_a_kill_is_its_effect() -> None:

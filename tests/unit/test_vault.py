@@ -475,7 +475,7 @@ def test_too_little_memory_is_said_with_what_it_means() -> None:
                 opened(second, reserve=401 * MB)
     said = str(refused.value)
     assert "shards of rank 1, which no other rank has, take 401.0 MiB of host memory" in said
-    assert "1000.0 MiB are available there, and 600.0 MiB of them are promised" in said
+    assert "and 400.0 MiB are left there" in said
     assert "hint: take nodes with more memory" in said
     assert "with --redundancy off a rank that is lost means going back to a checkpoint" in said
 

@@ -263,13 +263,14 @@ def _decide(job: Job, out: Out, attempt: Attempt) -> None:
 def blame_script(job: Job, out: Out, dead: list[int]) -> bool:
     """A script that raises outside any step ends its process. If nothing else died, that is no
     fault of the machine, and a newcomer would only raise again."""
-    raised = [job.workers[job.owners[rank]].raised for rank in dead]
-    if not raised or not all(raised):
+    workers = [job.workers[job.owners[rank]] for rank in dead]
+    if not workers or not all(worker.raised for worker in workers):
         return False
-    last = headline(raised[0])
-    job.traceback = raised[0]
-    reason = f"rank {dead[0]} raised {last} and ended; nothing else failed before it"
-    end_job(job, out, "failed", EXIT_USER, reason)
+    first = next((worker for worker in workers if worker.refused), workers[0])
+    job.traceback = first.raised
+    last = headline(first.raised)
+    reason = f"rank {first.rank} raised {last} and ended; nothing else failed before it"
+    end_job(job, out, "failed", EXIT_USAGE if first.refused else EXIT_USER, reason)
     return True
 
 

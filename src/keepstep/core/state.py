@@ -111,6 +111,7 @@ class WorkerFacts:
     killed_at: int | None = None  # KillWorker sent: it counts as dead, but it may still run
     injected: bool = False  # its death was asked for and says nothing about the slot
     raised: str = ""  # traceback of its script's own exception; if it dies now, that is why
+    refused: bool = False  # which was Keepstep's refusal, before the first step
     # progress
     version: int = 0
     tick: int = 0

@@ -222,6 +222,7 @@ def _failure(job: Job, out: Out, worker: Worker, said: Failure) -> None:
         out.kill(worker)
     else:
         worker.raised = said.error if said.error_kind in ("user", "usage") else ""
+        worker.refused = said.error_kind == "usage"
         job.alarm = (CAUSES[said.error_kind], why)
 
 

@@ -113,8 +113,8 @@ class Failure(Message, frozen=True):
     """A rank's main thread raised outside any known incident. Reports follow after Abort."""
 
     generation: int
-    # usage: the script broke a rule of Keepstep's; undone: it held for a move that was undone, and
-    # has no connections any more
+    # usage: the script broke a rule of Keepstep's before its first step; undone: it held for a move
+    # that was undone, and has no connections any more
     error_kind: Literal["comm", "device", "user", "usage", "undone"]
     error: str
     version: int

@@ -6,6 +6,7 @@ environment it knows from torchrun.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import runpy
@@ -192,7 +193,8 @@ def _run_script(
             failed(f"the script exited with {stop.code!r}", stop)
     except BaseException as error:
         text = _described(error)
-        print(text, end="", file=sys.stderr, flush=True)
+        with contextlib.suppress(Exception):  # it may be the script's own
+            print(text, end="", file=sys.stderr, flush=True)
         failed(text, error)
     try:
         sys.stdout.flush()
@@ -224,7 +226,8 @@ def _failed(line: Any, text: str, error: BaseException) -> None:
     rank = attach.current()
     seat = rank._seat if isinstance(rank, session.Session) else None
     kind: Any = "user" if isinstance(error, SystemExit) else faults.classify(error)
-    if isinstance(error, UsageError):
+    begun = isinstance(rank, session.Session) and rank._begun
+    if isinstance(error, UsageError) and not begun:
         kind = "usage"
     line.channel.send(
         m.Failure(

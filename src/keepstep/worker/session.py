@@ -173,10 +173,10 @@ class Session(PlainSession):
 
     def _begin(self) -> None:
         if not self._begun:
-            self._begun = True
             cuda.settle_in(self._seat.parameters)  # the model may have been moved since attach
             groups.refuse_new_groups("process group created after the first step")
             self._seat.redundancy.settle()
+            self._begun = True
 
     def _run(self, site: str, step: bool, function: Callable[[], Any]) -> Any:
         transactions = self._transactions

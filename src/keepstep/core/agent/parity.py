@@ -166,12 +166,12 @@ class ParityStore:
         if old is not None and inside and (old.layout, old.units) != (ask.layout, units):
             raise Refusal("layout", f"the parity has other units of rank {rank} than this writer")
         needed = max(ask.reserve - max(group.reserved, group.held), 0)
-        if needed > available - self.promised():
+        left = available - self.promised()
+        if needed > left:
             raise Refusal(
                 "memory",
-                f"the parity of ranks {list(ranks)} takes {mib(needed)} of host memory; "
-                f"{mib(available)} are available, and {mib(self.promised())} of them are promised "
-                "to others",
+                f"the parity of ranks {list(ranks)} takes {mib(needed)} of host memory, and "
+                f"{mib(max(left, 0))} are left where it is kept",
                 MORE_MEMORY,
             )
         self._groups[ranks] = group

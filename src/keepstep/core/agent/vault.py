@@ -182,12 +182,12 @@ class VaultStore:
         promised = _promised(others)
         freed = old.held if old is not None and kept is None else 0
         needed = ask.reserve - (kept.held if kept is not None else 0)
-        if needed > available + freed - promised:
+        left = available + freed - promised
+        if needed > left:
             raise Refusal(
                 "memory",
                 f"the shards of rank {ask.rank}, which no other rank has, take {mib(needed)} of "
-                f"host memory where they are kept; {mib(available + freed)} are available there, "
-                f"and {mib(promised)} of them are promised to other ranks",
+                f"host memory where they are kept, and {mib(max(left, 0))} are left there",
                 MORE_MEMORY,
             )
 
