@@ -21,7 +21,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness import SCRIPT, Job, Verdict, report, run_plain
+from harness import SCRIPT, Job, Verdict, ending, report, run_plain
 
 # Of cells in a sample, by their own estimates on two cores.
 SAMPLE_COST_S = 260
@@ -108,17 +108,14 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[di
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Job]]:
-    jobs: list[Job] = []
+def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., Job]]:
+    with ending(request) as jobs:
 
-    def begin(*options: str, **kwargs: Any) -> Job:
-        job = Job(*options, **kwargs)
-        jobs.append(job)
-        return job
+        def begin(*options: str, **kwargs: Any) -> Job:
+            jobs.append(Job(*options, **kwargs))
+            return jobs[-1]
 
-    yield begin
-    for job in jobs:
-        job.kill()
+        yield begin
 
 
 @pytest.fixture

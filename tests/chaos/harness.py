@@ -6,17 +6,19 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+import pytest
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "train.py"
@@ -60,6 +62,7 @@ def run_plain(
     """The same script under plain torchrun: the numbers everything is held against."""
     out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--log-dir", str(out / "logs")]
     command += ["--nproc-per-node", str(world), str(script), "--out", str(out), *script_args]
     done = subprocess.run(
         command, env=environment(out), capture_output=True, text=True, timeout=DEADLINE_S
@@ -80,7 +83,8 @@ class Job:
         out: Path | None = None,
         script: Path = SCRIPT,
     ) -> None:
-        base = Path(tempfile.mkdtemp(prefix="keepstep-chaos-"))
+        # Not below pytest's own folder: there are names of sockets in it, which must be short.
+        self.base = base = Path(tempfile.mkdtemp(prefix="keepstep-chaos-"))
         self.home = home or base / "home"
         self.out = out or base / "out"
         self.home.mkdir(parents=True, exist_ok=True)
@@ -272,6 +276,19 @@ class Job:
 
     def results(self) -> list[dict[str, Any]]:
         return results(self.out, self.world)
+
+
+@contextlib.contextmanager
+def ending(request: pytest.FixtureRequest) -> Iterator[list[Job]]:
+    """Jobs that end with the test. What they leave behind stays only if it failed."""
+    jobs: list[Job] = []
+    failed = request.session.testsfailed
+    yield jobs
+    for job in jobs:
+        job.kill()
+        job.log.close()
+        if request.session.testsfailed == failed:
+            shutil.rmtree(job.base, ignore_errors=True)
 
 
 def differences(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> list[str]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "chaos"))
 
-from harness import Job, Verdict, report, run_plain
+from harness import Job, Verdict, ending, report, run_plain
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "train.py"
@@ -84,16 +84,14 @@ def reference(
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Job]]:
-    jobs: list[Job] = []
+def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., Job]]:
+    with ending(request) as jobs:
 
-    def begin(*options: str, **kwargs: Any) -> Job:
-        jobs.append(Job(*options, script=SCRIPT, **kwargs))
-        return jobs[-1]
+        def begin(*options: str, **kwargs: Any) -> Job:
+            jobs.append(Job(*options, script=SCRIPT, **kwargs))
+            return jobs[-1]
 
-    yield begin
-    for job in jobs:
-        job.kill()
+        yield begin
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Verdict, run_plain
+from harness import Verdict, ending, run_plain
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "transparent"))
 
-from moving import SCRIPT, Faults, Transparent, missing
+from moving import SCRIPT, Faults, Transparent, missing, no_images_left
 
 from keepstep.native import criu
 
@@ -30,20 +30,18 @@ WORDS = ("--device", "cuda")
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Launch]:
+def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Launch]:
     if reason := missing():
         pytest.skip(reason)
-    started: list[Transparent] = []
+    with ending(request) as jobs:
 
-    def begin(*words: str, **more: Any) -> Transparent:
-        started.append(Transparent(tmp_path, *WORDS, *words, **more))
-        return started[-1]
+        def begin(*words: str, **more: Any) -> Transparent:
+            started = Transparent(tmp_path, *WORDS, *words, **more)
+            jobs.append(started.job)
+            return started
 
-    yield begin
-    for one in started:
-        one.job.kill()
-        left = list(Path("/dev/shm").glob(f"keepstep-{one.job.job}-*"))
-        assert not left, f"images were left behind: {left}"
+        yield begin
+    no_images_left(jobs)
 
 
 def moved(it: Transparent, rank: int) -> None:

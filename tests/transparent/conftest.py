@@ -20,8 +20,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
-from harness import Verdict, run_plain
-from moving import FAKE_CUDA, SCRIPT, Cuda, Faults, Transparent, missing
+from harness import Verdict, ending, run_plain
+from moving import FAKE_CUDA, SCRIPT, Cuda, Faults, Transparent, missing, no_images_left
 
 from keepstep.errors import UsageError
 from keepstep.native import criu
@@ -64,18 +64,16 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[di
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Callable[..., Transparent]]:
-    started: list[Transparent] = []
+def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Transparent]]:
+    with ending(request) as jobs:
 
-    def begin(*words: str, **more: Any) -> Transparent:
-        started.append(Transparent(tmp_path, *words, **more))
-        return started[-1]
+        def begin(*words: str, **more: Any) -> Transparent:
+            started = Transparent(tmp_path, *words, **more)
+            jobs.append(started.job)
+            return started
 
-    yield begin
-    for one in started:
-        one.job.kill()
-        left = list(Path("/dev/shm").glob(f"keepstep-{one.job.job}-*"))
-        assert not left, f"images were left behind: {left}"
+        yield begin
+    no_images_left(jobs)
 
 
 @pytest.fixture

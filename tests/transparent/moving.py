@@ -27,6 +27,11 @@ def missing() -> str:
     return "" if done.returncode == 0 else f"namespaces cannot be made here: {done.stderr.strip()}"
 
 
+def no_images_left(jobs: list[Job]) -> None:
+    left = [path for job in jobs for path in Path("/dev/shm").glob(f"keepstep-{job.job}-*")]
+    assert not left, f"images were left behind: {left}"
+
+
 class Transparent:
     """A job whose ranks move as images, and what is done to it."""
 
