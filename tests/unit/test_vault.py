@@ -250,7 +250,7 @@ def putting(kind: Any, version: int, *parts: bytes, unit: int = 0) -> bytes:
     digests = [xxhash.xxh3_128_digest(part) for part in parts]
     sizes = [len(part) for part in parts]
     put = v.VaultPut(kind=kind, unit=unit, version=version, sizes=sizes, digests=digests)
-    return frame(put) + b"".join(parts)
+    return frame(v.VaultPuts(puts=[put])) + b"".join(parts)
 
 
 def incoming(server: BlobServer, rank: int = 2) -> int:
@@ -344,7 +344,7 @@ def test_a_put_that_makes_no_sense_ends_the_connection(
     put: v.VaultPut, caplog: pytest.LogCaptureFixture
 ) -> None:
     with agent() as (address, server):
-        sock, frames = raw(address, asking(), put, v.VaultSync(version=1))
+        sock, frames = raw(address, asking(), v.VaultPuts(puts=[put]), v.VaultSync(version=1))
         with sock:
             assert isinstance(frames.receive(), v.VaultOpened)
             with pytest.raises(ConnectionError):
@@ -618,7 +618,8 @@ puts = st.builds(
     unit=whole,
     sizes=st.lists(whole, max_size=3),
     digests=st.lists(st.binary(min_size=16, max_size=16) | st.binary(max_size=20), max_size=3),
-).map(frame)
+)
+batches = st.builds(v.VaultPuts, puts=st.lists(puts, max_size=3)).map(frame)
 others = st.one_of(
     st.builds(v.VaultSync, version=whole),
     st.builds(v.VaultFetch, token=st.just("t"), rank=whole, version=whole),
@@ -628,7 +629,7 @@ others = st.one_of(
 good = st.builds(putting, st.sampled_from(["grad", "note"]), st.integers(0, 9), st.binary())
 
 
-@given(parts=st.lists(st.one_of(st.binary(max_size=60), puts, others, good), max_size=6))
+@given(parts=st.lists(st.one_of(st.binary(max_size=60), batches, others, good), max_size=6))
 @fuzz
 def test_a_writer_that_says_anything_harms_nobody(parts: list[bytes]) -> None:
     with agent() as (address, server), line(address, rank=1) as neighbour:
@@ -654,7 +655,7 @@ def test_a_writer_that_says_anything_harms_nobody(parts: list[bytes]) -> None:
         assert plain(fetch(address, "t", 1, 1)) == {0: (1, [b"base"], {})}
 
 
-@given(parts=st.lists(st.one_of(st.binary(max_size=60), puts), min_size=1, max_size=3))
+@given(parts=st.lists(st.one_of(st.binary(max_size=60), batches), min_size=1, max_size=3))
 @fuzz
 def test_a_stranger_gets_no_word(parts: list[bytes]) -> None:
     with agent() as (address, server):

@@ -32,6 +32,7 @@ from keepstep.model.vault import (
     VaultOpen,
     VaultOpened,
     VaultPut,
+    VaultPuts,
     VaultRequest,
     VaultSync,
     VaultSynced,
@@ -137,15 +138,16 @@ class Vault:
         refusal: Refusal | None = None
         while True:
             request = frames.receive()
-            try:
-                if refusal is not None:
-                    _skip(frames, request)
-                elif isinstance(request, VaultPut):
-                    self._put(frames, room, shelf, request)
-                else:
-                    self._mark(room, shelf, request)
-            except Refusal as error:
-                refusal = error
+            for one in request.puts if isinstance(request, VaultPuts) else [request]:
+                try:
+                    if refusal is not None:
+                        _skip(frames, one)
+                    elif isinstance(one, VaultPut):
+                        self._put(frames, room, shelf, one)
+                    else:
+                        self._mark(room, shelf, one)
+                except Refusal as error:
+                    refusal = error
             if isinstance(request, VaultSync):
                 if refusal is not None:
                     raise refusal
@@ -230,7 +232,7 @@ def _check(put: VaultPut) -> None:
         raise RemoteProtocolError(f"a put of kind {put.kind} that makes no sense")
 
 
-def _skip(frames: Frames[Any], request: VaultRequest) -> None:
+def _skip(frames: Frames[Any], request: VaultRequest | VaultPut) -> None:
     if isinstance(request, VaultPut):
         _check(request)
         left = sum(request.sizes)

@@ -1,7 +1,7 @@
 """What a rank and the vault of an agent say to each other, on the port of the blob server.
 
     VaultOpen      -> VaultOpened, then any of
-      VaultPut       and as many raw bytes as its sizes say; not answered
+      VaultPuts      and as many raw bytes as the sizes of its puts say; not answered
       VaultSync    -> VaultSynced: all that was sent before it is stored
     VaultFetch     -> VaultFetched, then the raw bytes of everything it lists, in that order
                       or, of a parity, VaultParity and the bytes of its cells
@@ -53,14 +53,20 @@ class VaultOpen(Message, frozen=True):
     group: list[int] = []  # all ranks whose parity is kept here, this one among them
 
 
-class VaultPut(Message, frozen=True):
-    """Raw bytes follow: a base's tensors, a gradient, nothing (absent) or a note."""
+class VaultPut(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A base's tensors, a gradient, nothing (absent) or a note."""
 
     kind: Kind
     version: int
     unit: int = 0
     sizes: list[int] = []
     digests: list[bytes] = []  # xxh3_128
+
+
+class VaultPuts(Message, frozen=True):
+    """The raw bytes of all of them follow, in their order."""
+
+    puts: list[VaultPut]
 
 
 class VaultSync(Message, frozen=True):
@@ -89,7 +95,7 @@ class VaultForget(Message, frozen=True):
     parity: bool = False  # the parity of its group
 
 
-VaultRequest = VaultOpen | VaultPut | VaultSync | VaultFetch | VaultForget
+VaultRequest = VaultOpen | VaultPuts | VaultSync | VaultFetch | VaultForget
 
 
 class VaultOpened(Message, frozen=True):

@@ -28,7 +28,14 @@ from keepstep.errors import UsageError
 
 EXTENSION = "keepstep_ext"
 SOURCES = Path(__file__).parent / "torch_ext"
-_IN_PROCESS = ["solo_backend.cpp", "gloo_waits.cpp", "numbers.cpp"]
+_IN_PROCESS = [
+    "solo_backend.cpp",
+    "gloo_waits.cpp",
+    "numbers.cpp",
+    "fingerprint.cpp",
+    "send.cpp",
+    "digests.cpp",
+]
 _FLAGS = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-DUSE_DISTRIBUTED", "-w"]
 
 

@@ -8,32 +8,32 @@ tensors do not count writes through `.data`, by collectives, by foreign kernels,
 was sent. What differs is put again, under the same version, and takes the place of the early one: a
 wrong guess costs time and nothing else.
 
-Every word to a device costs the main thread some time, however small the gradient is. So gradients
-that lie side by side, as those of an FSDP2 module do, can go together: one copy, one comparison.
+Every word to a device or to a thread costs the main thread some time, however small the gradient
+is. So gradients of which one follows the other go together: one copy, one comparison.
 
 Clipping by the norm multiplies nearly all gradients of a step by one number. It is recognised, the
 number goes into the step's note, and whoever replays the step multiplies by it in the same way.
 
-How bytes get from a kind of device to the line, and how they are compared, is a `Way`: here the one
-of host memory, in staging.py that of a GPU. Hooks run in the main thread or, while that waits for a
-backward pass, in threads of autograd's.
+How bytes get from a kind of device to the line, and how they are compared, is a `Way`: host.py has
+that of host memory, staging.py that of a GPU. Hooks run in the main thread or, while that waits for
+a backward pass, in threads of autograd's.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any, Protocol
 
 import torch
 from torch.nn.utils import clip_grad
-from torch.overrides import TorchFunctionMode
 
 from keepstep.worker import shards
-from keepstep.worker.units import view
-from keepstep.worker.vault import VaultLine, digest
+from keepstep.worker.units import same_order
+from keepstep.worker.vault import VaultLine
 
 PAUSE = 64  # steps without a guess after a wrong one
 SCALES_MAX = 64  # of one step
@@ -44,26 +44,34 @@ that they belong to."""
 
 
 class Way(Protocol):
-    gathers: bool  # several gradients that lie side by side go together
+    """Of gradients it is told the parts that are here."""
 
-    def suits(self, gradient: torch.Tensor) -> bool: ...
-    def joins(self, last: torch.Tensor, gradient: torch.Tensor) -> bool:
+    def suits(self, part: torch.Tensor) -> bool: ...
+    def joins(self, last: torch.Tensor, part: torch.Tensor) -> bool:
         """Whether it can go together with the one before."""
+
+    def full(self, size: int) -> bool:
+        """Whether so many bytes should wait for no more."""
 
     def here(self, before: Any) -> Any:
         """The moment at which a gradient was just made; `put` is told. `before`: that of the one
         that it goes together with, if there is one, and not needed any more."""
 
-    def put(
-        self, line: VaultLine, version: int, gradients: dict[int, torch.Tensor], made: Any
-    ) -> Any:
+    def place(self, parts: Sequence[torch.Tensor]) -> Any:
+        """What must be as it was when they were put, or nobody can look at them."""
+
+    def put(self, line: VaultLine, version: int, parts: dict[int, torch.Tensor], made: Any) -> Any:
         """Gives a ticket, or None: it cannot be. They may be written to at any time."""
 
-    def before_write(self, line: VaultLine, ticket: Any) -> None:
-        """They are about to be written to, and what was sent shall be as it is now."""
+    def before_write(self) -> None:
+        """All that was put is about to be written to, and shall be sent as it is now."""
 
-    def look(self, ticket: Any, gradients: list[torch.Tensor]) -> Any:
-        """What those of one ticket are now, to be compared later."""
+    def multiplied(self, what: Sequence[tuple[Any, Sequence[bool]]], by: torch.Tensor) -> bool:
+        """Of each ticket some are about to be. True: `sent` will tell of what was sent, multiplied
+        in the same way. False: only looks can tell, at tickets of which all are."""
+
+    def look(self, groups: Sequence[Sequence[torch.Tensor]]) -> Sequence[Any]:
+        """What those of each ticket are now, to be compared later."""
 
     def seen(self, look: Any) -> Any:
         """Behind the device: what a look has seen. Equal values, equal bytes."""
@@ -72,68 +80,43 @@ class Way(Protocol):
         """The same of what was sent. None: it was lost."""
 
 
-class HostWay:
-    """The line reads it where it lies, and copies it, because it may be written to meanwhile."""
-
-    gathers = False
-
-    def suits(self, gradient: torch.Tensor) -> bool:
-        return gradient.device.type == "cpu"
-
-    def joins(self, last: torch.Tensor, gradient: torch.Tensor) -> bool:
-        return False
-
-    def here(self, before: Any) -> Any:
-        return None
-
-    def put(
-        self, line: VaultLine, version: int, gradients: dict[int, torch.Tensor], made: Any
-    ) -> Any:
-        ((unit, gradient),) = gradients.items()
-        return line.put_grad(unit, version, view(gradient), early=True)
-
-    def before_write(self, line: VaultLine, ticket: Any) -> None:
-        line.wait_read(ticket)
-
-    def look(self, ticket: Any, gradients: list[torch.Tensor]) -> Any:
-        (gradient,) = gradients
-        return digest(view(gradient), ticket)
-
-    def seen(self, look: Any) -> Any:
-        return look
-
-    def sent(self, line: VaultLine, ticket: Any) -> Any:
-        return line.digest_sent(ticket)
-
-
 @dataclass(eq=False)
 class _Sent:
     """What went together."""
 
     way: Way
-    parameters: dict[int, torch.Tensor]  # by unit
-    gradients: dict[int, torch.Tensor]  # not held when they were put
-    places: list[tuple[int, int]] = field(default_factory=list)
+    parameters: dict[int, torch.Tensor] = field(default_factory=dict)  # by unit
+    parts: dict[int, torch.Tensor] = field(default_factory=dict)  # not held when they were put
+    size: int = 0
+    place: Any = None
     made: Any = None
     ticket: Any = None
-    # Looks before and after each clipping, and at the fence. Nobody else has written to it if the
-    # first is what was sent, the third what the second was, and so on.
+    # At the fence, and before and after each clipping if that is not known otherwise. Nobody else
+    # has written to it if the first is what was sent, the third what the second was, and so on.
     looks: list[Any] = field(default_factory=list)
 
     def now(self) -> list[torch.Tensor] | None:
-        """The gradients, if they are still there and together."""
-        found = [parameter.grad for parameter in self.parameters.values()]
-        here = [one for one in found if one is not None]
-        if len(here) < len(found):
-            return None
-        if len(here) == 1:
-            return here if self.way.suits(here[0]) else None
-        return here if [_place(one) for one in here] == self.places else None
+        """The gradients, if they can be looked at."""
+        found = []
+        for parameter in self.parameters.values():
+            if (gradient := parameter.grad) is None:
+                return None
+            found.append(shards.local(gradient))
+        return found if self.way.place(found) == self.place else None
+
+
+_Now = dict[Way, list[tuple[_Sent, list[torch.Tensor]]]]
+
+
+def _look(at: _Now) -> None:
+    for way, some in at.items():
+        for (sent, _), look in zip(some, way.look([now for _, now in some]), strict=True):
+            sent.looks.append(look)
 
 
 class Early:
     def __init__(self) -> None:
-        self.ways: list[Way] = [HostWay()]
+        self.ways: list[Way] = []
         self._line: VaultLine | None = None  # open for puts
         self._version = -1
         self._sent_by: VaultLine | None = None
@@ -184,17 +167,19 @@ class Early:
         gradient, gathered = parameter.grad, self._gathered
         if self._line is None or gradient is None or unit in self._sent:
             return
-        way = next((way for way in self.ways if way.suits(gradient)), None)
-        if way is None or not same_kind(parameter, gradient):
+        part = shards.local(gradient)
+        way = next((way for way in self.ways if way.suits(part)), None)
+        if way is None or not (same_kind(parameter, gradient) and same_order(parameter, gradient)):
             return
-        if gathered is not None and unit in gathered.gradients:
+        if gathered is not None and unit in gathered.parts:
             return
-        if gathered is None or gathered.way is not way or not way.joins(_last(gathered), gradient):
+        if gathered is None or gathered.way is not way or not way.joins(_last(gathered), part):
             self.flush()
-            gathered = self._gathered = _Sent(way, {}, {})
-        gathered.parameters[unit], gathered.gradients[unit] = parameter, gradient
+            gathered = self._gathered = _Sent(way)
+        gathered.parameters[unit], gathered.parts[unit] = parameter, part
         gathered.made = way.here(gathered.made)
-        if not way.gathers:
+        gathered.size += part.nbytes
+        if way.full(gathered.size):
             self.flush()
 
     def flush(self) -> None:
@@ -203,12 +188,11 @@ class Early:
             sent, self._gathered = self._gathered, None
             if sent is None or self._line is None:
                 return
-            sent.ticket = sent.way.put(self._line, self._version, sent.gradients, sent.made)
-            if sent.ticket is None:
-                return
-            sent.places = [_place(one) for one in sent.gradients.values()]
-            sent.gradients, sent.made = {}, None
-            self._sent.update(dict.fromkeys(sent.parameters, sent))
+            sent.place = sent.way.place(list(sent.parts.values()))
+            sent.ticket = sent.way.put(self._line, self._version, sent.parts, sent.made)
+            sent.parts, sent.made = {}, None
+            if sent.ticket is not None:
+                self._sent.update(dict.fromkeys(sent.parameters, sent))
 
     def _all_sent(self) -> list[_Sent]:
         return list(dict.fromkeys(self._sent.values()))
@@ -221,44 +205,58 @@ class Early:
         if line is None:
             return clip()
         self.close()
-        before = {}
-        for sent in self._all_sent():
-            if (now := sent.now()) is not None:
-                sent.way.before_write(line, sent.ticket)
-                before[sent] = sent.way.look(sent.ticket, now)
-        with _Multiplications() as seen:
-            result = clip()
-        for gradients, scale in seen.found:
-            if len(self._scales) == SCALES_MAX:
-                break  # who is multiplied by more will be found changed
-            ids = set(map(id, gradients))
-            if len(set(map(_place, gradients))) < len(gradients):
-                continue  # one of them is multiplied twice
-            units: list[int] = []
-            for sent in list(before):
-                now = sent.now()
-                if now is not None and all(id(one) in ids for one in now):
-                    sent.looks += [before.pop(sent), sent.way.look(sent.ticket, now)]
-                    units += sent.parameters
-            if units:
-                self._scales.append((scale.detach().clone(), units))
+        for way in self.ways:
+            way.before_write()
+        with _Multiplications(self._multiplies):
+            return clip()
+
+    def _multiplies(
+        self, gradients: Sequence[torch.Tensor], scale: torch.Tensor, multiply: Callable[[], Any]
+    ) -> Any:
+        parts = list(map(shards.local, gradients))
+        ids = set(map(id, parts))
+        once = len({part.data_ptr() or id(part) for part in parts}) == len(parts)
+        if not once or len(self._scales) == SCALES_MAX:
+            return multiply()  # who is will be found changed
+        found = self._now(lambda sent: True)
+        scale = scale.detach().clone()
+        units: list[int] = []
+        looked_at: _Now = {}
+        for way, some in found.items():
+            which = [[id(one) in ids for one in now] for _, now in some]
+            if not way.multiplied([(s.ticket, w) for (s, _), w in zip(some, which)], scale):
+                whole = list(map(all, which))
+                some = looked_at[way] = list(compress(some, whole))
+                which = list(compress(which, whole))
+            for (sent, _), part in zip(some, which, strict=True):
+                units += compress(sent.parameters, part)
+        if units:
+            self._scales.append((scale, units))
+        _look(looked_at)
+        result = multiply()
+        _look(looked_at)
         return result
+
+    def _now(self, wanted: Callable[[_Sent], bool]) -> _Now:
+        found: _Now = {}
+        for sent in self._all_sent():
+            if wanted(sent) and (now := sent.now()) is not None:
+                found.setdefault(sent.way, []).append((sent, now))
+        return found
 
     # ------------------------------------------------------------------ at the fence
 
-    def look(self, line: VaultLine, updated: Callable[[int], bool]) -> set[int]:
-        """Before the device is waited for: the units of which something was sent. `updated`: the
-        unit's gradient is used."""
+    def sent(self, line: VaultLine) -> set[int]:
+        """The units of which something was put. Nothing more is, from here on."""
         self.close()
         if line is not self._sent_by:  # what was clipped goes as it is now
             self._sent.clear()
             self._scales = []
-            return set()
-        for sent in self._all_sent():
-            now = sent.now() if all(map(updated, sent.parameters)) else None
-            if now is not None:
-                sent.looks.append(sent.way.look(sent.ticket, now))
         return set(self._sent)
+
+    def look(self, updated: Callable[[int], bool]) -> None:
+        """Before the device is waited for. `updated`: the unit's gradient is used."""
+        _look(self._now(lambda sent: all(map(updated, sent.parameters))))
 
     def bring(self, bring: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:
         """After all looks: numbers that lie on a device are replaced by what `bring` makes."""
@@ -286,13 +284,8 @@ class Early:
         return [(scale, units) for scale, units in found if units]
 
 
-def _place(gradient: torch.Tensor) -> tuple[int, int]:
-    part = shards.local(gradient)
-    return part.data_ptr() or id(gradient), part.untyped_storage().data_ptr()
-
-
 def _last(gathered: _Sent) -> torch.Tensor:
-    return next(reversed(gathered.gradients.values()))
+    return next(reversed(gathered.parts.values()))
 
 
 def _same(line: VaultLine, sent: _Sent) -> bool:
@@ -302,19 +295,29 @@ def _same(line: VaultLine, sent: _Sent) -> bool:
     return all(one == other for one, other in zip(chain[::2], chain[1::2], strict=True))
 
 
-class _Multiplications(TorchFunctionMode):
-    """Of many tensors by one, in place."""
+class _Multiplications:
+    """Of many tensors by one, in place. A mode of torch's would see them as well, and every other
+    word of the function's, which takes longer than to multiply."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+    def __init__(self, instead: Callable[..., Any]) -> None:
+        self._instead = instead
 
-    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch._foreach_mul_ and not kwargs and isinstance(args[1], torch.Tensor):
+    def __enter__(self) -> None:
+        self._inner = torch._foreach_mul_
+        torch._foreach_mul_ = self._multiply
+
+    def __exit__(self, *_: object) -> None:
+        torch._foreach_mul_ = self._inner
+
+    def _multiply(self, *args: Any, **kwargs: Any) -> Any:
+        def multiply() -> Any:
+            return self._inner(*args, **kwargs)
+
+        if len(args) == 2 and not kwargs and isinstance(args[1], torch.Tensor):
             replicated = getattr(args[1], "placements", ())
             if all(placement.is_replicate() for placement in replicated):
-                self.found.append((list(args[0]), shards.local(args[1])))
-        return func(*args, **(kwargs or {}))
+                return self._instead(args[0], shards.local(args[1]), multiply)
+        return multiply()
 
 
 def watch_clipping(early: Early) -> None:

@@ -5,12 +5,14 @@ Whoever puts gets a ticket and goes on; tickets are read in the order in which t
 
 from __future__ import annotations
 
-import ctypes
+import os
 import socket
+import ssl
 import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NoReturn
 
 import msgspec
@@ -22,14 +24,15 @@ from keepstep.errors import PermanentError, RemoteProtocolError, UsageError
 from keepstep.model import vault as v
 from keepstep.model import wire
 from keepstep.model.messages import Address
-from keepstep.worker import peers
+from keepstep.worker import extension, peers
 from keepstep.worker.statefile import DigestMismatch
 
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_S = 10.0  # an agent whose machine vanished never closes the connection
 SMALL_BYTES = 64 << 10  # packed together when sent
 CHUNK_BYTES = 4 << 20  # sent within the socket's timeout; worth to be handed to another thread
-BATCH_BYTES = 1 << 20  # sent before anybody is told: each word to another thread costs it time
+BATCH_BYTES = 4 << 20  # sent before anybody is told: each word to another thread costs it time
+BATCH_ITEMS = 1024  # likewise: the message of them must not be too long
 
 View = bytes | bytearray | memoryview
 
@@ -45,7 +48,6 @@ class Item:
     message: v.VaultPut | v.VaultSync
     views: Sequence[memoryview] = ()
     size: int = 0
-    early: bool = False
     ticket: int = 0
 
 
@@ -64,8 +66,6 @@ class Lane:
         self._sender: threading.Thread | None = None
         self._interrupted = False
         self._error: Exception | None = None
-        self._scratch = bytearray()  # of the sender
-        self._early: dict[int, bytes] = {}  # ticket -> digest
 
     # ----------------------------------------------------------------- opening and ending
 
@@ -146,11 +146,6 @@ class Lane:
         with self._turn:
             return self._read == self._last
 
-    def digest_sent(self, ticket: int) -> bytes | None:
-        with self._turn:
-            self._turn.wait_for(lambda: self._read >= ticket)
-            return self._early.get(ticket) if self._error is None else None
-
     def failure(self) -> tuple[Exception, bool] | None:
         """What ended it, and whether it was interrupted."""
         with self._turn:
@@ -159,17 +154,14 @@ class Lane:
     # ----------------------------------------------------------------- the sender
 
     def _send_all(self, connection: socket.socket, frames: Frames[v.VaultReply]) -> None:
-        packed = bytearray()
         try:
             while batch := self._next():
-                for item in batch:
-                    self._send(connection, item, packed, more=item is not batch[-1])
+                self._send(connection, batch)
                 last = batch[-1].message
                 if isinstance(last, v.VaultSync):
                     reply = frames.receive()
                     if reply != v.VaultSynced(version=last.version):
                         raise_refusal(reply, self._rank)
-                    self._early.clear()
                 with self._turn:
                     self._read = batch[-1].ticket
                     self._queued -= sum(item.size for item in batch)
@@ -188,7 +180,7 @@ class Lane:
                 self._forget_queue()
                 return batch
             size = 0
-            while self._queue and size < BATCH_BYTES:
+            while self._queue and size < BATCH_BYTES and len(batch) < BATCH_ITEMS:
                 batch.append(self._queue.popleft())
                 size += batch[-1].size
                 if isinstance(batch[-1].message, v.VaultSync):
@@ -200,45 +192,44 @@ class Lane:
         self._queued, self._read = 0, self._last
         self._turn.notify_all()
 
-    def _send(
-        self, connection: socket.socket, item: Item, packed: bytearray, *, more: bool
-    ) -> None:
-        """What is small waits in `packed` for company, as long as there is more to send."""
-        views = item.views
-        if item.early:
-            views = [self._copied(view) for view in views]
-        digests = [xxhash.xxh3_128_digest(view) for view in views]
-        if item.early:
-            self._early[item.ticket] = digests[0]
-        message = item.message
-        if isinstance(message, v.VaultPut):
-            message = msgspec.structs.replace(message, digests=digests)
-        packed += wire.frame(message)
-        for view in views:
-            if len(view) < SMALL_BYTES:
-                packed += view
-                continue
-            connection.sendall(packed)
-            packed.clear()
-            for part in pieces(view, CHUNK_BYTES):
-                connection.sendall(part)
-        awaited = isinstance(message, v.VaultSync) or not (more or self._queue)
-        if awaited or len(packed) >= SMALL_BYTES:
-            connection.sendall(packed)
-            packed.clear()
-
-    def _copied(self, view: memoryview) -> memoryview:
-        """One at a time. Copied by a foreign function, which leaves the interpreter to others."""
-        if len(self._scratch) < len(view):
-            self._scratch = bytearray(len(view))
-        copy = memoryview(self._scratch)[: len(view)]
-        if len(view):
-            ctypes.memmove(_address(copy), _address(view), len(view))
-        return copy
+    def _send(self, connection: socket.socket, batch: Sequence[Item]) -> None:
+        """Puts are one message. Native code hashes and sends it: whenever a thread wants the
+        interpreter back, the main thread may have to wait."""
+        native = extension.load()
+        views: list[View] = [view for item in batch for view in item.views]
+        puts: list[v.VaultPut] = []
+        announced = sync = b""
+        if native.can_digest():
+            digests = iter(native.digests(views))
+        else:
+            digests = map(xxhash.xxh3_128_digest, views)
+        for item in batch:
+            if isinstance(item.message, v.VaultSync):
+                sync = wire.frame(item.message)
+            else:
+                some = list(islice(digests, len(item.views)))
+                puts.append(msgspec.structs.replace(item.message, digests=some))
+        if puts:
+            announced = wire.frame(v.VaultPuts(puts=puts))
+        views = [announced, *views, sync]
+        if isinstance(connection, ssl.SSLSocket):
+            _send_packed(connection, views)
+        elif error := native.send_all(connection.fileno(), views, SILENCE_S):
+            raise OSError(error, os.strerror(error))
 
 
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+def _send_packed(connection: socket.socket, views: Sequence[View]) -> None:
+    """What is small waits for company."""
+    packed = bytearray()
+    for view in views:
+        if len(view) < SMALL_BYTES:
+            packed += view
+            continue
+        connection.sendall(packed)
+        packed.clear()
+        for part in pieces(memoryview(view), CHUNK_BYTES):
+            connection.sendall(part)
+    connection.sendall(packed)
 
 
 def raise_refusal(reply: v.VaultReply, rank: int) -> NoReturn:

@@ -105,14 +105,18 @@ class ParityLine:
         self._step.append(put)
         put(self._line)
 
-    def sync(self, version: int, aborted: Callable[[], bool]) -> None:
+    def ask(self, version: int) -> None:
+        if self._common >= 0 and self._line is not None:
+            self._line.ask(version)
+
+    def synced(self, version: int, aborted: Callable[[], bool]) -> None:
         """Only an Abort is raised (as OSError)."""
         line = self._line
         if self._common < 0 or line is None:
             return
         try:
             try:
-                line.sync(version, aborted)
+                line.synced(version, aborted)
             except OSError:
                 if aborted():
                     raise
@@ -171,14 +175,18 @@ class Both(VaultLine):
         self._parity = parity
 
     def put_all(
-        self, kind: v.Kind, version: int, data: Mapping[int, Sequence[View]], early: bool = False
+        self, kind: v.Kind, version: int, data: Mapping[int, Sequence[View]]
     ) -> dict[int, Ticket]:
         self._parity.put(kind, version, lambda line: line.put_all(kind, version, data))
-        return super().put_all(kind, version, data, early)
+        return super().put_all(kind, version, data)
 
-    def sync(self, version: int, aborted: Callable[[], bool]) -> None:
-        super().sync(version, aborted)
-        self._parity.sync(version, aborted)
+    def ask(self, version: int) -> None:
+        super().ask(version)
+        self._parity.ask(version)
+
+    def synced(self, version: int, aborted: Callable[[], bool]) -> None:
+        super().synced(version, aborted)
+        self._parity.synced(version, aborted)
 
     def drained(self) -> bool:
         return super().drained() and self._parity.drained()

@@ -42,10 +42,11 @@ from keepstep.errors import KeepstepError, PermanentError, UsageError
 from keepstep.model.messages import Address
 from keepstep.worker import blobs, codec, cuda, lane, parity, rebuild, shards, vault
 from keepstep.worker.early import Early, same_kind, watch_clipping
+from keepstep.worker.host import HostWay
 from keepstep.worker.replay import Replay
 from keepstep.worker.staging import Staging, numbers
 from keepstep.worker.state import flat
-from keepstep.worker.units import Unit, described, part_of, view, views
+from keepstep.worker.units import Parts, Unit, described, in_order, part_of, view, views
 
 if TYPE_CHECKING:
     from keepstep.worker.seat import Seat
@@ -67,6 +68,7 @@ class _Unconfirmed:
     version: int
     update: bytes
     gradients: dict[int, torch.Tensor | None]
+    asked: bool = False  # the vault, for its word that it has all
 
 
 class Redundancy:
@@ -88,10 +90,9 @@ class Redundancy:
         self._due: list[Unit] = []
         self._published: dict[int, Any] = {}  # unit -> what its gradient was at the fence
         self._early = Early()
-        if self._parity is not None:  # what its two lines read at different times must not change
-            self._early.ways.clear()
         self._watching = False  # clipping
         self._staging: Staging | None = None  # on a GPU
+        self._host: HostWay | None = None
         self._unconfirmed: _Unconfirmed | None = None
         self.updated: list[str] = []  # optimizers that made the last step's updates, in order
 
@@ -154,14 +155,30 @@ class Redundancy:
         sizes = {unit.index: unit.size for unit in self.units}
         self._lanes = vault.lanes_of(vault.sliced(sizes, self._parameters), local_world)
         self._stage()
+        self._copy_on_host()
+
+    def _gradients_on(self, device: torch.device | None) -> dict[int, int]:
+        return {
+            unit.index: shards.local(unit.parameter).nbytes
+            for unit in self.units
+            if unit.parameter is not None and unit.parameter.device == device
+        }
+
+    def _copy_on_host(self) -> None:
+        gradients, old = self._gradients_on(torch.device("cpu")), self._host
+        if old is not None:
+            if old.made_for == gradients:
+                return
+            self._host = None
+            self._early.ways.remove(old)
+            old.close()
+        if gradients:
+            self._host = HostWay(gradients)
+            self._early.ways.append(self._host)
 
     def _stage(self) -> None:
         home = cuda.home
-        gradients = {
-            unit.index: shards.local(unit.parameter).nbytes
-            for unit in self.units
-            if unit.parameter is not None and unit.parameter.device == home
-        }
+        gradients = self._gradients_on(home)
         old = self._staging
         readers = max(self._lanes.values()) + 1
         sizes = [unit.size + UNIT_BYTES for unit in self.units]
@@ -349,6 +366,8 @@ class Redundancy:
         self._early.forget()
         if self._staging is not None:
             self._staging.turn()
+        if self._host is not None:
+            self._host.turn()
         line = self._line
         version = self._seat.version
         if line is None or self._begun == version:
@@ -396,8 +415,11 @@ class Redundancy:
         parts, left = {unit.index: self._parts(unit) for unit in due}, list[int]()
         if self._staging is not None:
             left = self._staging.put_bases(line, version, parts)
-        for index in parts if self._staging is None else left:
-            line.put_base(index, version, views(parts[index]))
+        here = {index: views(parts[index]) for index in (parts if self._staging is None else left)}
+        if self._host is not None and here:
+            self._host.give(lambda: line.put_all("base", version, here))
+        elif here:
+            line.put_all("base", version, here)
         for unit in due:
             unit.version = version
 
@@ -435,8 +457,12 @@ class Redundancy:
         if unit.parameter is not None:
             optimizer = self._seat.optimizers.get(unit.optimizer)
             entry = optimizer.state.get(unit.parameter) if optimizer is not None else None
+            if unit.parts is not None and unit.parts.good(entry):
+                return [*unit.parts.views]
             data, found = codec.dumps(entry)
-            return [data, *map(part_of, [unit.parameter, *found]), *map(described, found)]
+            parts = [data, *map(part_of, [unit.parameter, *found]), *map(described, found)]
+            unit.parts = Parts.of(unit.parameter, entry, parts)
+            return parts
         if unit.object:
             data, found = codec.dumps(self._seat.objects[unit.object].save())
             return [data, *map(part_of, found), *map(described, found)]
@@ -457,7 +483,7 @@ class Redundancy:
         version = seat.version
         line = self._line
         if line is None or line.address != target or line.broken:
-            if line is not None and self._parity is not None and self._staging is not None:
+            if line is not None and self._parity is not None and self._early.sent(line):
                 self._parity.give_up(version)  # it has gradients from before they were final
             self._open(target)
             line = self._line
@@ -466,10 +492,25 @@ class Redundancy:
             self._put_bases(line, version)
         self._put_due(line, version)
         gradients = self._put_gradients(line, version, updating)
+        done = _Unconfirmed(line, version, self._update_of(updating), gradients)
+        if self._staging is None and self._parity is None:
+            # As if all were right, which will have been seen when the answer comes. Nothing of it
+            # counts before all ranks have passed the fence.
+            self._ask(done, {})
+        self._early.look(lambda unit: gradients[unit] is not None)
         if self._staging is not None:
             self._early.bring(self._staging.bring)
             self._staging.hold_back()
-        self._unconfirmed = _Unconfirmed(line, version, self._update_of(updating), gradients)
+        self._unconfirmed = done
+
+    def _ask(self, done: _Unconfirmed, instead: dict[int, list[bytes] | None]) -> None:
+        for way in (self._staging, self._host):
+            if way is not None:
+                way.flush()
+        note = {"update": done.update, "clipped": self._early.scales, "instead": instead}
+        done.line.note(done.version, codec.dumps_inline(note))
+        done.line.ask(done.version)
+        done.asked = True
 
     def _put_gradients(
         self, line: vault.VaultLine, version: int, updating: bool
@@ -485,41 +526,48 @@ class Redundancy:
                 _require_same_kind(unit.name, unit.parameter, gradient)
                 if len(self._seat.optimizers) > 1:
                     self._published[unit.index] = _content(gradient)
-        sent = self._early.look(line, lambda unit: found[unit] is not None)
+        sent = self._early.sent(line)
         for index, gradient in found.items():
             if index in sent:
                 continue
             if gradient is None:
                 line.put_absent(index, version)
             elif not self._staged(line, index, version, gradient):
-                line.put_grad(index, version, view(gradient))
+                line.put_grad(index, version, self._bytes(index, gradient))
         return found
 
+    def _bytes(self, unit: int, gradient: torch.Tensor) -> memoryview:
+        parameter = self.units[unit].parameter
+        assert parameter is not None
+        return view(in_order(parameter, gradient))
+
     def _staged(self, line: vault.VaultLine, unit: int, version: int, gradient: Any) -> bool:
-        staging = self._staging
-        if staging is None or not staging.suits(gradient):
+        staging, part = self._staging, shards.local(gradient)
+        if staging is None or not staging.suits(part):
             return False
-        return staging.put(line, version, {unit: gradient}, staging.here()) is not None
+        return staging.put(line, version, {unit: part}, staging.here()) is not None
 
     def confirm(self, let_go: Callable[[], None]) -> None:
         """Behind the device: returns when the vault has all. OSError when it cannot be had.
         `let_go`: the device may wait for the host; after this it does not."""
-        done, staging = self._unconfirmed, self._staging
+        done = self._unconfirmed
         if done is None:
             return
-        if staging is not None:
-            staging.flush()
+        for way in (self._staging, self._host):
+            if way is not None:
+                way.flush()
         line, aborted = done.line, self._seat.aborted
         if line.broken:
             line.sync(done.version, aborted)  # which says why
         instead: dict[int, list[bytes] | None] = {}
-        for unit in self._early.changed(line):
+        changed = self._early.changed(line)
+        for unit in changed:
             if line.broken:
                 line.sync(done.version, aborted)
             instead |= self._correct(done, unit, let_go)
-        note = {"update": done.update, "clipped": self._early.scales, "instead": instead}
-        line.note(done.version, codec.dumps_inline(note))
-        line.sync(done.version, aborted)
+        if changed or not done.asked:
+            self._ask(done, instead)
+        line.synced(done.version, aborted)
         for one in self.units:
             one.confirmed = one.version
         self._unconfirmed = None
@@ -545,8 +593,9 @@ class Redundancy:
         if gradient.device.type != "cpu":
             let_go()
         if self._parity is not None:
-            return {unit: [bytes(part) for part in pieces(view(gradient), NOTED_BYTES)]}
-        line.put_grad(unit, version, view(gradient))
+            whole = self._bytes(unit, gradient)
+            return {unit: [bytes(part) for part in pieces(whole, NOTED_BYTES)]}
+        line.put_grad(unit, version, self._bytes(unit, gradient))
         return {}
 
     def suspend(self, why: str) -> None:

@@ -16,9 +16,7 @@ no room is copied as before there was all this, and is waited for.
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,36 +24,17 @@ from typing import Any
 import torch
 
 from keepstep.worker import cuda, extension, shards
+from keepstep.worker.copies import Feeder, Room, aligned
 from keepstep.worker.early import SCALES_MAX
 from keepstep.worker.lane import View
-from keepstep.worker.state import memory
 from keepstep.worker.vault import Ticket, VaultLine
 
-ALIGN = 64
 LOOKS = 4096  # of one step, beside one for each unit
 
 READ_WORDS = 1 << 19  # by one thread in a turn
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
 Numbers = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-class _Room:
-    """Memory that is given out from its beginning, until a step begins."""
-
-    def __init__(self, block: torch.Tensor) -> None:
-        self._block = block
-        self._bytes = memory(block)
-        self.taken = 0
-
-    @property
-    def left(self) -> int:
-        return len(self._block) - self.taken
-
-    def take(self, size: int) -> tuple[torch.Tensor, memoryview]:
-        begin, end = self.taken, self.taken + size
-        self.taken += _aligned(size)
-        return self._block[begin:end], self._bytes[begin:end]
 
 
 @dataclass
@@ -72,14 +51,14 @@ class Staging:
         """Bytes of each unit's gradient, and of the bases of a step; threads that read what was
         copied. RuntimeError: it cannot be."""
         small = 8 * SCALES_MAX
-        room = sum(map(_aligned, gradients.values()))
-        room = _aligned(room + room // 16)  # there may be gaps between those that go together
+        room = sum(map(aligned, gradients.values()))
+        room = aligned(room + room // 16)  # there may be gaps between those that go together
         self._device = device
         self._block = torch.empty(room + small + bases, dtype=torch.uint8)
         _pin(self._block)
-        self._gradients = _Room(self._block[:room])
+        self._gradients = Room(self._block[:room])
         self._scales = self._block[room : room + small].view(SCALES_MAX, 8)
-        self._bases = _Room(self._block[room + small :])
+        self._bases = Room(self._block[room + small :])
         self._places: dict[int, memoryview] = {}  # unit -> copy of its gradient
         rows = LOOKS + len(gradients)
         self._seen = torch.empty((3, rows), dtype=torch.int64)
@@ -92,15 +71,12 @@ class Staging:
         self._reading: list[Future[tuple[int, int, int]]] = []
         self._copied: Any = None  # event of the last copy
         self._held: Any = None  # the last one that a stream was made to wait for, and the stream
-        self._jobs: queue.Queue[tuple[Any, Callable[[], object], object] | None] = queue.Queue()
-        self._feeder = threading.Thread(target=self._feed, name="keepstep-staging", daemon=True)
-        self._feeder.start()
+        self._feeder = Feeder("keepstep-staging", lambda: torch.cuda.set_device(device))
         self.made_for = (device, gradients, bases, readers)
 
     def close(self) -> None:
         """Nobody has a view of it any more."""
-        self._jobs.put(None)
-        self._feeder.join()
+        self._feeder.close()
         self._readers.shutdown()
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         for block in (self._block, self._seen):
@@ -114,7 +90,7 @@ class Staging:
 
     def turn(self) -> None:
         """A step begins, or all is sent anew: the line has read all, or is another one."""
-        self._jobs.join()
+        self._feeder.join()
         wait(self._reading)
         self._reading.clear()
         self._looks.clear()
@@ -132,7 +108,7 @@ class Staging:
 
     def flush(self) -> None:
         """Behind the device: all was given to the line."""
-        self._jobs.join()
+        self._feeder.join()
 
     def _copy(
         self, targets: list[torch.Tensor], sources: list[torch.Tensor], job: Any, made: Any
@@ -144,23 +120,13 @@ class Staging:
             copied: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             copied.record(self._stream)
         self._copied = copied
-        self._jobs.put((copied, job, sources))  # which nobody else may hold
 
-    def _feed(self) -> None:
-        torch.cuda.set_device(self._device)
-        while self._fed(self._jobs.get()):
-            pass
+        def hand_on() -> None:
+            copied.synchronize()  # an error of the device's: the main thread meets it, too
+            sources.clear()  # they were held until here
+            job()
 
-    def _fed(self, item: tuple[Any, Callable[[], object], object] | None) -> bool:
-        try:
-            if item is not None:
-                item[0].synchronize()
-                item[1]()
-        except Exception:  # of the device: the main thread meets it too, and can tell
-            pass
-        finally:
-            self._jobs.task_done()
-        return item is not None
+        self._feeder.put(hand_on)
 
     def put_bases(
         self, line: VaultLine, version: int, bases: Mapping[int, Sequence[View | torch.Tensor]]
@@ -171,7 +137,7 @@ class Staging:
         targets, sources, left = [], [], []
         for unit, parts in bases.items():
             away = [part for part in parts if isinstance(part, torch.Tensor)]
-            size = sum(_aligned(tensor.nbytes) for tensor in away)
+            size = sum(aligned(tensor.nbytes) for tensor in away)
             if size > self._bases.left or not all(tensor.is_contiguous() for tensor in away):
                 left.append(unit)
                 continue
@@ -180,10 +146,10 @@ class Staging:
                 if not isinstance(part, torch.Tensor):
                     given[unit].append(part)
                     continue
-                target, there = self._bases.take(part.nbytes)
-                given[unit].append(there)
+                where = self._bases.take(part.nbytes)
+                given[unit].append(self._bases.bytes[where])
                 if part.nbytes:
-                    targets.append(target)
+                    targets.append(self._bases.block[where])
                     sources.append(_raw(part))
         if given:
             # Behind all that is queued: a part may have been made just now.
@@ -192,20 +158,24 @@ class Staging:
 
     # ------------------------------------------------------------------ the way of gradients
 
-    gathers = True
-
-    def suits(self, gradient: torch.Tensor) -> bool:
-        part = shards.local(gradient)
+    def suits(self, part: torch.Tensor) -> bool:
         return part.device == self._device and part.is_contiguous() and part.nbytes > 0
 
-    def joins(self, last: torch.Tensor, gradient: torch.Tensor) -> bool:
-        one, other = shards.local(last), shards.local(gradient)
-        gap = other.data_ptr() - one.data_ptr() - one.nbytes
+    def joins(self, last: torch.Tensor, part: torch.Tensor) -> bool:
+        gap = part.data_ptr() - last.data_ptr() - last.nbytes
         return (
-            one.dtype == other.dtype
-            and 0 <= gap <= other.nbytes // 16
-            and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+            last.dtype == part.dtype
+            and 0 <= gap <= part.nbytes // 16
+            and last.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
         )
+
+    def full(self, size: int) -> bool:
+        return False  # those of a module lie side by side
+
+    def place(self, parts: Sequence[torch.Tensor]) -> Any:
+        if len(parts) == 1:
+            return self.suits(parts[0])
+        return [(part.data_ptr(), part.untyped_storage().data_ptr()) for part in parts]
 
     def here(self, before: Any = None) -> Any:
         """Now, and not when it is put: the next layer's work is queued by then."""
@@ -214,13 +184,13 @@ class Staging:
         return made
 
     def put(
-        self, line: VaultLine, version: int, gradients: dict[int, torch.Tensor], made: Any
+        self, line: VaultLine, version: int, parts: dict[int, torch.Tensor], made: Any
     ) -> _Staged | None:
-        parts = {unit: shards.local(one) for unit, one in gradients.items()}
         span = _span(list(parts.values()))
         if span.nbytes > self._gradients.left:
             return None
-        (room, there), staged, words = self._gradients.take(span.nbytes), _Staged(), _words(span)
+        where, staged, words = self._gradients.take(span.nbytes), _Staged(), _words(span)
+        room, there = self._gradients.block[where], self._gradients.bytes[where]
         begin = span.data_ptr()
         views: dict[int, list[memoryview]] = {}
         for unit, part in parts.items():
@@ -243,22 +213,27 @@ class Staging:
     def put_again(self, line: VaultLine, unit: int, version: int, gradient: torch.Tensor) -> bool:
         """Behind the device, and without its current stream, which may be held back."""
         target = self._places.get(unit)
-        if target is None or not self.suits(gradient):
+        part = shards.local(gradient)
+        if target is None or not self.suits(part):
             return False
         line.wait_read(self._given[unit])
-        source = _raw(shards.local(gradient))
+        source = _raw(part)
         with torch.cuda.stream(self._stream):
             torch.frombuffer(target, dtype=torch.uint8).copy_(source, non_blocking=True)
         self._stream.synchronize()
         line.put_grad(unit, version, target)
         return True
 
-    def before_write(self, line: VaultLine, ticket: _Staged) -> None:
+    def before_write(self) -> None:
         self.hold_back()
 
-    def look(self, ticket: _Staged, gradients: list[torch.Tensor]) -> int:
-        self._looks.append(numbers(_span([shards.local(one) for one in gradients])))
-        return len(self._looks) - 1
+    def multiplied(self, what: Sequence[tuple[_Staged, Sequence[bool]]], by: torch.Tensor) -> bool:
+        return False
+
+    def look(self, groups: Sequence[Sequence[torch.Tensor]]) -> list[int]:
+        begin = len(self._looks)
+        self._looks += [numbers(_span(parts)) for parts in groups]
+        return list(range(begin, len(self._looks)))
 
     def bring(self, scales: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """At the fence, before the device is waited for: what was looked at comes to the host, and
@@ -288,11 +263,7 @@ class Staging:
         return wrapped, min(part[1] for part in found), max(part[2] for part in found)
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGN) * ALIGN
-
-
-def _span(parts: list[torch.Tensor]) -> torch.Tensor:
+def _span(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """From the first to the end of the last one, in the order of their addresses."""
     first, last = parts[0].detach(), parts[-1]
     size = last.storage_offset() + last.numel() - first.storage_offset()

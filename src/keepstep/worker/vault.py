@@ -4,9 +4,7 @@ The main thread says what is to be kept and goes on; senders read the memory tha
 hash it and send it, each over a connection of its own (lane.py). A unit, or each slice of a large
 one, has its lane: what is put of it comes in this order. Nothing is copied, so a view must not be
 written to before it was read: every put gives a ticket, and `wait_read` waits for it. How far the
-main thread may run ahead is bounded in bytes. A put that comes so early that its memory may be
-written to meanwhile is copied by the sender, which keeps the digest of what it sent: the caller
-compares, and puts it again if need be.
+main thread may run ahead is bounded in bytes.
 
 Nothing of the network is raised by a put, which may be called in the middle of a backward pass. A
 line that breaks takes no more, all its tickets count as read, and the next `sync` says why. What
@@ -187,9 +185,8 @@ class VaultLine:
     def put_base(self, unit: int, version: int, tensors: Sequence[View]) -> Ticket:
         return self._put("base", unit, version, tensors)
 
-    def put_grad(self, unit: int, version: int, view: View, *, early: bool = False) -> Ticket:
-        """`early`: the memory may be written to at any time; see `digest_sent`."""
-        return self._put("grad", unit, version, [view], early)
+    def put_grad(self, unit: int, version: int, view: View) -> Ticket:
+        return self._put("grad", unit, version, [view])
 
     def put_absent(self, unit: int, version: int) -> Ticket:
         return self._put("absent", unit, version, [])
@@ -197,38 +194,44 @@ class VaultLine:
     def note(self, version: int, data: bytes) -> Ticket:
         return self._put("note", 0, version, [data])
 
-    def _put(
-        self, kind: v.Kind, unit: int, version: int, data: Sequence[View], early: bool = False
-    ) -> Ticket:
-        return self.put_all(kind, version, {unit: data}, early)[unit]
+    def _put(self, kind: v.Kind, unit: int, version: int, data: Sequence[View]) -> Ticket:
+        return self.put_all(kind, version, {unit: data})[unit]
 
     def put_all(
-        self, kind: v.Kind, version: int, data: Mapping[int, Sequence[View]], early: bool = False
+        self, kind: v.Kind, version: int, data: Mapping[int, Sequence[View]]
     ) -> dict[int, Ticket]:
         """Of many units, whose tickets it gives."""
         items: dict[int, list[tuple[int, Item]]] = {}
         lanes: dict[int, list[Item]] = {}
         for unit, tensors in data.items():
             slices = self._slices.get(unit, [unit]) if kind != "note" else [unit]
-            parts = [cut(_flat(one), len(slices)) for one in tensors]
+            whole = [_flat(one) for one in tensors]
+            parts = [cut(one, len(slices)) for one in whole] if len(slices) > 1 else []
             for n, number in enumerate(slices):
-                views = [part[n] for part in parts]
+                views = [part[n] for part in parts] if parts else whole
                 sizes = [len(view) for view in views]
                 put = v.VaultPut(kind=kind, unit=number, version=version, sizes=sizes)
-                lane, item = self._lane_of.get(number, 0), Item(put, views, sum(sizes), early)
+                lane, item = self._lane_of.get(number, 0), Item(put, views, sum(sizes))
                 items.setdefault(unit, []).append((lane, item))
                 lanes.setdefault(lane, []).append(item)
         for lane, some in lanes.items():
             self._lanes[lane].enqueue(some)
         return {unit: tuple((n, item.ticket) for n, item in some) for unit, some in items.items()}
 
-    def sync(self, version: int, aborted: Callable[[], bool]) -> None:
-        """At the fence of step `version`: returns when all that was put is stored. Raises OSError
-        when the line is lost or interrupted, and what `open` raises."""
-        if aborted():  # it may have come before there was anything to interrupt
-            raise ConnectionAbortedError("writing to the vault was aborted")
+    def ask(self, version: int) -> None:
+        """At the fence of step `version`: `synced` will tell when all that was put is stored."""
         for lane in self._lanes:
             lane.enqueue([Item(v.VaultSync(version=version))])
+
+    def sync(self, version: int, aborted: Callable[[], bool]) -> None:
+        self.ask(version)
+        self.synced(version, aborted)
+
+    def synced(self, version: int, aborted: Callable[[], bool]) -> None:
+        """Returns when all that was put before `ask` is stored. Raises OSError when the line is
+        lost or interrupted, and what `open` raises."""
+        if aborted():  # it may have come before there was anything to interrupt
+            raise ConnectionAbortedError("writing to the vault was aborted")
         self.wait_all_read()
         failures = [found for lane in self._lanes if (found := lane.failure()) is not None]
         if not failures:
@@ -254,20 +257,9 @@ class VaultLine:
         for lane in self._lanes:
             lane.wait_read(lane.last)
 
-    def digest_sent(self, ticket: Ticket) -> bytes | None:
-        """`digest` of an early put since the last fence, when it was read; None: the line broke."""
-        found = [self._lanes[lane].digest_sent(number) for lane, number in ticket]
-        digests = [one for one in found if one is not None]
-        return b"".join(digests) if len(digests) == len(found) else None
-
-
-def digest(view: View, ticket: Ticket) -> bytes:
-    """Of what has been put with this ticket, or of what is there now."""
-    return b"".join(xxhash.xxh3_128_digest(part) for part in cut(_flat(view), len(ticket)))
-
 
 def _flat(data: View) -> memoryview:
-    view = memoryview(data)
+    view = data if type(data) is memoryview else memoryview(data)
     if not view.nbytes:
         return memoryview(b"")
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")

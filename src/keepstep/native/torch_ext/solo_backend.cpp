@@ -28,8 +28,11 @@
 #include <utility>
 #include <vector>
 
+#include "digests.h"
+#include "fingerprint.h"
 #include "gloo_waits.h"
 #include "numbers.h"
+#include "send.h"
 
 // The holder that torch's own bindings use; the declaration must be equal to theirs.
 PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)
@@ -389,6 +392,19 @@ void view_grads(c10d::Reducer& reducer, const std::vector<size_t>& wanted) {
   }
 }
 
+// Python's memory, for code that runs without the interpreter.
+struct Held {
+  std::vector<py::buffer_info> views;
+  std::vector<iovec> pieces;
+
+  explicit Held(const std::vector<py::buffer>& buffers) {
+    for (const auto& buffer : buffers) {
+      const auto& view = views.emplace_back(buffer.request());
+      pieces.push_back({view.ptr, static_cast<size_t>(view.size * view.itemsize)});
+    }
+  }
+};
+
 }  // namespace keepstep
 
 PYBIND11_MODULE(keepstep_ext, m) {
@@ -413,7 +429,28 @@ PYBIND11_MODULE(keepstep_ext, m) {
   });
   m.def("note_waits", &note_waits);
   m.def("end_waits", &end_waits, py::call_guard<py::gil_scoped_release>());
+  m.def("fingerprints", &fingerprints, py::call_guard<py::gil_scoped_release>());
+  m.def("fingerprints_multiplied", &fingerprints_multiplied,
+        py::call_guard<py::gil_scoped_release>());
+  m.def("copy", &copy, py::call_guard<py::gil_scoped_release>());
   m.def("numbers", &numbers, py::call_guard<py::gil_scoped_release>());
+  m.def("send_all", [](int socket, const std::vector<py::buffer>& views, double timeout_s) {
+    const Held held(views);
+    py::gil_scoped_release others;
+    return send_all(socket, held.pieces, timeout_s);
+  });
+  m.def("can_digest", &can_digest);
+  m.def("digests", [](const std::vector<py::buffer>& views) {
+    const Held held(views);
+    std::vector<std::array<char, 16>> found;
+    {
+      py::gil_scoped_release others;
+      found = digests(held.pieces);
+    }
+    py::list written;
+    for (const auto& one : found) written.append(py::bytes(one.data(), one.size()));
+    return written;
+  });
   m.def("get_buckets", &get_buckets);
   m.def("set_buckets", &set_buckets);
   m.def("restart_static_graph", &restart_static_graph);
