@@ -138,7 +138,7 @@ class Vault:
         refusal: Refusal | None = None
         while True:
             request = frames.receive()
-            for one in request.puts if isinstance(request, VaultPuts) else [request]:
+            for one in _puts(request) if isinstance(request, VaultPuts) else [request]:
                 try:
                     if refusal is not None:
                         _skip(frames, one)
@@ -220,6 +220,13 @@ def _received(frames: Frames[Any], view: memoryview) -> Piece:
         frames.receive_into(part)
         digest.update(part)
     return Piece(view, digest.digest())
+
+
+def _puts(request: VaultPuts) -> list[VaultPut]:
+    try:
+        return list(request.each())
+    except ValueError as error:
+        raise RemoteProtocolError(f"puts that make no sense: {error}") from error
 
 
 def _check(put: VaultPut) -> None:

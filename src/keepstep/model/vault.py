@@ -1,7 +1,7 @@
 """What a rank and the vault of an agent say to each other, on the port of the blob server.
 
     VaultOpen      -> VaultOpened, then any of
-      VaultPuts      and as many raw bytes as the sizes of its puts say; not answered
+      VaultPuts      and as many raw bytes as its sizes say; not answered
       VaultSync    -> VaultSynced: all that was sent before it is stored
     VaultFetch     -> VaultFetched, then the raw bytes of everything it lists, in that order
                       or, of a parity, VaultParity and the bytes of its cells
@@ -24,6 +24,8 @@ keepstep.core.agent.parity.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
 from typing import Literal
 
 import msgspec
@@ -54,7 +56,7 @@ class VaultOpen(Message, frozen=True):
 
 
 class VaultPut(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A base's tensors, a gradient, nothing (absent) or a note."""
+    """Of one unit: a base's tensors, a gradient, nothing (absent) or a note."""
 
     kind: Kind
     version: int
@@ -64,9 +66,24 @@ class VaultPut(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class VaultPuts(Message, frozen=True):
-    """The raw bytes of all of them follow, in their order."""
+    """Of many units. Raw bytes follow: all tensors of the first, all of the second, and so on."""
 
-    puts: list[VaultPut]
+    kind: Kind
+    version: int
+    units: list[int]
+    sizes: list[list[int]]  # of each
+    digests: list[bytes] = []  # of all tensors, one after the other
+
+    def each(self) -> Iterator[VaultPut]:
+        """ValueError: it makes no sense."""
+        digests = iter(self.digests)
+        for unit, sizes in zip(self.units, self.sizes, strict=True):
+            some = list(islice(digests, len(sizes)))
+            yield VaultPut(
+                kind=self.kind, version=self.version, unit=unit, sizes=sizes, digests=some
+            )
+        if next(digests, None) is not None:
+            raise ValueError("more digests than tensors")
 
 
 class VaultSync(Message, frozen=True):

@@ -71,7 +71,8 @@ class Way(Protocol):
         in the same way. False: only looks can tell, at tickets of which all are."""
 
     def look(self, groups: Sequence[Sequence[torch.Tensor]]) -> Sequence[Any]:
-        """What those of each ticket are now, to be compared later."""
+        """What those of each ticket are now, to be compared later. They are not written to before
+        `seen` was asked."""
 
     def seen(self, look: Any) -> Any:
         """Behind the device: what a look has seen. Equal values, equal bytes."""
@@ -167,9 +168,13 @@ class Early:
         gradient, gathered = parameter.grad, self._gathered
         if self._line is None or gradient is None or unit in self._sent:
             return
-        part = shards.local(gradient)
-        way = next((way for way in self.ways if way.suits(part)), None)
-        if way is None or not (same_kind(parameter, gradient) and same_order(parameter, gradient)):
+        part, like = shards.local(gradient), shards.local(parameter)
+        if not (same_kind(like, part) and same_order(like, part)):
+            return
+        for way in self.ways:
+            if way.suits(part):
+                break
+        else:
             return
         if gathered is not None and unit in gathered.parts:
             return

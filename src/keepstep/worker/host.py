@@ -1,15 +1,18 @@
 """Gradients in host memory on their way to the vault: the `Way` (early.py) of what is on a CPU.
 
 A thread copies them, and the line reads the copy. Whether a gradient is still what was copied is
-seen by its fingerprint, which the copying thread takes of what it has copied. All of it is done by
-native code that leaves the interpreter to others: the main thread computes meanwhile, and what it
-does itself (a look) is one read of memory.
+seen by its fingerprint, which the copying thread takes of what it has copied; that of the copy,
+multiplied, tells what clipping will have made of it. Another thread looks at the fence. All of it
+is done by native code that leaves the interpreter to others: to what the main thread does, or to
+its way to the fence, it adds a few words.
 
 Memory: room for all gradients. It is not taken before they are copied.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, compress
@@ -51,6 +54,11 @@ class _Copied:
         return once and len(scales) == 1 and kinds == {torch.float32}
 
 
+@dataclass(slots=True)
+class _Look:
+    fingerprint: Fingerprint | None = None
+
+
 class HostWay:
     def __init__(self, gradients: dict[int, int]) -> None:
         """Bytes of each unit's gradient."""
@@ -64,11 +72,14 @@ class HostWay:
         }
         self._native: Any = extension.load()
         self._feeder = Feeder("keepstep-copies")
+        self._looker = Feeder("keepstep-looks")
+        self._to_see: deque[tuple[_Look, Sequence[torch.Tensor]]] = deque()
         self._given = 0  # number of the last job that gives something to the line
         self._copied = 0  # bytes, in this step
 
     def close(self) -> None:
         self._feeder.close()
+        self._looker.close()
 
     def turn(self) -> None:
         """A step begins, or all is sent anew: the line has read all, or is another one."""
@@ -154,16 +165,30 @@ class HostWay:
             for at, scales in enumerate(ticket.scales):
                 for scale in scales:
                     copies[at] = copies[at].mul(scale)
-            (ticket.fingerprint,) = self.look([copies])
+            (ticket.fingerprint,) = self._fingerprints([copies])
 
-    def look(self, groups: Sequence[Sequence[torch.Tensor]]) -> list[Fingerprint]:
+    def look(self, groups: Sequence[Sequence[torch.Tensor]]) -> list[_Look]:
+        looks = [_Look() for _ in groups]
+        self._to_see.extend(zip(looks, groups, strict=True))
+        self._looker.put(self._see)
+        return looks
+
+    def _see(self) -> None:
+        with contextlib.suppress(IndexError):  # the other one has it
+            while self._to_see:
+                look, parts = self._to_see.popleft()
+                (look.fingerprint,) = self._fingerprints([parts])
+
+    def seen(self, look: _Look) -> Fingerprint | None:
+        self._see()  # who waits can as well help
+        self._looker.join()
+        return look.fingerprint
+
+    def _fingerprints(self, groups: Sequence[Sequence[torch.Tensor]]) -> list[Fingerprint]:
         found: list[Fingerprint] = self._native.fingerprints(
             [[(part.data_ptr(), part.nbytes) for part in parts] for parts in groups]
         )
         return found
-
-    def seen(self, look: Fingerprint) -> Fingerprint:
-        return look
 
     def sent(self, line: VaultLine, ticket: _Copied) -> Fingerprint | None:
         self._feeder.join()

@@ -11,7 +11,7 @@ import ssl
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NoReturn
 
@@ -32,7 +32,6 @@ SILENCE_S = 10.0  # an agent whose machine vanished never closes the connection
 SMALL_BYTES = 64 << 10  # packed together when sent
 CHUNK_BYTES = 4 << 20  # sent within the socket's timeout; worth to be handed to another thread
 BATCH_BYTES = 4 << 20  # sent before anybody is told: each word to another thread costs it time
-BATCH_ITEMS = 1024  # likewise: the message of them must not be too long
 
 View = bytes | bytearray | memoryview
 
@@ -45,10 +44,18 @@ class VaultLacks(PermanentError):
 
 @dataclass(slots=True)
 class Item:
-    message: v.VaultPut | v.VaultSync
-    views: Sequence[memoryview] = ()
+    message: v.VaultPuts | v.VaultSync
+    views: list[memoryview] = field(default_factory=list)
     size: int = 0
     ticket: int = 0
+
+    def add(self, unit: int, views: list[memoryview]) -> None:
+        assert isinstance(self.message, v.VaultPuts)
+        sizes = [len(view) for view in views]
+        self.message.units.append(unit)
+        self.message.sizes.append(sizes)
+        self.views += views
+        self.size += sum(sizes)
 
 
 class Lane:
@@ -180,7 +187,7 @@ class Lane:
                 self._forget_queue()
                 return batch
             size = 0
-            while self._queue and size < BATCH_BYTES and len(batch) < BATCH_ITEMS:
+            while self._queue and size < BATCH_BYTES:
                 batch.append(self._queue.popleft())
                 size += batch[-1].size
                 if isinstance(batch[-1].message, v.VaultSync):
@@ -193,28 +200,24 @@ class Lane:
         self._turn.notify_all()
 
     def _send(self, connection: socket.socket, batch: Sequence[Item]) -> None:
-        """Puts are one message. Native code hashes and sends it: whenever a thread wants the
-        interpreter back, the main thread may have to wait."""
+        """Native code hashes and sends it: whenever a thread wants the interpreter back, the main
+        thread may have to wait."""
         native = extension.load()
-        views: list[View] = [view for item in batch for view in item.views]
-        puts: list[v.VaultPut] = []
-        announced = sync = b""
+        views: list[memoryview] = [view for item in batch for view in item.views]
         if native.can_digest():
             digests = iter(native.digests(views))
         else:
             digests = map(xxhash.xxh3_128_digest, views)
+        said: list[View] = []
         for item in batch:
-            if isinstance(item.message, v.VaultSync):
-                sync = wire.frame(item.message)
-            else:
+            message = item.message
+            if isinstance(message, v.VaultPuts):
                 some = list(islice(digests, len(item.views)))
-                puts.append(msgspec.structs.replace(item.message, digests=some))
-        if puts:
-            announced = wire.frame(v.VaultPuts(puts=puts))
-        views = [announced, *views, sync]
+                message = msgspec.structs.replace(message, digests=some)
+            said += [wire.frame(message), *item.views]
         if isinstance(connection, ssl.SSLSocket):
-            _send_packed(connection, views)
-        elif error := native.send_all(connection.fileno(), views, SILENCE_S):
+            _send_packed(connection, said)
+        elif error := native.send_all(connection.fileno(), said, SILENCE_S):
             raise OSError(error, os.strerror(error))
 
 

@@ -67,11 +67,10 @@ def view(tensor: torch.Tensor) -> memoryview:
     return memory(on_cpu(shards.local(tensor)))
 
 
-def same_order(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+def same_order(like: torch.Tensor, part: torch.Tensor) -> bool:
     """Whether the bytes of a gradient are in memory as those of a new one would be (see `fill`).
     They are, unless the user has put it there."""
-    part, like = shards.local(gradient), shards.local(parameter)
-    if part.stride() == like.stride() or part.device.type != "cpu":
+    if part.stride() == like.stride() or not part.is_cpu:
         return True
     return _order(part) == _order(torch.empty_like(like, device="meta"))
 
@@ -83,10 +82,8 @@ def _order(part: torch.Tensor) -> list[tuple[int, int]]:
 
 def in_order(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """The part that is here, or a copy of it."""
-    part = shards.local(gradient).detach()
-    if same_order(parameter, gradient):
-        return part
-    return torch.empty_like(shards.local(parameter).detach()).copy_(part)
+    part, like = shards.local(gradient).detach(), shards.local(parameter).detach()
+    return part if same_order(like, part) else torch.empty_like(like).copy_(part)
 
 
 def part_of(tensor: torch.Tensor) -> memoryview | torch.Tensor:

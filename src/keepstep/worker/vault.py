@@ -32,6 +32,7 @@ from keepstep.model import wire
 from keepstep.model.messages import Address
 from keepstep.worker import peers
 from keepstep.worker.lane import (
+    BATCH_BYTES,
     CHUNK_BYTES,
     CONNECT_TIMEOUT_S,
     SILENCE_S,
@@ -201,22 +202,24 @@ class VaultLine:
         self, kind: v.Kind, version: int, data: Mapping[int, Sequence[View]]
     ) -> dict[int, Ticket]:
         """Of many units, whose tickets it gives."""
-        items: dict[int, list[tuple[int, Item]]] = {}
         lanes: dict[int, list[Item]] = {}
+        units: dict[int, list[tuple[int, Item]]] = {}
         for unit, tensors in data.items():
             slices = self._slices.get(unit, [unit]) if kind != "note" else [unit]
             whole = [_flat(one) for one in tensors]
             parts = [cut(one, len(slices)) for one in whole] if len(slices) > 1 else []
+            units[unit] = []
             for n, number in enumerate(slices):
-                views = [part[n] for part in parts] if parts else whole
-                sizes = [len(view) for view in views]
-                put = v.VaultPut(kind=kind, unit=number, version=version, sizes=sizes)
-                lane, item = self._lane_of.get(number, 0), Item(put, views, sum(sizes))
-                items.setdefault(unit, []).append((lane, item))
-                lanes.setdefault(lane, []).append(item)
-        for lane, some in lanes.items():
-            self._lanes[lane].enqueue(some)
-        return {unit: tuple((n, item.ticket) for n, item in some) for unit, some in items.items()}
+                lane = self._lane_of.get(number, 0)
+                items = lanes.setdefault(lane, [])
+                if not items or items[-1].size >= BATCH_BYTES:
+                    puts = v.VaultPuts(kind=kind, version=version, units=[], sizes=[])
+                    items.append(Item(puts))
+                items[-1].add(number, [part[n] for part in parts] if parts else whole)
+                units[unit].append((lane, items[-1]))
+        for lane, items in lanes.items():
+            self._lanes[lane].enqueue(items)
+        return {unit: tuple((n, item.ticket) for n, item in some) for unit, some in units.items()}
 
     def ask(self, version: int) -> None:
         """At the fence of step `version`: `synced` will tell when all that was put is stored."""
