@@ -69,7 +69,8 @@ class Feeder:
         self._thread.join()
 
     def _run(self, begin: Callable[[], object]) -> None:
-        begin()
+        with contextlib.suppress(Exception):
+            begin()
         while self._next():
             with contextlib.suppress(Exception):
                 self._jobs[0]()

@@ -126,6 +126,7 @@ class Early:
         self._turn = threading.RLock()
         self._gathered: _Sent | None = None  # to be put
         self._sent: dict[int, _Sent] = {}  # by unit
+        self._put = False  # anything, in this step
         self._scales: Scales = []
         self._wrong = False
         self._pause = 0
@@ -147,7 +148,7 @@ class Early:
         self._line = self._sent_by = self._gathered = None
         self._sent.clear()
         self._scales = []
-        self._wrong = False
+        self._put = self._wrong = False
 
     def open(self, line: VaultLine, version: int) -> None:
         """The last backward pass of the step begins."""
@@ -197,6 +198,7 @@ class Early:
             sent.ticket = sent.way.put(self._line, self._version, sent.parts, sent.made)
             sent.parts, sent.made = {}, None
             if sent.ticket is not None:
+                self._put = True
                 self._sent.update(dict.fromkeys(sent.parameters, sent))
 
     def _all_sent(self) -> list[_Sent]:
@@ -251,6 +253,10 @@ class Early:
 
     # ------------------------------------------------------------------ at the fence
 
+    def guessed(self, line: VaultLine) -> bool:
+        """Whether the line has got what may not be final."""
+        return self._put and line is self._sent_by
+
     def sent(self, line: VaultLine) -> set[int]:
         """The units of which something was put. Nothing more is, from here on."""
         self.close()
@@ -300,6 +306,9 @@ def _same(line: VaultLine, sent: _Sent) -> bool:
     return all(one == other for one, other in zip(chain[::2], chain[1::2], strict=True))
 
 
+_watched = threading.Lock()
+
+
 class _Multiplications:
     """Of many tensors by one, in place. A mode of torch's would see them as well, and every other
     word of the function's, which takes longer than to multiply."""
@@ -309,10 +318,14 @@ class _Multiplications:
 
     def __enter__(self) -> None:
         self._inner = torch._foreach_mul_
-        torch._foreach_mul_ = self._multiply
+        self._watching = _watched.acquire(blocking=False)  # otherwise somebody else does
+        if self._watching:
+            torch._foreach_mul_ = self._multiply
 
     def __exit__(self, *_: object) -> None:
-        torch._foreach_mul_ = self._inner
+        if self._watching:
+            torch._foreach_mul_ = self._inner
+            _watched.release()
 
     def _multiply(self, *args: Any, **kwargs: Any) -> Any:
         def multiply() -> Any:

@@ -2,18 +2,16 @@
 
 A thread copies them, and the line reads the copy. Whether a gradient is still what was copied is
 seen by its fingerprint, which the copying thread takes of what it has copied; that of the copy,
-multiplied, tells what clipping will have made of it. Another thread looks at the fence. All of it
-is done by native code that leaves the interpreter to others: to what the main thread does, or to
-its way to the fence, it adds a few words.
+multiplied, tells what clipping will have made of it. All of it is done by native code that leaves
+the interpreter to others: the main thread computes meanwhile, and what it does itself (a look at
+the fence, while the vault is asked whether it has all) is one read of memory.
 
 Memory: room for all gradients. It is not taken before they are copied.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, compress
 from typing import Any, NamedTuple
@@ -22,6 +20,7 @@ import torch
 
 from keepstep.worker import extension
 from keepstep.worker.copies import Feeder, aligned
+from keepstep.worker.lane import View
 from keepstep.worker.state import dense, memory
 from keepstep.worker.vault import VaultLine
 
@@ -54,14 +53,9 @@ class _Copied:
         return once and len(scales) == 1 and kinds == {torch.float32}
 
 
-@dataclass(slots=True)
-class _Look:
-    fingerprint: Fingerprint | None = None
-
-
 class HostWay:
-    def __init__(self, gradients: dict[int, int]) -> None:
-        """Bytes of each unit's gradient."""
+    def __init__(self, gradients: dict[int, int], helpers: int = 0) -> None:
+        """Bytes of each unit's gradient; threads that help whoever takes fingerprints."""
         self.made_for = gradients
         ends = list(accumulate(map(aligned, gradients.values()), initial=0))
         self._room = torch.empty(ends[-1], dtype=torch.uint8)
@@ -72,23 +66,33 @@ class HostWay:
         }
         self._native: Any = extension.load()
         self._feeder = Feeder("keepstep-copies")
-        self._looker = Feeder("keepstep-looks")
-        self._to_see: deque[tuple[_Look, Sequence[torch.Tensor]]] = deque()
+        self._helpers = helpers
         self._given = 0  # number of the last job that gives something to the line
         self._copied = 0  # bytes, in this step
 
     def close(self) -> None:
         self._feeder.close()
-        self._looker.close()
 
     def turn(self) -> None:
         """A step begins, or all is sent anew: the line has read all, or is another one."""
         self._feeder.join()
         self._copied = 0
 
-    def give(self, put: Callable[[], object]) -> None:
-        """To the line, what need not be copied."""
-        self._given = self._feeder.put(put)
+    def give_bases(
+        self, line: VaultLine, version: int, bases: Mapping[int, Sequence[View]]
+    ) -> None:
+        """They are not copied."""
+        self._give(line, lambda: line.put_all("base", version, bases))
+
+    def _give(self, line: VaultLine, put: Callable[[], object]) -> None:
+        def give() -> None:
+            try:
+                put()
+            except BaseException:
+                line.interrupt()  # nobody must think that it has all
+                raise
+
+        self._given = self._feeder.put(give)
 
     def flush(self) -> None:
         """All was given to the line."""
@@ -113,6 +117,11 @@ class HostWay:
     def put(
         self, line: VaultLine, version: int, parts: dict[int, torch.Tensor], made: Any
     ) -> _Copied | None:
+        if any(
+            unit not in self._places or part.nbytes != self._places[unit].size
+            for unit, part in parts.items()
+        ):
+            return None  # it is not what it was at attach
         copied = _Copied(
             [self._places[unit] for unit in parts],
             [part.dtype for part in parts.values()],
@@ -131,7 +140,7 @@ class HostWay:
             line.put_all("grad", version, views)
             copied.fingerprint = found
 
-        self.give(copy)
+        self._give(line, copy)
         return copied
 
     def before_write(self) -> None:
@@ -152,7 +161,7 @@ class HostWay:
         """Without taking memory, if that can be."""
         alike = [ticket for ticket in tickets if ticket.simple]
         pieces = [[(place.address, place.size) for place in one.places] for one in alike]
-        found = self._native.fingerprints_multiplied(pieces, float(by)) if alike else []
+        found = self._native.fingerprints_multiplied(pieces, float(by), self._helpers)
         for ticket, fingerprint in zip(alike, found, strict=True):
             ticket.fingerprint = fingerprint
         for ticket in tickets:
@@ -165,30 +174,16 @@ class HostWay:
             for at, scales in enumerate(ticket.scales):
                 for scale in scales:
                     copies[at] = copies[at].mul(scale)
-            (ticket.fingerprint,) = self._fingerprints([copies])
+            (ticket.fingerprint,) = self.look([copies])
 
-    def look(self, groups: Sequence[Sequence[torch.Tensor]]) -> list[_Look]:
-        looks = [_Look() for _ in groups]
-        self._to_see.extend(zip(looks, groups, strict=True))
-        self._looker.put(self._see)
-        return looks
-
-    def _see(self) -> None:
-        with contextlib.suppress(IndexError):  # the other one has it
-            while self._to_see:
-                look, parts = self._to_see.popleft()
-                (look.fingerprint,) = self._fingerprints([parts])
-
-    def seen(self, look: _Look) -> Fingerprint | None:
-        self._see()  # who waits can as well help
-        self._looker.join()
-        return look.fingerprint
-
-    def _fingerprints(self, groups: Sequence[Sequence[torch.Tensor]]) -> list[Fingerprint]:
+    def look(self, groups: Sequence[Sequence[torch.Tensor]]) -> list[Fingerprint]:
         found: list[Fingerprint] = self._native.fingerprints(
-            [[(part.data_ptr(), part.nbytes) for part in parts] for parts in groups]
+            [[(part.data_ptr(), part.nbytes) for part in parts] for parts in groups], self._helpers
         )
         return found
+
+    def seen(self, look: Fingerprint) -> Fingerprint:
+        return look
 
     def sent(self, line: VaultLine, ticket: _Copied) -> Fingerprint | None:
         self._feeder.join()

@@ -100,10 +100,11 @@ class ParityLine:
 
     def put(self, kind: v.Kind, version: int, put: Callable[[VaultLine], object]) -> None:
         """A base that is not of all members is none of the parity's."""
-        if self._common < 0 or self._line is None or (kind == "base" and version != self._common):
+        line = self._line  # the main thread may be about to open another one
+        if self._common < 0 or line is None or (kind == "base" and version != self._common):
             return
         self._step.append(put)
-        put(self._line)
+        put(line)
 
     def ask(self, version: int) -> None:
         if self._common >= 0 and self._line is not None:

@@ -173,7 +173,7 @@ class Redundancy:
             self._early.ways.remove(old)
             old.close()
         if gradients:
-            self._host = HostWay(gradients)
+            self._host = HostWay(gradients, vault.cores_left(int(os.environ["LOCAL_WORLD_SIZE"])))
             self._early.ways.append(self._host)
 
     def _stage(self) -> None:
@@ -417,7 +417,7 @@ class Redundancy:
             left = self._staging.put_bases(line, version, parts)
         here = {index: views(parts[index]) for index in (parts if self._staging is None else left)}
         if self._host is not None and here:
-            self._host.give(lambda: line.put_all("base", version, here))
+            self._host.give_bases(line, version, here)
         elif here:
             line.put_all("base", version, here)
         for unit in due:
@@ -483,7 +483,7 @@ class Redundancy:
         version = seat.version
         line = self._line
         if line is None or line.address != target or line.broken:
-            if line is not None and self._parity is not None and self._early.sent(line):
+            if line is not None and self._parity is not None and self._early.guessed(line):
                 self._parity.give_up(version)  # it has gradients from before they were final
             self._open(target)
             line = self._line

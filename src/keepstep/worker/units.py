@@ -44,8 +44,8 @@ class Parts:
         if type(entry) is not dict or any(isinstance(one, torch.Tensor) for one in views):
             return None
         tensors = [parameter, *entry.values()]
-        if not all(isinstance(one, torch.Tensor) for one in tensors):
-            return None
+        if not all(isinstance(one, torch.Tensor) and dense(shards.local(one)) for one in tensors):
+            return None  # what is not dense is a copy among the views
         return Parts(tensors, list(entry), list(map(_place, tensors)), list(views))
 
     def good(self, entry: Any) -> bool:
@@ -70,7 +70,11 @@ def view(tensor: torch.Tensor) -> memoryview:
 def same_order(like: torch.Tensor, part: torch.Tensor) -> bool:
     """Whether the bytes of a gradient are in memory as those of a new one would be (see `fill`).
     They are, unless the user has put it there."""
-    if part.stride() == like.stride() or not part.is_cpu:
+    if not part.is_cpu:
+        return True
+    if not dense(part):
+        return False
+    if part.stride() == like.stride():
         return True
     return _order(part) == _order(torch.empty_like(like, device="meta"))
 

@@ -56,12 +56,17 @@ ALIGN = 64
 _serials = itertools.count(1)  # of this process: a later line drives out an earlier one
 
 
+def cores_left(local_ranks: int) -> int:
+    """Threads that a rank may have at work beside its training."""
+    cores = len(os.sched_getaffinity(0)) // max(local_ranks, 1)
+    return min(cores // LANE_CORES, LANES_MAX)
+
+
 def lanes_of(sizes: Mapping[int, int], local_ranks: int) -> dict[int, int]:
     """unit -> its lane: as many lanes as there are cores for, with about the same bytes each."""
     hint = "leave it out, and there are as many as the cores allow"
     said = _said("KEEPSTEP_VAULT_LANES", 0, LANES_SAID_MAX, hint)
-    cores = len(os.sched_getaffinity(0)) // max(local_ranks, 1)
-    count = min(cores // LANE_CORES, LANES_MAX, sum(sizes.values()) // LANE_BYTES)
+    count = min(cores_left(local_ranks), sum(sizes.values()) // LANE_BYTES)
     load = [0] * (said or max(count, 1))
     found = {}
     for unit in sorted(sizes, key=lambda one: (-sizes[one], one % v.SLICES, one)):

@@ -10,10 +10,15 @@ struct Hash {  // XXH128_hash_t
 };
 using Function = Hash (*)(const void*, size_t);
 
+constexpr unsigned kSettled = 800;  // before 0.8.0 it was another function under the same name
+
 Function function() {
   static const auto found = [] {
     void* library = dlopen("libxxhash.so.0", RTLD_NOW | RTLD_LOCAL);
-    return library ? reinterpret_cast<Function>(dlsym(library, "XXH3_128bits")) : nullptr;
+    if (library == nullptr) return Function();
+    const auto version = reinterpret_cast<unsigned (*)()>(dlsym(library, "XXH_versionNumber"));
+    if (version == nullptr || version() < kSettled) return Function();
+    return reinterpret_cast<Function>(dlsym(library, "XXH3_128bits"));
   }();
   return found;
 }

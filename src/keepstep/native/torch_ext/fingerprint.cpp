@@ -1,6 +1,9 @@
 #include "fingerprint.h"
 
+#include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <thread>
 
 namespace keepstep {
 namespace {
@@ -10,6 +13,7 @@ typedef float Floats __attribute__((vector_size(16)));
 
 constexpr size_t kWays = 4;  // none has to wait for the others
 constexpr size_t kBlock = sizeof(Words) * kWays;
+constexpr size_t kHelped = 2 << 20;  // bytes that are worth a thread
 constexpr size_t kChunk = 16 << 10;  // stays in the nearest cache while it is read again
 
 // Each of its three parts can be undone, so different states stay different with equal words, and
@@ -73,27 +77,44 @@ struct State {
 namespace {
 
 template <typename Made>
-std::vector<Fingerprint> of(const std::vector<Pieces>& groups, Made made) {
-  std::vector<Fingerprint> found;
-  for (const auto& pieces : groups) {
-    State state;
-    for (const auto& [from, size] : pieces) {
-      state.add(reinterpret_cast<const unsigned char*>(from), size, made);
-      state.end_piece(size);
-    }
-    found.push_back(state.found());
+Fingerprint of(const Pieces& pieces, Made made) {
+  State state;
+  for (const auto& [from, size] : pieces) {
+    state.add(reinterpret_cast<const unsigned char*>(from), size, made);
+    state.end_piece(size);
   }
+  return state.found();
+}
+
+template <typename Made>
+std::vector<Fingerprint> of(const std::vector<Pieces>& groups, size_t helpers, Made made) {
+  std::vector<Fingerprint> found(groups.size());
+  std::atomic<size_t> next{0};
+  const auto work = [&] {
+    for (size_t at; (at = next++) < groups.size();) found[at] = of(groups[at], made);
+  };
+  size_t bytes = 0;
+  for (const auto& pieces : groups) {
+    for (const auto& piece : pieces) bytes += piece.second;
+  }
+  std::vector<std::thread> others;
+  for (size_t n = std::min({helpers, groups.size(), bytes / kHelped}); n > 0; --n) {
+    others.emplace_back(work);
+  }
+  work();
+  for (auto& other : others) other.join();
   return found;
 }
 
 }  // namespace
 
-std::vector<Fingerprint> fingerprints(const std::vector<Pieces>& groups) {
-  return of(groups, AsTheyAre());
+std::vector<Fingerprint> fingerprints(const std::vector<Pieces>& groups, size_t helpers) {
+  return of(groups, helpers, AsTheyAre());
 }
 
-std::vector<Fingerprint> fingerprints_multiplied(const std::vector<Pieces>& groups, float by) {
-  return of(groups, Multiplied{by});
+std::vector<Fingerprint> fingerprints_multiplied(const std::vector<Pieces>& groups, float by,
+                                                 size_t helpers) {
+  return of(groups, helpers, Multiplied{by});
 }
 
 Fingerprint copy(const std::vector<std::tuple<uintptr_t, size_t, uintptr_t>>& pieces) {
