@@ -16,6 +16,7 @@ no room is copied as before there was all this, and is waited for.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -73,14 +74,16 @@ class Staging:
         self._held: Any = None  # the last one that a stream was made to wait for, and the stream
         self._feeder = Feeder("keepstep-staging", lambda: torch.cuda.set_device(device))
         self.made_for = (device, gradients, bases, readers)
+        # Memory that is given back while it is pinned cannot be pinned again.
+        pinned = [self._block.data_ptr(), self._seen.data_ptr()]
+        self._unpin = weakref.finalize(self, _unpin, pinned)
+        self._unpin.atexit = False  # there may be no driver any more
 
     def close(self) -> None:
         """Nobody has a view of it any more."""
         self._feeder.close()
         self._readers.shutdown()
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        for block in (self._block, self._seen):
-            runtime.cudaHostUnregister(block.data_ptr())
+        self._unpin()
 
     @property
     def bytes(self) -> int:
@@ -293,6 +296,12 @@ def _numbers_here(copy: torch.Tensor) -> tuple[int, int, int]:
         copy.data_ptr(), copy.numel(), copy.itemsize
     )
     return found
+
+
+def _unpin(addresses: list[int]) -> None:
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    for address in addresses:
+        runtime.cudaHostUnregister(address)
 
 
 def _pin(block: torch.Tensor) -> None:
