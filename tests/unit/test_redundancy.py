@@ -358,6 +358,34 @@ def test_a_parity_is_given_up_where_the_vault_gets_other_gradients_than_it(
     assert not rank.seat.channel.send.called
 
 
+def test_a_parity_is_given_up_where_all_of_it_was_wrong_and_the_vault_is_lost(
+    members: Members,
+) -> None:
+    """The connection to the own agent breaks when the note of what was wrong is on its way."""
+    rank = members.member().training()
+
+    def change() -> None:
+        for parameter in rank.model.parameters():
+            assert parameter.grad is not None
+            shards.local(parameter.grad).mul_(0.5)
+
+    for step in range(9):
+        rank.redundancy.begin()
+        rank.compute()
+        if step == 5:
+            change()
+            rank.redundancy.publish(rank.address, updating=True)
+            assert rank.redundancy._early.changed(rank.redundancy._line)
+            rank.redundancy._line.interrupt()
+            with pytest.raises(OSError):
+                rank.redundancy.confirm(lambda: None)
+        rank.publish()
+        rank.update()
+        assert members.restored(rank, step + 1, rank.address), step
+    assert not rank.seat.channel.send.called
+    assert members.restored(rank, 9, members.holder)
+
+
 def test_replay_of_objects_that_follow_the_parameters(place: Place) -> None:
     rank = Rank(place, adamw, average=True).training()
     for _ in range(6):
@@ -646,6 +674,55 @@ def test_a_gradient_whose_bytes_are_in_another_order_is_replayed_as_it_is(place:
     for _ in range(3):
         rank.step()
         check(rank, adamw)
+
+
+class Column(nn.Module):
+    """Its weight is a part of a larger one, with holes in memory between its rows."""
+
+    def __init__(self, begin: int) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.weight = nn.Parameter(torch.randn(1500, 32)[:, begin : begin + 16])
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows @ self.weight.t()
+
+
+def test_a_parameter_with_holes_is_kept_as_it_is_in_every_step(place: Place) -> None:
+    model = nn.Sequential(Column(8), nn.ReLU(), nn.Linear(1500, 3))
+    assert not model[0].weight.is_contiguous()
+    rank = Rank(place, adamw, model=copy.deepcopy(model)).training()
+    for _ in range(7):
+        rank.step()
+        check(rank, adamw, model)
+
+
+def test_a_base_follows_its_tensors_wherever_they_go(place: Place) -> None:
+    rank = Rank(place, adamw).training()
+    (adam,) = rank.optimizers.values()
+    for step in range(6):
+        rank.step()
+        check(rank, adamw)
+        if step == 1:
+            adam.load_state_dict(copy.deepcopy(adam.state_dict()))
+        if step == 2:
+            for state in adam.state.values():
+                state["exp_avg"] = state["exp_avg"].clone()
+        if step == 3:
+            for parameter in rank.model.parameters():
+                parameter.data = parameter.data.clone()
+
+
+def test_a_gradient_that_is_not_what_it_was_at_attach_is_not_copied_early(place: Place) -> None:
+    rank = Rank(place, sgd).training()
+    rank.step()
+    way = rank.redundancy._host
+    if way is None:
+        return
+    other = torch.zeros(7)
+    line: Any = rank.redundancy._line
+    assert way.put(line, 1, {0: other}, None) is None
+    assert way.put(line, 1, {99: other}, None) is None
 
 
 def clip(rank: Rank) -> None:

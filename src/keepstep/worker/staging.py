@@ -16,6 +16,7 @@ no room is copied as before there was all this, and is waited for.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -56,14 +57,19 @@ class Staging:
         room = aligned(room + room // 16)  # there may be gaps between those that go together
         self._device = device
         self._block = torch.empty(room + small + bases, dtype=torch.uint8)
-        _pin(self._block)
+        rows = LOOKS + len(gradients)
+        self._seen = torch.empty((3, rows), dtype=torch.int64)
+        # Memory that is given back while it is pinned cannot be pinned again.
+        runtime, pinned = torch.cuda.cudart(), list[int]()  # type: ignore[no-untyped-call]
+        self._unpin = weakref.finalize(self, _unpin, runtime, pinned)
+        self._unpin.atexit = False  # there may be no driver any more
+        for block in (self._block, self._seen):
+            _pin(runtime, device, block)
+            pinned.append(block.data_ptr())
         self._gradients = Room(self._block[:room])
         self._scales = self._block[room : room + small].view(SCALES_MAX, 8)
         self._bases = Room(self._block[room + small :])
         self._places: dict[int, memoryview] = {}  # unit -> copy of its gradient
-        rows = LOOKS + len(gradients)
-        self._seen = torch.empty((3, rows), dtype=torch.int64)
-        _pin(self._seen)
         self._looks: list[Numbers] = []
         new_stream: Any = torch.cuda.Stream  # untyped in torch
         self._stream = new_stream(device)
@@ -74,10 +80,6 @@ class Staging:
         self._held: Any = None  # the last one that a stream was made to wait for, and the stream
         self._feeder = Feeder("keepstep-staging", lambda: torch.cuda.set_device(device))
         self.made_for = (device, gradients, bases, readers)
-        # Memory that is given back while it is pinned cannot be pinned again.
-        pinned = [self._block.data_ptr(), self._seen.data_ptr()]
-        self._unpin = weakref.finalize(self, _unpin, pinned)
-        self._unpin.atexit = False  # there may be no driver any more
 
     def close(self) -> None:
         """Nobody has a view of it any more."""
@@ -298,14 +300,15 @@ def _numbers_here(copy: torch.Tensor) -> tuple[int, int, int]:
     return found
 
 
-def _unpin(addresses: list[int]) -> None:
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+def _pin(runtime: Any, device: torch.device, block: torch.Tensor) -> None:
+    """Exactly this memory: torch's own pinned memory comes in powers of two."""
+    if int(runtime.cudaHostRegister(block.data_ptr(), block.nbytes, 0)) == 0:
+        return
+    with contextlib.suppress(RuntimeError):  # the error, which it would find with whatever is next
+        torch.empty(1, device=device).zero_()
+    raise RuntimeError(f"{block.nbytes} bytes of host memory could not be pinned")
+
+
+def _unpin(runtime: Any, addresses: list[int]) -> None:
     for address in addresses:
         runtime.cudaHostUnregister(address)
-
-
-def _pin(block: torch.Tensor) -> None:
-    """Exactly this memory: torch's own pinned memory comes in powers of two."""
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if int(runtime.cudaHostRegister(block.data_ptr(), block.nbytes, 0)) != 0:
-        raise RuntimeError(f"{block.nbytes} bytes of host memory could not be pinned")
