@@ -61,9 +61,11 @@ class Item:
 class Lane:
     """Used by one thread at a time; `interrupt` frees it from any thread."""
 
-    def __init__(self, address: Address, rank: int, queue_bytes: int) -> None:
+    def __init__(
+        self, address: Address, rank: int, queue_bytes: int, batch_bytes: int = BATCH_BYTES
+    ) -> None:
         self._address, self._rank = address, rank
-        self._queue_bytes = queue_bytes
+        self._queue_bytes, self.batch_bytes = queue_bytes, batch_bytes
         self._turn = threading.Condition()
         self._queue: deque[Item] = deque()
         self._queued = 0  # bytes, what is being sent included
@@ -187,7 +189,7 @@ class Lane:
                 self._forget_queue()
                 return batch
             size = 0
-            while self._queue and size < BATCH_BYTES:
+            while self._queue and size < self.batch_bytes:
                 batch.append(self._queue.popleft())
                 size += batch[-1].size
                 if isinstance(batch[-1].message, v.VaultSync):

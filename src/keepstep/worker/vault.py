@@ -129,7 +129,8 @@ class VaultLine:
         for number in sorted(self._lane_of):
             self._slices.setdefault(number % v.SLICES, []).append(number)
         count = max(self._lane_of.values(), default=0) + 1
-        self._lanes = [Lane(address, rank, queue_bytes // count) for _ in range(count)]
+        sizes = queue_bytes // count, BATCH_BYTES // count
+        self._lanes = [Lane(address, rank, *sizes) for _ in range(count)]
 
     # ----------------------------------------------------------------- opening and ending
 
@@ -217,7 +218,7 @@ class VaultLine:
             for n, number in enumerate(slices):
                 lane = self._lane_of.get(number, 0)
                 items = lanes.setdefault(lane, [])
-                if not items or items[-1].size >= BATCH_BYTES:
+                if not items or items[-1].size >= self._lanes[lane].batch_bytes:
                     puts = v.VaultPuts(kind=kind, version=version, units=[], sizes=[])
                     items.append(Item(puts))
                 items[-1].add(number, [part[n] for part in parts] if parts else whole)
