@@ -489,6 +489,18 @@ def test_a_gradient_that_is_clipped_twice_goes_as_it_is(sharded: Place) -> None:
     check(rank, adamw)
 
 
+def test_two_who_clip_at_once_leave_torch_as_it_was() -> None:
+    before = torch._foreach_mul_
+    one, other = early._Multiplications(Mock()), early._Multiplications(Mock())
+    one.__enter__()
+    with other:
+        one.__exit__()
+        assert torch._foreach_mul_ is before
+    with other:
+        assert torch._foreach_mul_ is not before
+    assert torch._foreach_mul_ is before
+
+
 def test_what_nobody_has_seen_is_not_the_same() -> None:
     way: Any = SimpleNamespace(sent=lambda _, ticket: ticket, seen=lambda look: look)
     line: Any = None

@@ -317,9 +317,9 @@ class _Multiplications:
         self._instead = instead
 
     def __enter__(self) -> None:
-        self._inner = torch._foreach_mul_
         self._watching = _watched.acquire(blocking=False)  # otherwise somebody else does
         if self._watching:
+            self._inner = torch._foreach_mul_
             torch._foreach_mul_ = self._multiply
 
     def __exit__(self, *_: object) -> None:
