@@ -40,6 +40,17 @@ def test_a_copy_has_the_fingerprint_of_what_it_was_made_of() -> None:
     assert found not in (fingerprint(*sources[::-1]), fingerprint(*sources[:-1]))
 
 
+def test_threads_that_help_find_the_same() -> None:
+    torch.manual_seed(6)
+    tensors = [torch.randn(size) for size in (900_000, 3, 700_001, 800_000, 20)]  # 9 MB
+    groups = [[(one.data_ptr(), one.nbytes)] for one in tensors]
+    native = extension.load()
+    for helpers in (1, 3, 8):
+        assert native.fingerprints(groups, helpers) == [fingerprint(one) for one in tensors]
+        alone = native.fingerprints_multiplied(groups, 0.3, 0)
+        assert native.fingerprints_multiplied(groups, 0.3, helpers) == alone
+
+
 @pytest.mark.parametrize("size", [1, 7, 8, 63, 64, 65, 200, 70_001])
 def test_whatever_is_done_to_one_byte_changes_the_fingerprint(size: int) -> None:
     torch.manual_seed(size)

@@ -71,8 +71,7 @@ class Way(Protocol):
         in the same way. False: only looks can tell, at tickets of which all are."""
 
     def look(self, groups: Sequence[Sequence[torch.Tensor]]) -> Sequence[Any]:
-        """What those of each ticket are now, to be compared later. They are not written to before
-        `seen` was asked."""
+        """What those of each ticket are now, to be compared later."""
 
     def seen(self, look: Any) -> Any:
         """Behind the device: what a look has seen. Equal values, equal bytes."""
