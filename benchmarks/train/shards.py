@@ -102,9 +102,9 @@ class Counted:
         self.bytes = 0
         enqueue = lane.Lane.enqueue
 
-        def counted(one: Any, items: Any) -> None:
+        def counted(one: Any, items: Any, *after: Any) -> None:
             self.bytes += sum(item.size for item in items)
-            enqueue(one, items)
+            enqueue(one, items, *after)
 
         lane.Lane.enqueue = counted  # type: ignore[method-assign]
 

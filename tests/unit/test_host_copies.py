@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import socket
 import threading
 from types import SimpleNamespace
@@ -13,6 +14,8 @@ import pytest
 import torch
 import xxhash
 
+from keepstep.model import vault as v
+from keepstep.model import wire
 from keepstep.worker import extension, host, lane
 from keepstep.worker.copies import Feeder, Room, aligned
 from keepstep.worker.state import memory
@@ -88,77 +91,180 @@ def test_a_fingerprint_of_products_is_that_of_what_torch_multiplies(scale: float
     assert found == fingerprint(*tensors)
 
 
-def test_digests_are_those_of_xxhash() -> None:
-    native = extension.load()
-    if not native.can_digest():
-        pytest.skip("needs libxxhash.so.0 (Debian: libxxhash0)")
-    views = [os.urandom(size) for size in (0, 1, 9, 17, 200, 241, 100_000)]
-    given = [memoryview(bytearray(one)) for one in views]
-    assert native.digests(given) == [xxhash.xxh3_128_digest(one) for one in views]
-    assert native.digests([]) == []
+# ---------------------------------------------------------------- the sender
 
 
-def test_many_pieces_are_sent_however_slowly_they_are_taken() -> None:
-    one, other = socket.socketpair()
-    with one, other:
-        one.setblocking(False)
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        views = [os.urandom(n % 77) for n in range(1500)] + [os.urandom(1 << 20), b"", b"end"]
+class Sending:
+    """One end of a connection with a sender, and what comes out of the other."""
+
+    def __init__(self, instead: Any = None, silence_s: float = 10.0) -> None:
+        self.near, self.far = socket.socketpair()
+        self.near.setblocking(False)
+        self.near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        self.sender = extension.load().Sender(self.near.fileno(), silence_s, 1 << 20, 7, instead)
+
+    def __enter__(self) -> Sending:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.near.shutdown(socket.SHUT_RDWR)
+        self.sender.close()
+        self.near.close()
+        self.far.close()
+
+    def take(self, size: int) -> bytes:
+        self.far.settimeout(10)
         taken = bytearray()
-
-        def take() -> None:
-            while part := other.recv(3000):
-                taken.extend(part)
-
-        reader = threading.Thread(target=take)
-        reader.start()
-        assert extension.load().send_all(one.fileno(), views, 10.0) == 0
-        one.close()
-        reader.join(10)
-        assert bytes(taken) == b"".join(views)
+        while len(taken) < size:
+            part = self.far.recv(min(3000, size - len(taken)))
+            assert part
+            taken += part
+        return bytes(taken)
 
 
-def test_what_cannot_be_sent_says_why() -> None:
-    native = extension.load()
-    one, other = socket.socketpair()
-    with one, other:
-        one.setblocking(False)
-        assert native.send_all(one.fileno(), [bytes(1 << 24)], 0.05) == errno.ETIMEDOUT
-        other.close()
-        assert native.send_all(one.fileno(), [b"x"], 1.0) in (errno.EPIPE, errno.ECONNRESET)
-
-
-def test_without_the_library_python_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from keepstep.model import vault as v
-
-    sent: list[bytes] = []
-    monkeypatch.setattr(
-        lane.extension,
-        "load",
-        lambda: SimpleNamespace(
-            can_digest=lambda: False,
-            send_all=lambda _, views, __: sent.extend(map(bytes, views)) or 0,
-        ),
+def item(*views: bytes, unit: int = 1) -> tuple[lane.Item, bytes]:
+    """And what is to be sent of it."""
+    made = lane.Item("grad", 300)
+    made.add(unit, [memoryview(bytearray(view)) for view in views])
+    digests = [xxhash.xxh3_128_digest(view) for view in views]
+    message = v.VaultPuts(
+        kind="grad", version=300, units=[unit], sizes=[list(map(len, views))], digests=digests
     )
-    item = lane.Item(v.VaultPuts(kind="grad", version=1, units=[], sizes=[]))
-    item.add(7, [memoryview(b"abc")])
-    connection: Any = SimpleNamespace(fileno=lambda: 0)
-    lane.Lane(SimpleNamespace(), 0, 1)._send(connection, [item])  # type: ignore[arg-type]
-    assert sent[1:] == [b"abc"]
-    assert xxhash.xxh3_128_digest(b"abc") in sent[0]
+    return made, wire.frame(message) + b"".join(views)
+
+
+def needs_library() -> None:
+    if not extension.load().can_digest():
+        pytest.skip("needs libxxhash.so.0 (Debian: libxxhash0)")
+
+
+def test_many_pieces_are_hashed_and_sent_however_slowly_they_are_taken() -> None:
+    needs_library()
+    with Sending() as sending:
+        items = [item(*(os.urandom(n % 77) for n in range(1500)), unit=unit) for unit in range(3)]
+        items += [item(os.urandom(1 << 20), b"", b"end"), item(), item(b"")]
+        tickets = [sending.sender.put(made.header, made.views, None, 0) for made, _ in items]
+        assert tickets == list(range(8, 8 + len(items)))
+        assert not sending.sender.failed and sending.sender.read < tickets[-1]
+        expected = b"".join(said for _, said in items)
+        assert sending.take(len(expected)) == expected
+        sending.sender.wait_read(tickets[-1])
+        assert sending.sender.read == tickets[-1]
+
+
+def test_what_is_to_be_copied_first_is_sent_when_it_was_and_in_its_order() -> None:
+    needs_library()
+    chance = random.Random(5)
+    native = extension.load()
+    copier = native.Copier(0)
+    sources = [torch.randint(256, (chance.choice((1, 900, 1 << 20)),)).byte() for _ in range(40)]
+    copies = [torch.zeros_like(one) for one in sources]
+    said, held = [], []
+    with Sending() as sending:
+        for source, copy in zip(sources, copies, strict=True):
+            job = copier.copy([(source.data_ptr(), source.nbytes, copy.data_ptr())])
+            made = lane.Item("grad", 300)
+            made.add(1, [memory(copy)])
+            held.append(made)
+            sending.sender.put(made.header, made.views, copier, job)
+            said.append(item(bytes(memory(source)))[1])
+            if chance.random() < 0.5:  # one that waits for nobody stays behind it
+                other, told = item(b"plain", unit=2)
+                held.append(other)
+                sending.sender.put(other.header, other.views, None, 0)
+                said.append(told)
+        expected = b"".join(said)
+        assert sending.take(len(expected)) == expected
+    assert copier.found(3) == [fingerprint(sources[2])]
+    copier.forget()
+    copier.close()
+
+
+def test_what_cannot_be_sent_says_why_and_counts_as_read() -> None:
+    needs_library()
+    with Sending(silence_s=0.05) as sending:
+        made, _ = item(bytes(1 << 24))
+        sending.sender.wait_read(sending.sender.put(made.header, made.views, None, 0))
+        assert sending.sender.failed and sending.sender.error == errno.ETIMEDOUT
+        sending.sender.wait_read(sending.sender.put(made.header, made.views, None, 0))
+    with Sending() as sending:
+        sending.far.close()
+        made, _ = item(b"x")
+        sending.sender.wait_read(sending.sender.put(made.header, made.views, None, 0))
+        assert sending.sender.error in (errno.EPIPE, errno.ECONNRESET)
+
+
+def test_a_sender_that_is_closed_lets_go_of_all() -> None:
+    needs_library()
+    with Sending() as sending:
+        made, _ = item(bytes(1 << 24))
+        tickets = [sending.sender.put(made.header, made.views, None, 0) for _ in range(3)]
+        waiting = threading.Thread(target=sending.sender.wait_read, args=(tickets[-1],))
+        waiting.start()
+        sending.near.shutdown(socket.SHUT_RDWR)
+        sending.sender.close()
+        waiting.join(10)
+        assert not waiting.is_alive()
+        ticket = sending.sender.put(made.header, made.views, None, 0)
+        assert sending.sender.read == ticket == tickets[-1] + 1
+
+
+def test_a_header_without_room_for_digests_is_refused() -> None:
+    made, _ = item(b"abc")
+    with Sending() as sending:
+        for header in (b"", made.header[:-1], made.header[:-18]):
+            with pytest.raises(ValueError, match="no room"):
+                sending.sender.put(header, made.views, None, 0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_without_the_library_python_hashes_and_sends(fails: bool) -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        one = lane.Lane(SimpleNamespace(), 0)  # type: ignore[arg-type]
+        one._connection = near
+        if fails:
+            near.shutdown(socket.SHUT_RDWR)
+        sender = one._sender = extension.load().Sender(near.fileno(), 1.0, 1 << 20, 0, one._send)
+        made, said = item(b"abc", b"", b"x" * 100_000)
+        one.enqueue([made])
+        if not fails:
+            far.settimeout(10)
+            taken = b""
+            while len(taken) < len(said):
+                taken += far.recv(1 << 20)
+            assert taken == said
+        one.wait_read(made.ticket)
+        failure = one.failure()
+        assert sender.failed == fails == (failure is not None and isinstance(failure[0], OSError))
+        sender.close()
+
+
+def test_a_copier_does_all_that_it_was_told_before_it_ends() -> None:
+    sources = [torch.randn(1 << 18) for _ in range(8)]
+    copies = [torch.zeros_like(one) for one in sources]
+    copier = extension.load().Copier(1)
+    for source, copy in zip(sources, copies, strict=True):
+        copier.copy([(source.data_ptr(), source.nbytes, copy.data_ptr())])
+    groups = [[(copy.data_ptr(), copy.nbytes)] for copy in copies]
+    job = copier.multiply(groups, 0.5)
+    assert job == copier.last == 9
+    copier.close()
+    assert all(map(torch.equal, sources, copies))
+    assert copier.found(job) == [fingerprint(copy * 0.5) for copy in copies]
 
 
 def test_a_feeder_does_all_in_order_also_behind_what_failed() -> None:
     done: list[int] = []
     go = threading.Event()
     feeder = Feeder("test")
-    first = feeder.put(lambda: (go.wait(10), done.append(1)))
+    feeder.put(lambda: (go.wait(10), done.append(1)))
     feeder.put(lambda: 1 // 0)
-    last = feeder.put(lambda: done.append(2))
-    assert last == first + 2 and not done
+    feeder.put(lambda: done.append(2))
+    assert not done
     go.set()
-    feeder.join(first)
-    assert done[0] == 1
+    feeder.join()
+    assert done == [1, 2]
     feeder.put(lambda: done.append(3))
     feeder.close()
     assert done == [1, 2, 3]
@@ -179,14 +285,15 @@ def test_what_some_of_a_group_are_multiplied_by_is_told_of_the_copy(kind: torch.
     way = host.HostWay({unit: part.nbytes for unit, part in parts.items()})
     puts: list[Any] = []
     line: Any = SimpleNamespace(
-        put_all=lambda _, __, views: puts.append({u: bytes(w[0]) for u, w in views.items()}),
-        broken=False,
+        put_all=lambda _, __, views, after: puts.append((views, after)), broken=False
     )
     try:
         before = {unit: bytes(memory(part)) for unit, part in parts.items()}
         ticket = way.put(line, 1, dict(parts), None)
         way.before_write()
-        assert puts == [before]
+        ((views, (copier, job)),) = puts
+        copier.wait(job)
+        assert {unit: bytes(view) for unit, (view,) in views.items()} == before
         now = list(parts.values())
         assert [way.sent(line, ticket)] == way.look([now])
         for scale, which in ((0.7, [True, True, True]), (0.3, [False, True, True])):

@@ -200,9 +200,8 @@ class Rank:
     def sent(self) -> None:
         line = self.redundancy._line
         assert line is not None
-        for way in (self.redundancy._host, self.redundancy._staging):
-            if way is not None:
-                way.flush()
+        if self.redundancy._staging is not None:
+            self.redundancy._staging.flush()
         line.wait_all_read()
 
     def early(self) -> int:

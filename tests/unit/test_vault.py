@@ -29,7 +29,7 @@ from keepstep.model.messages import Address, BlobOk, BlobPut, TlsFiles
 from keepstep.model.wire import frame
 from keepstep.worker import peers
 from keepstep.worker import vault as client
-from keepstep.worker.lane import Item, VaultLacks
+from keepstep.worker.lane import VaultLacks
 from keepstep.worker.statefile import DigestMismatch
 from keepstep.worker.vault import VaultLine, fetch, forget
 
@@ -556,25 +556,22 @@ def test_an_abort_that_came_before_is_seen() -> None:
         rank.sync(1, going_on)
 
 
-def test_puts_go_on_until_the_bound_and_then_wait_for_room() -> None:
+def test_puts_do_not_wait_for_an_agent_that_takes_nothing() -> None:
     large = b"x" * (32 * MB)
-    with deaf_agent() as address, line(address, queue_bytes=2 * len(large)) as rank:
+    with deaf_agent() as address, line(address) as rank:
         opened(rank)
-        tickets = [rank.put_grad(0, step, large) for step in (1, 2)]
+        tickets = [rank.put_grad(0, step, large) for step in (1, 2, 3)]
         assert not rank.drained()
-        blocked = threading.Thread(target=rank.put_grad, args=(0, 3, large))
-        blocked.start()
-        blocked.join(0.1)
-        assert blocked.is_alive()
+        waiting = threading.Thread(target=rank.wait_read, args=(tickets[-1],))
+        waiting.start()
         rank.interrupt()
-        blocked.join(DEADLINE_S)
-        assert not blocked.is_alive()
-        rank.wait_read(tickets[-1])
-        wait_until(rank.drained)
+        waiting.join(DEADLINE_S)
+        assert not waiting.is_alive()
+        assert rank.drained()
 
 
 def test_a_view_may_be_written_to_once_it_was_read() -> None:
-    with agent() as (address, _), line(address, queue_bytes=3 * MB) as rank:
+    with agent() as (address, _), line(address) as rank:
         opened(rank, units=1)
         rank.put_base(0, 0, [b"base"])
         buffer = bytearray(2 * MB)
@@ -592,12 +589,9 @@ def test_a_view_may_be_written_to_once_it_was_read() -> None:
 def test_a_fence_does_not_wait_for_what_is_put_behind_it() -> None:
     with agent() as (address, _), line(address) as rank:
         opened(rank)
-        (lane,) = rank._lanes
-        with lane._turn:  # both are there when the sender looks
-            fence = Item(v.VaultSync(version=0))
-            lane.enqueue([fence])
-            behind = rank.put_grad(0, 1, b"grad")
-        lane.wait_read(fence.ticket)
+        rank.ask(0)
+        behind = rank.put_grad(0, 1, b"grad")
+        rank.synced(0, going_on)
         rank.wait_read(behind)
         rank.sync(1, going_on)
 

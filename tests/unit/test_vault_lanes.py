@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import socket
 
 import pytest
 from hypothesis import given
@@ -65,7 +66,7 @@ def test_one_lost_lane_breaks_the_line_and_nothing_that_was_acknowledged_is_gone
         first = step_of(rank, 0, chance)
         connection = rank._lanes[1]._connection
         assert connection is not None
-        connection.close()
+        connection.shutdown(socket.SHUT_RDWR)
         with pytest.raises(ConnectionError, match="lost its vault"):
             step_of(rank, 1, chance)
         assert rank.broken

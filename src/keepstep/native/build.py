@@ -33,6 +33,8 @@ _IN_PROCESS = [
     "gloo_waits.cpp",
     "numbers.cpp",
     "fingerprint.cpp",
+    "copier.cpp",
+    "sender.cpp",
     "send.cpp",
     "digests.cpp",
 ]

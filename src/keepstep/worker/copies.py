@@ -47,19 +47,18 @@ class Feeder:
         self._thread = threading.Thread(target=self._run, args=(begin,), name=name, daemon=True)
         self._thread.start()
 
-    def put(self, job: Callable[[], object]) -> int:
-        """Gives its number. It must see for itself that others find out when it fails; what it
-        holds, nobody holds when it is over."""
+    def put(self, job: Callable[[], object]) -> None:
+        """It must see for itself that others find out when it fails; what it holds, nobody holds
+        when it is over."""
         with self._turn:
             self._jobs.append(job)
             self._told += 1
             self._turn.notify_all()
-            return self._told
 
-    def join(self, number: int | None = None) -> None:
-        """Until the job of this number was done, or all."""
+    def join(self) -> None:
+        """Until all was done that it was told."""
         with self._turn:
-            last = self._told if number is None else number
+            last = self._told
             self._turn.wait_for(lambda: self._done >= last)
 
     def close(self) -> None:

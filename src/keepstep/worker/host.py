@@ -11,16 +11,16 @@ Memory: room for all gradients. It is not taken before they are copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, compress
 from typing import Any, NamedTuple
 
 import torch
 
 from keepstep.worker import extension
-from keepstep.worker.copies import Feeder, aligned
-from keepstep.worker.lane import View
+from keepstep.worker.copies import aligned
+from keepstep.worker.lane import After
 from keepstep.worker.state import dense, memory
 from keepstep.worker.vault import VaultLine
 
@@ -41,8 +41,10 @@ class _Place(NamedTuple):
 class _Copied:
     places: list[_Place]
     kinds: list[torch.dtype]
-    scales: list[list[torch.Tensor]]  # of each
-    fingerprint: Fingerprint | None = None  # of the copies, multiplied by the scales
+    job: int  # of the copier
+    at: int = 0  # among what that has found
+    scales: list[list[torch.Tensor]] = field(default_factory=list)  # of each, if there are any
+    known: bool = True  # the job tells of the copies, multiplied by the scales
 
     @property
     def simple(self) -> bool:
@@ -65,38 +67,19 @@ class HostWay:
             for at, (unit, size) in zip(ends, gradients.items(), strict=False)
         }
         self._native: Any = extension.load()
-        self._feeder = Feeder("keepstep-copies")
+        self._copier: Any = self._native.Copier(helpers)
         self._helpers = helpers
-        self._given = 0  # number of the last job that gives something to the line
         self._copied = 0  # bytes, in this step
+        self._held: list[dict[int, torch.Tensor]] = []  # until they were copied
 
     def close(self) -> None:
-        self._feeder.close()
+        self._copier.close()
 
     def turn(self) -> None:
         """A step begins, or all is sent anew: the line has read all, or is another one."""
-        self._feeder.join()
+        self._copier.forget()
+        self._held.clear()
         self._copied = 0
-
-    def give_bases(
-        self, line: VaultLine, version: int, bases: Mapping[int, Sequence[View]]
-    ) -> None:
-        """They are not copied."""
-        self._give(line, lambda: line.put_all("base", version, bases))
-
-    def _give(self, line: VaultLine, put: Callable[[], object]) -> None:
-        def give() -> None:
-            try:
-                put()
-            except BaseException:
-                line.interrupt()  # nobody must think that it has all
-                raise
-
-        self._given = self._feeder.put(give)
-
-    def flush(self) -> None:
-        """All was given to the line."""
-        self._feeder.join(self._given)
 
     def suits(self, part: torch.Tensor) -> bool:
         return part.is_cpu and dense(part) and part.numel() > 0
@@ -122,59 +105,41 @@ class HostWay:
             for unit, part in parts.items()
         ):
             return None  # it is not what it was at attach
-        copied = _Copied(
-            [self._places[unit] for unit in parts],
-            [part.dtype for part in parts.values()],
-            [[] for _ in parts],
+        places = [self._places[unit] for unit in parts]
+        self._held.append(parts)
+        job = self._copier.copy(
+            [
+                (part.data_ptr(), place.size, place.address)
+                for part, place in zip(parts.values(), places, strict=True)
+            ]
         )
-        pieces = [
-            (part.data_ptr(), place.size, place.address)
-            for part, place in zip(parts.values(), copied.places, strict=True)
-        ]
-        self._copied += sum(place.size for place in copied.places)
-        views = {unit: [place.view] for unit, place in zip(parts, copied.places, strict=True)}
-
-        def copy() -> None:
-            found = self._native.copy(pieces)
-            parts.clear()  # they were held until here
-            line.put_all("grad", version, views)
-            copied.fingerprint = found
-
-        self._give(line, copy)
-        return copied
+        self._copied += sum(place.size for place in places)
+        views = {unit: [place.view] for unit, place in zip(parts, places, strict=True)}
+        line.put_all("grad", version, views, After(self._copier, job))
+        return _Copied(places, [part.dtype for part in parts.values()], job)
 
     def before_write(self) -> None:
-        self.flush()
+        self._copier.wait(self._copier.last)
+        self._held.clear()
 
     def multiplied(self, what: Sequence[tuple[_Copied, Sequence[bool]]], by: torch.Tensor) -> bool:
-        tickets = []
+        alike: list[_Copied] = []
         for ticket, which in what:
+            if not any(which):
+                continue
+            ticket.scales = ticket.scales or [[] for _ in ticket.places]
             for scales in compress(ticket.scales, which):
                 scales.append(by)
-            if any(which):
-                ticket.fingerprint = None
-                tickets.append(ticket)
-        self._feeder.put(lambda: self._multiply(tickets, by))
+            ticket.known = ticket.simple
+            if ticket.known:
+                ticket.at = len(alike)
+                alike.append(ticket)
+        if alike:
+            pieces = [[(place.address, place.size) for place in one.places] for one in alike]
+            job = self._copier.multiply(pieces, float(by))
+            for ticket in alike:
+                ticket.job = job
         return True
-
-    def _multiply(self, tickets: Sequence[_Copied], by: torch.Tensor) -> None:
-        """Without taking memory, if that can be."""
-        alike = [ticket for ticket in tickets if ticket.simple]
-        pieces = [[(place.address, place.size) for place in one.places] for one in alike]
-        found = self._native.fingerprints_multiplied(pieces, float(by), self._helpers)
-        for ticket, fingerprint in zip(alike, found, strict=True):
-            ticket.fingerprint = fingerprint
-        for ticket in tickets:
-            if ticket in alike:
-                continue
-            copies = [
-                torch.frombuffer(place.view, dtype=kind)
-                for place, kind in zip(ticket.places, ticket.kinds, strict=True)
-            ]
-            for at, scales in enumerate(ticket.scales):
-                for scale in scales:
-                    copies[at] = copies[at].mul(scale)
-            (ticket.fingerprint,) = self.look([copies])
 
     def look(self, groups: Sequence[Sequence[torch.Tensor]]) -> list[Fingerprint]:
         found: list[Fingerprint] = self._native.fingerprints(
@@ -186,5 +151,22 @@ class HostWay:
         return look
 
     def sent(self, line: VaultLine, ticket: _Copied) -> Fingerprint | None:
-        self._feeder.join()
-        return None if line.broken else ticket.fingerprint
+        if line.broken:
+            return None
+        self.before_write()
+        if not ticket.known:
+            return self._multiplied(ticket)
+        found: list[Fingerprint] = self._copier.found(ticket.job)
+        return found[ticket.at]
+
+    def _multiplied(self, ticket: _Copied) -> Fingerprint:
+        """As torch multiplies."""
+        copies = [
+            torch.frombuffer(place.view, dtype=kind)
+            for place, kind in zip(ticket.places, ticket.kinds, strict=True)
+        ]
+        for at, scales in enumerate(ticket.scales):
+            for scale in scales:
+                copies[at] = copies[at].mul(scale)
+        (found,) = self.look([copies])
+        return found

@@ -1,6 +1,9 @@
 """One connection of a rank's line to its vault (vault.py), with the thread that sends over it.
 
-Whoever puts gets a ticket and goes on; tickets are read in the order in which they were given.
+Whoever puts gets a ticket and goes on; tickets are read in the order in which they were given. The
+thread is native and does without Python's interpreter: whenever a thread wants that back, the main
+thread may have to wait. Where the connection is encrypted, or the machine has no libxxhash, Python
+hashes and sends, in the same thread.
 """
 
 from __future__ import annotations
@@ -12,8 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 import xxhash
@@ -32,6 +34,8 @@ SILENCE_S = 10.0  # an agent whose machine vanished never closes the connection
 SMALL_BYTES = 64 << 10  # packed together when sent
 CHUNK_BYTES = 4 << 20  # sent within the socket's timeout; worth to be handed to another thread
 BATCH_BYTES = 4 << 20  # sent before anybody is told: each word to another thread costs it time
+DIGEST_BYTES = 16
+DIGEST_MARK = b"\xc4\x10"  # so begin bytes of this length in msgpack
 
 View = bytes | bytearray | memoryview
 
@@ -42,37 +46,59 @@ class VaultLacks(PermanentError):
     """The vault cannot bring all units to the version that was asked for."""
 
 
+class After(NamedTuple):
+    """A job of a native `Copier` that makes what is to be sent."""
+
+    copier: Any
+    number: int
+
+
 @dataclass(slots=True)
 class Item:
-    message: v.VaultPuts | v.VaultSync
+    """Messages of several units in one."""
+
+    kind: v.Kind
+    version: int
+    units: list[int] = field(default_factory=list)
+    sizes: list[list[int]] = field(default_factory=list)
     views: list[memoryview] = field(default_factory=list)
     size: int = 0
     ticket: int = 0
 
     def add(self, unit: int, views: list[memoryview]) -> None:
-        assert isinstance(self.message, v.VaultPuts)
         sizes = [len(view) for view in views]
-        self.message.units.append(unit)
-        self.message.sizes.append(sizes)
+        self.units.append(unit)
+        self.sizes.append(sizes)
         self.views += views
         self.size += sum(sizes)
+
+    @property
+    def header(self) -> bytes:
+        """Whoever sends it puts the digests where they belong: they are its last bytes."""
+        digests = [bytes(DIGEST_BYTES)] * len(self.views)
+        message = v.VaultPuts(
+            kind=self.kind,
+            version=self.version,
+            units=self.units,
+            sizes=self.sizes,
+            digests=digests,
+        )
+        return wire.frame(message)
 
 
 class Lane:
     """Used by one thread at a time; `interrupt` frees it from any thread."""
 
-    def __init__(
-        self, address: Address, rank: int, queue_bytes: int, batch_bytes: int = BATCH_BYTES
-    ) -> None:
+    def __init__(self, address: Address, rank: int, batch_bytes: int = BATCH_BYTES) -> None:
         self._address, self._rank = address, rank
-        self._queue_bytes, self.batch_bytes = queue_bytes, batch_bytes
-        self._turn = threading.Condition()
-        self._queue: deque[Item] = deque()
-        self._queued = 0  # bytes, what is being sent included
-        self._last = 0  # ticket given
-        self._read = 0  # ticket whose memory is not needed any more
+        self.batch_bytes = batch_bytes
+        self._turn = threading.Lock()
         self._connection: socket.socket | None = None
-        self._sender: threading.Thread | None = None
+        self._frames: Frames[v.VaultReply] | None = None
+        self._sender: Any = None  # native
+        self._held: deque[tuple[int, list[memoryview]]] = deque()  # by ticket, until it was read
+        self._asked: deque[int] = deque()  # versions that the vault has not answered for
+        self._last = 0  # ticket given
         self._interrupted = False
         self._error: Exception | None = None
 
@@ -86,21 +112,25 @@ class Lane:
         with self._turn:
             self._connection = connection
             self._interrupted, self._error = False, None
-        frames = Frames(connection, replies)
+        self._frames = Frames(connection, replies)
         connection.sendall(wire.frame(ask))
-        reply = frames.receive()
+        reply = self._frames.receive()
         if not isinstance(reply, v.VaultOpened):
             raise_refusal(reply, self._rank)
-        self._sender = threading.Thread(
-            target=self._send_all, args=(connection, frames), name="keepstep-vault", daemon=True
+        native = extension.load()
+        alone = native.can_digest() and not isinstance(connection, ssl.SSLSocket)
+        self._sender = native.Sender(
+            connection.fileno(),
+            SILENCE_S,
+            self.batch_bytes,
+            self._last,
+            None if alone else self._send,
         )
-        self._sender.start()
         return reply
 
     @property
     def broken(self) -> bool:
-        with self._turn:
-            return self._sender is None or self._error is not None or self._interrupted
+        return self._interrupted or self.failure() is not None
 
     def interrupt(self) -> None:
         with self._turn:
@@ -110,37 +140,38 @@ class Lane:
 
     def close(self) -> None:
         self.interrupt()
-        with self._turn:
-            self._error = self._error or ConnectionError("the line was closed")
-            self._turn.notify_all()
         if self._sender is not None:
-            self._sender.join()
+            self._sender.close()
             self._sender = None
+        self._held.clear()
+        self._asked.clear()
         with self._turn:
             connection, self._connection = self._connection, None
-            self._interrupted = False
+            self._interrupted, self._error = False, None
         if connection is not None:
             connection.close()
 
     # ----------------------------------------------------------------- what is to be sent
 
-    def enqueue(self, items: Sequence[Item]) -> None:
+    def enqueue(self, items: Sequence[Item], after: After | None = None) -> None:
         """Gives each of them its ticket."""
-        size = sum(item.size for item in items)
-        with self._turn:
-            self._turn.wait_for(
-                lambda: not self._queued or self._queued + size <= self._queue_bytes
-            )
-            for item in items:
-                self._last += 1
-                item.ticket = self._last
-            if self._sender is None or self._error is not None:
-                self._error = self._error or ConnectionError("the line is not open")
-                self._read = self._last
-                return
-            self._queue.extend(items)
-            self._queued += size
-            self._turn.notify_all()
+        for item in items:
+            item.ticket = self._put(item.header, item.views, after)
+
+    def ask(self, version: int) -> None:
+        self._asked.append(version)
+        self._put(wire.frame(v.VaultSync(version=version)), [], None)
+
+    def _put(self, header: bytes, views: list[memoryview], after: After | None) -> int:
+        if self._sender is None:
+            self._last += 1
+            return self._last
+        read = self._sender.read
+        while self._held and self._held[0][0] <= read:
+            self._held.popleft()
+        self._last = self._sender.put(header, views, *(after or (None, 0)))
+        self._held.append((self._last, views))
+        return self._last
 
     @property
     def last(self) -> int:
@@ -148,79 +179,51 @@ class Lane:
         return self._last
 
     def wait_read(self, ticket: int) -> None:
-        with self._turn:
-            self._turn.wait_for(lambda: self._read >= ticket)
+        if self._sender is not None:
+            self._sender.wait_read(ticket)
 
     def drained(self) -> bool:
-        with self._turn:
-            return self._read == self._last
+        return self._sender is None or self._sender.read == self._last
+
+    def wait_answered(self) -> None:
+        """All that was asked, or it failed."""
+        self.wait_read(self._last)
+        while self._asked and self.failure() is None:
+            version = self._asked.popleft()
+            assert self._frames is not None
+            try:
+                reply = self._frames.receive()
+                if reply != v.VaultSynced(version=version):
+                    raise_refusal(reply, self._rank)
+            except Exception as error:
+                self._error = error
 
     def failure(self) -> tuple[Exception, bool] | None:
         """What ended it, and whether it was interrupted."""
-        with self._turn:
-            return (self._error, self._interrupted) if self._error is not None else None
+        sender, error = self._sender, self._error
+        if error is None and sender is None:
+            error = ConnectionError("the line is not open")
+        elif error is None and sender.failed:
+            error = OSError(sender.error, os.strerror(sender.error))
+        return (error, self._interrupted) if error is not None else None
 
-    # ----------------------------------------------------------------- the sender
+    # ----------------------------------------------------------------- what native code cannot do
 
-    def _send_all(self, connection: socket.socket, frames: Frames[v.VaultReply]) -> None:
+    def _send(self, batch: list[tuple[bytes, list[memoryview]]]) -> bool:
+        """In the sender's thread."""
         try:
-            while batch := self._next():
-                self._send(connection, batch)
-                last = batch[-1].message
-                if isinstance(last, v.VaultSync):
-                    reply = frames.receive()
-                    if reply != v.VaultSynced(version=last.version):
-                        raise_refusal(reply, self._rank)
-                with self._turn:
-                    self._read = batch[-1].ticket
-                    self._queued -= sum(item.size for item in batch)
-                    self._turn.notify_all()
-        except Exception as error:  # whatever it is, the main thread must not wait for ever
-            with self._turn:
-                self._error = self._error or error
-                self._forget_queue()
+            assert self._connection is not None
+            _send_packed(self._connection, [part for item in batch for part in _digested(*item)])
+        except Exception as error:
+            self._error = error
+            return False
+        return True
 
-    def _next(self) -> list[Item]:
-        """What is told of together: nothing behind a sync. Empty: it is over."""
-        batch: list[Item] = []
-        with self._turn:
-            self._turn.wait_for(lambda: self._queue or self._error is not None)
-            if self._error is not None:
-                self._forget_queue()
-                return batch
-            size = 0
-            while self._queue and size < self.batch_bytes:
-                batch.append(self._queue.popleft())
-                size += batch[-1].size
-                if isinstance(batch[-1].message, v.VaultSync):
-                    break
-        return batch
 
-    def _forget_queue(self) -> None:
-        self._queue.clear()
-        self._queued, self._read = 0, self._last
-        self._turn.notify_all()
-
-    def _send(self, connection: socket.socket, batch: Sequence[Item]) -> None:
-        """Native code hashes and sends it: whenever a thread wants the interpreter back, the main
-        thread may have to wait."""
-        native = extension.load()
-        views: list[memoryview] = [view for item in batch for view in item.views]
-        if native.can_digest():
-            digests = iter(native.digests(views))
-        else:
-            digests = map(xxhash.xxh3_128_digest, views)
-        said: list[View] = []
-        for item in batch:
-            message = item.message
-            if isinstance(message, v.VaultPuts):
-                some = list(islice(digests, len(item.views)))
-                message = msgspec.structs.replace(message, digests=some)
-            said += [wire.frame(message), *item.views]
-        if isinstance(connection, ssl.SSLSocket):
-            _send_packed(connection, said)
-        elif error := native.send_all(connection.fileno(), said, SILENCE_S):
-            raise OSError(error, os.strerror(error))
+def _digested(header: bytes, views: list[memoryview]) -> list[View]:
+    step = len(DIGEST_MARK) + DIGEST_BYTES
+    digests = b"".join(DIGEST_MARK + xxhash.xxh3_128_digest(view) for view in views)
+    return [header[: len(header) - step * len(views)] + digests, *views]
 
 
 def _send_packed(connection: socket.socket, views: Sequence[View]) -> None:

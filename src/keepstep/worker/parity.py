@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from keepstep.errors import KeepstepError
 from keepstep.model import messages as m
 from keepstep.model import vault as v
-from keepstep.worker.lane import View
+from keepstep.worker.lane import After, View
 from keepstep.worker.vault import Ticket, VaultLine, forget
 
 if TYPE_CHECKING:
@@ -176,10 +176,14 @@ class Both(VaultLine):
         self._parity = parity
 
     def put_all(
-        self, kind: v.Kind, version: int, data: Mapping[int, Sequence[View]]
+        self,
+        kind: v.Kind,
+        version: int,
+        data: Mapping[int, Sequence[View]],
+        after: After | None = None,
     ) -> dict[int, Ticket]:
-        self._parity.put(kind, version, lambda line: line.put_all(kind, version, data))
-        return super().put_all(kind, version, data)
+        self._parity.put(kind, version, lambda line: line.put_all(kind, version, data, after))
+        return super().put_all(kind, version, data, after)
 
     def ask(self, version: int) -> None:
         super().ask(version)

@@ -416,9 +416,7 @@ class Redundancy:
         if self._staging is not None:
             left = self._staging.put_bases(line, version, parts)
         here = {index: views(parts[index]) for index in (parts if self._staging is None else left)}
-        if self._host is not None and here:
-            self._host.give_bases(line, version, here)
-        elif here:
+        if here:
             line.put_all("base", version, here)
         for unit in due:
             unit.version = version
@@ -504,9 +502,8 @@ class Redundancy:
         self._unconfirmed = done
 
     def _ask(self, done: _Unconfirmed, instead: dict[int, list[bytes] | None]) -> None:
-        for way in (self._staging, self._host):
-            if way is not None:
-                way.flush()
+        if self._staging is not None:
+            self._staging.flush()
         note = {"update": done.update, "clipped": self._early.scales, "instead": instead}
         done.line.note(done.version, codec.dumps_inline(note))
         done.line.ask(done.version)
@@ -553,9 +550,8 @@ class Redundancy:
         done = self._unconfirmed
         if done is None:
             return
-        for way in (self._staging, self._host):
-            if way is not None:
-                way.flush()
+        if self._staging is not None:
+            self._staging.flush()
         line, aborted = done.line, self._seat.aborted
         if line.broken:
             line.sync(done.version, aborted)  # which says why

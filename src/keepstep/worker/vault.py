@@ -3,8 +3,7 @@
 The main thread says what is to be kept and goes on; senders read the memory that they were given,
 hash it and send it, each over a connection of its own (lane.py). A unit, or each slice of a large
 one, has its lane: what is put of it comes in this order. Nothing is copied, so a view must not be
-written to before it was read: every put gives a ticket, and `wait_read` waits for it. How far the
-main thread may run ahead is bounded in bytes.
+written to before it was read: every put gives a ticket, and `wait_read` waits for it.
 
 Nothing of the network is raised by a put, which may be called in the middle of a backward pass. A
 line that breaks takes no more, all its tickets count as read, and the next `sync` says why. What
@@ -36,6 +35,7 @@ from keepstep.worker.lane import (
     CHUNK_BYTES,
     CONNECT_TIMEOUT_S,
     SILENCE_S,
+    After,
     Item,
     Lane,
     View,
@@ -44,7 +44,6 @@ from keepstep.worker.lane import (
 )
 from keepstep.worker.statefile import DigestMismatch
 
-QUEUE_BYTES = 1 << 30  # of the caller's own memory
 LANES_MAX = 4
 LANES_SAID_MAX = 16
 LANE_BYTES = 8 << 20  # less is not worth a lane of its own
@@ -114,7 +113,6 @@ class VaultLine:
         token: str,
         rank: int,
         generation: int,
-        queue_bytes: int = QUEUE_BYTES,
         group: Sequence[int] = (),
         own: bool = False,
         lanes: Mapping[int, int] | None = None,
@@ -129,8 +127,7 @@ class VaultLine:
         for number in sorted(self._lane_of):
             self._slices.setdefault(number % v.SLICES, []).append(number)
         count = max(self._lane_of.values(), default=0) + 1
-        sizes = queue_bytes // count, BATCH_BYTES // count
-        self._lanes = [Lane(address, rank, *sizes) for _ in range(count)]
+        self._lanes = [Lane(address, rank, BATCH_BYTES // count) for _ in range(count)]
 
     # ----------------------------------------------------------------- opening and ending
 
@@ -205,9 +202,13 @@ class VaultLine:
         return self.put_all(kind, version, {unit: data})[unit]
 
     def put_all(
-        self, kind: v.Kind, version: int, data: Mapping[int, Sequence[View]]
+        self,
+        kind: v.Kind,
+        version: int,
+        data: Mapping[int, Sequence[View]],
+        after: After | None = None,
     ) -> dict[int, Ticket]:
-        """Of many units, whose tickets it gives."""
+        """Of many units, whose tickets it gives. `after`: what has to be done before it is read."""
         lanes: dict[int, list[Item]] = {}
         units: dict[int, list[tuple[int, Item]]] = {}
         for unit, tensors in data.items():
@@ -219,18 +220,17 @@ class VaultLine:
                 lane = self._lane_of.get(number, 0)
                 items = lanes.setdefault(lane, [])
                 if not items or items[-1].size >= self._lanes[lane].batch_bytes:
-                    puts = v.VaultPuts(kind=kind, version=version, units=[], sizes=[])
-                    items.append(Item(puts))
+                    items.append(Item(kind, version))
                 items[-1].add(number, [part[n] for part in parts] if parts else whole)
                 units[unit].append((lane, items[-1]))
         for lane, items in lanes.items():
-            self._lanes[lane].enqueue(items)
+            self._lanes[lane].enqueue(items, after)
         return {unit: tuple((n, item.ticket) for n, item in some) for unit, some in units.items()}
 
     def ask(self, version: int) -> None:
         """At the fence of step `version`: `synced` will tell when all that was put is stored."""
         for lane in self._lanes:
-            lane.enqueue([Item(v.VaultSync(version=version))])
+            lane.ask(version)
 
     def sync(self, version: int, aborted: Callable[[], bool]) -> None:
         self.ask(version)
@@ -241,7 +241,8 @@ class VaultLine:
         lost or interrupted, and what `open` raises."""
         if aborted():  # it may have come before there was anything to interrupt
             raise ConnectionAbortedError("writing to the vault was aborted")
-        self.wait_all_read()
+        for lane in self._lanes:
+            lane.wait_answered()
         failures = [found for lane in self._lanes if (found := lane.failure()) is not None]
         if not failures:
             return

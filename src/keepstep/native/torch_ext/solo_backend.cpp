@@ -13,6 +13,7 @@
 // set_buckets    gives a reducer the buckets that its peers have.
 // restart_static_graph  makes the next backward of a reducer its first.
 // viewed_grads   which gradients are views of a reducer's buckets; view_grads makes them so.
+// Copier, Sender  threads that bring gradients to a vault without Python's interpreter.
 // note_waits, end_waits  see gloo_waits.cpp.
 //
 // Only pybind11 and c10d headers are included: torch/extension.h doubles the build time.
@@ -24,15 +25,17 @@
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include <algorithm>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "copier.h"
 #include "digests.h"
 #include "fingerprint.h"
 #include "gloo_waits.h"
 #include "numbers.h"
-#include "send.h"
+#include "sender.h"
 
 // The holder that torch's own bindings use; the declaration must be equal to theirs.
 PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)
@@ -392,16 +395,52 @@ void view_grads(c10d::Reducer& reducer, const std::vector<size_t>& wanted) {
   }
 }
 
-// Python's memory, for code that runs without the interpreter.
-struct Held {
-  std::vector<py::buffer_info> views;
-  std::vector<iovec> pieces;
+// Python's memory. Whoever calls keeps it as long as it is used.
+std::vector<iovec> pieces_of(const py::list& views) {
+  std::vector<iovec> found;
+  found.reserve(views.size());
+  for (const auto& one : views) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(one.ptr(), &view, PyBUF_SIMPLE) != 0) throw py::error_already_set();
+    found.push_back({view.buf, static_cast<size_t>(view.len)});
+    PyBuffer_Release(&view);
+  }
+  return found;
+}
 
-  explicit Held(const std::vector<py::buffer>& buffers) {
-    for (const auto& buffer : buffers) {
-      const auto& view = views.emplace_back(buffer.request());
-      pieces.push_back({view.ptr, static_cast<size_t>(view.size * view.itemsize)});
+uint64_t put(Sender& sender, const std::string& header, const py::list& views,
+             std::shared_ptr<Copier> copier, uint64_t number) {
+  return sender.put({header, pieces_of(views), std::move(copier), number});
+}
+
+// What Python sends, header by header with the memory that follows it.
+Sender::Instead sending(const py::object& function) {
+  if (function.is_none()) return {};
+  return [function](const std::vector<Sender::Item>& batch) {
+    const py::gil_scoped_acquire interpreter;
+    try {
+      py::list said;
+      for (const auto& item : batch) {
+        py::list views;
+        for (const auto& [at, size] : item.pieces) {
+          views.append(py::memoryview::from_memory(static_cast<const void*>(at), size));
+        }
+        said.append(py::make_tuple(py::bytes(item.header), views));
+      }
+      return function(said).cast<bool>();
+    } catch (const std::exception&) {
+      return false;
     }
+  };
+}
+
+struct EndSender {
+  void operator()(Sender* sender) const {
+    {
+      const py::gil_scoped_release others;  // it may wait for the interpreter
+      sender->close();
+    }
+    delete sender;
   }
 };
 
@@ -434,23 +473,27 @@ PYBIND11_MODULE(keepstep_ext, m) {
         py::call_guard<py::gil_scoped_release>());
   m.def("copy", &copy, py::call_guard<py::gil_scoped_release>());
   m.def("numbers", &numbers, py::call_guard<py::gil_scoped_release>());
-  m.def("send_all", [](int socket, const std::vector<py::buffer>& views, double timeout_s) {
-    const Held held(views);
-    py::gil_scoped_release others;
-    return send_all(socket, held.pieces, timeout_s);
-  });
   m.def("can_digest", &can_digest);
-  m.def("digests", [](const std::vector<py::buffer>& views) {
-    const Held held(views);
-    std::vector<std::array<char, 16>> found;
-    {
-      py::gil_scoped_release others;
-      found = digests(held.pieces);
-    }
-    py::list written;
-    for (const auto& one : found) written.append(py::bytes(one.data(), one.size()));
-    return written;
-  });
+  py::class_<Copier, std::shared_ptr<Copier>>(m, "Copier")
+      .def(py::init<size_t>())
+      .def("copy", &Copier::copy)
+      .def("multiply", &Copier::multiply)
+      .def("wait", &Copier::wait, py::call_guard<py::gil_scoped_release>())
+      .def("found", &Copier::found, py::call_guard<py::gil_scoped_release>())
+      .def("forget", &Copier::forget, py::call_guard<py::gil_scoped_release>())
+      .def("close", &Copier::close, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("last", &Copier::last);
+  py::class_<Sender, std::unique_ptr<Sender, EndSender>>(m, "Sender")
+      .def(py::init([](int socket, double silence_s, size_t batch_bytes, uint64_t last,
+                       const py::object& instead) {
+        return new Sender(socket, silence_s, batch_bytes, last, sending(instead));
+      }))
+      .def("put", &put)
+      .def("wait_read", &Sender::wait_read, py::call_guard<py::gil_scoped_release>())
+      .def("close", &Sender::close, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("read", &Sender::read)
+      .def_property_readonly("failed", &Sender::failed)
+      .def_property_readonly("error", &Sender::error);
   m.def("get_buckets", &get_buckets);
   m.def("set_buckets", &set_buckets);
   m.def("restart_static_graph", &restart_static_graph);
