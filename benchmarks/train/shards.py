@@ -102,9 +102,9 @@ class Counted:
         self.bytes = 0
         enqueue = lane.Lane.enqueue
 
-        def counted(one: Any, items: Any, *after: Any) -> None:
-            self.bytes += sum(item.size for item in items)
-            enqueue(one, items, *after)
+        def counted(one: Any, kind: Any, version: int, chunk: Any, *after: Any) -> Any:
+            self.bytes += chunk.size
+            return enqueue(one, kind, version, chunk, *after)
 
         lane.Lane.enqueue = counted  # type: ignore[method-assign]
 

@@ -7,6 +7,8 @@ import os
 import random
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,10 +25,49 @@ from keepstep.worker.state import memory
 SIZES = [1, 3, 4, 15, 16, 17, 33, 1000, 4096, 5003]
 
 
-def fingerprint(*tensors: torch.Tensor) -> tuple[int, int]:
-    groups = [[(one.data_ptr(), one.nbytes) for one in tensors]]
-    (found,) = extension.load().fingerprints(groups, 2)
-    return tuple(found)  # type: ignore[return-value]
+Groups = list[list[tuple[int, int]]]
+Fingerprint = tuple[int, int]
+
+
+@pytest.fixture(params=["cipher", "shifts"], autouse=True)
+def function(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Machines without the one use the other."""
+    native = extension.load()
+    wanted = request.param == "cipher"
+    try:
+        if native.use_cipher(wanted) != wanted:
+            pytest.skip("needs a processor with AES")
+        yield
+    finally:
+        native.use_cipher(True)
+
+
+@contextmanager
+def copying(helpers: int = 0) -> Iterator[Any]:
+    copier = extension.load().Copier(helpers)
+    try:
+        yield copier
+    finally:
+        copier.close()
+
+
+def group(*tensors: torch.Tensor) -> list[tuple[int, int]]:
+    return [(one.data_ptr(), one.nbytes) for one in tensors]
+
+
+def look(groups: Groups, helpers: int = 0) -> list[Fingerprint]:
+    with copying(helpers) as copier:
+        return copier.look(groups)  # type: ignore[no-any-return]
+
+
+def multiplied(groups: Groups, by: float, helpers: int = 0) -> list[Fingerprint]:
+    with copying(helpers) as copier:
+        return copier.found(copier.multiply(groups, by))  # type: ignore[no-any-return]
+
+
+def fingerprint(*tensors: torch.Tensor) -> Fingerprint:
+    (found,) = look([group(*tensors)])
+    return found
 
 
 def test_a_copy_has_the_fingerprint_of_what_it_was_made_of() -> None:
@@ -37,7 +78,8 @@ def test_a_copy_has_the_fingerprint_of_what_it_was_made_of() -> None:
         (one.data_ptr(), one.nbytes, other.data_ptr())
         for one, other in zip(sources, copies, strict=True)
     ]
-    found = extension.load().copy(pieces)
+    with copying() as copier:
+        (found,) = copier.found(copier.copy(pieces))
     assert all(map(torch.equal, sources, copies))
     assert found == fingerprint(*sources) == fingerprint(*copies)
     assert found not in (fingerprint(*sources[::-1]), fingerprint(*sources[:-1]))
@@ -46,12 +88,15 @@ def test_a_copy_has_the_fingerprint_of_what_it_was_made_of() -> None:
 def test_threads_that_help_find_the_same() -> None:
     torch.manual_seed(6)
     tensors = [torch.randn(size) for size in (900_000, 3, 700_001, 800_000, 20)]  # 9 MB
-    groups = [[(one.data_ptr(), one.nbytes)] for one in tensors]
-    native = extension.load()
-    for helpers in (1, 3, 8):
-        assert native.fingerprints(groups, helpers) == [fingerprint(one) for one in tensors]
-        alone = native.fingerprints_multiplied(groups, 0.3, 0)
-        assert native.fingerprints_multiplied(groups, 0.3, helpers) == alone
+    groups = [group(one) for one in tensors]
+    alone = [look([one])[0] for one in groups]
+    products = [multiplied([one], 0.3)[0] for one in groups]
+    for helpers in (0, 1, 3, 8):
+        with copying(helpers) as copier:
+            for _ in range(10):
+                assert copier.look(groups) == alone
+            assert copier.found(copier.multiply(groups, 0.3)) == products
+            assert copier.look([]) == []
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 63, 64, 65, 200, 70_001])
@@ -85,8 +130,7 @@ def test_what_is_done_to_gradients_changes_the_fingerprint() -> None:
 def test_a_fingerprint_of_products_is_that_of_what_torch_multiplies(scale: float) -> None:
     torch.manual_seed(3)
     tensors = [torch.randn(size) * 1e-10 for size in SIZES]
-    groups = [[(one.data_ptr(), one.nbytes) for one in tensors]]
-    (found,) = extension.load().fingerprints_multiplied(groups, scale, 0)
+    (found,) = multiplied([group(*tensors)], scale)
     torch._foreach_mul_(tensors, torch.tensor(scale))
     assert found == fingerprint(*tensors)
 
@@ -122,9 +166,15 @@ class Sending:
         return bytes(taken)
 
 
-def item(*views: bytes, unit: int = 1) -> tuple[lane.Item, bytes]:
+class Item(lane.Chunk):
+    @property
+    def said(self) -> bytes:
+        return self.header("grad", 300)
+
+
+def item(*views: bytes, unit: int = 1) -> tuple[Item, bytes]:
     """And what is to be sent of it."""
-    made = lane.Item("grad", 300)
+    made = Item()
     made.add(unit, [memoryview(bytearray(view)) for view in views])
     digests = [xxhash.xxh3_128_digest(view) for view in views]
     message = v.VaultPuts(
@@ -143,7 +193,7 @@ def test_many_pieces_are_hashed_and_sent_however_slowly_they_are_taken() -> None
     with Sending() as sending:
         items = [item(*(os.urandom(n % 77) for n in range(1500)), unit=unit) for unit in range(3)]
         items += [item(os.urandom(1 << 20), b"", b"end"), item(), item(b"")]
-        tickets = [sending.sender.put(made.header, made.views, None, 0) for made, _ in items]
+        tickets = [sending.sender.put(made.said, made.views, None, 0) for made, _ in items]
         assert tickets == list(range(8, 8 + len(items)))
         assert not sending.sender.failed and sending.sender.read < tickets[-1]
         expected = b"".join(said for _, said in items)
@@ -163,15 +213,15 @@ def test_what_is_to_be_copied_first_is_sent_when_it_was_and_in_its_order() -> No
     with Sending() as sending:
         for source, copy in zip(sources, copies, strict=True):
             job = copier.copy([(source.data_ptr(), source.nbytes, copy.data_ptr())])
-            made = lane.Item("grad", 300)
+            made = Item()
             made.add(1, [memory(copy)])
             held.append(made)
-            sending.sender.put(made.header, made.views, copier, job)
+            sending.sender.put(made.said, made.views, copier, job)
             said.append(item(bytes(memory(source)))[1])
             if chance.random() < 0.5:  # one that waits for nobody stays behind it
                 other, told = item(b"plain", unit=2)
                 held.append(other)
-                sending.sender.put(other.header, other.views, None, 0)
+                sending.sender.put(other.said, other.views, None, 0)
                 said.append(told)
         expected = b"".join(said)
         assert sending.take(len(expected)) == expected
@@ -184,13 +234,13 @@ def test_what_cannot_be_sent_says_why_and_counts_as_read() -> None:
     needs_library()
     with Sending(silence_s=0.05) as sending:
         made, _ = item(bytes(1 << 24))
-        sending.sender.wait_read(sending.sender.put(made.header, made.views, None, 0))
+        sending.sender.wait_read(sending.sender.put(made.said, made.views, None, 0))
         assert sending.sender.failed and sending.sender.error == errno.ETIMEDOUT
-        sending.sender.wait_read(sending.sender.put(made.header, made.views, None, 0))
+        sending.sender.wait_read(sending.sender.put(made.said, made.views, None, 0))
     with Sending() as sending:
         sending.far.close()
         made, _ = item(b"x")
-        sending.sender.wait_read(sending.sender.put(made.header, made.views, None, 0))
+        sending.sender.wait_read(sending.sender.put(made.said, made.views, None, 0))
         assert sending.sender.error in (errno.EPIPE, errno.ECONNRESET)
 
 
@@ -198,21 +248,21 @@ def test_a_sender_that_is_closed_lets_go_of_all() -> None:
     needs_library()
     with Sending() as sending:
         made, _ = item(bytes(1 << 24))
-        tickets = [sending.sender.put(made.header, made.views, None, 0) for _ in range(3)]
+        tickets = [sending.sender.put(made.said, made.views, None, 0) for _ in range(3)]
         waiting = threading.Thread(target=sending.sender.wait_read, args=(tickets[-1],))
         waiting.start()
         sending.near.shutdown(socket.SHUT_RDWR)
         sending.sender.close()
         waiting.join(10)
         assert not waiting.is_alive()
-        ticket = sending.sender.put(made.header, made.views, None, 0)
+        ticket = sending.sender.put(made.said, made.views, None, 0)
         assert sending.sender.read == ticket == tickets[-1] + 1
 
 
 def test_a_header_without_room_for_digests_is_refused() -> None:
     made, _ = item(b"abc")
     with Sending() as sending:
-        for header in (b"", made.header[:-1], made.header[:-18]):
+        for header in (b"", made.said[:-1], made.said[:-18]):
             with pytest.raises(ValueError, match="no room"):
                 sending.sender.put(header, made.views, None, 0)
 
@@ -227,14 +277,14 @@ def test_without_the_library_python_hashes_and_sends(fails: bool) -> None:
             near.shutdown(socket.SHUT_RDWR)
         sender = one._sender = extension.load().Sender(near.fileno(), 1.0, 1 << 20, 0, one._send)
         made, said = item(b"abc", b"", b"x" * 100_000)
-        one.enqueue([made])
+        ticket = one.enqueue("grad", 300, made)
         if not fails:
             far.settimeout(10)
             taken = b""
             while len(taken) < len(said):
                 taken += far.recv(1 << 20)
             assert taken == said
-        one.wait_read(made.ticket)
+        one.wait_read(ticket)
         failure = one.failure()
         assert sender.failed == fails == (failure is not None and isinstance(failure[0], OSError))
         sender.close()
@@ -285,7 +335,7 @@ def test_what_some_of_a_group_are_multiplied_by_is_told_of_the_copy(kind: torch.
     way = host.HostWay({unit: part.nbytes for unit, part in parts.items()})
     puts: list[Any] = []
     line: Any = SimpleNamespace(
-        put_all=lambda _, __, views, after: puts.append((views, after)), broken=False
+        put_parcel=lambda _, __, parcel, after: puts.append((parcel.data, after)), broken=False
     )
     try:
         before = {unit: bytes(memory(part)) for unit, part in parts.items()}

@@ -22,11 +22,13 @@ from keepstep.worker import extension
 from keepstep.worker.copies import aligned
 from keepstep.worker.lane import After
 from keepstep.worker.state import dense, memory
-from keepstep.worker.vault import VaultLine
+from keepstep.worker.vault import Parcel, VaultLine
 
 # Each word to another thread takes time, however little it says; but what comes last is waited for.
 GATHER_BYTES_MIN = 1 << 20
-GATHER_BYTES_MAX = 4 << 20
+GATHER_BYTES_MAX = 8 << 20
+
+GROUPS_MAX = 1024  # they are the same in every step, as a rule
 
 Fingerprint = tuple[int, int]
 
@@ -35,6 +37,15 @@ class _Place(NamedTuple):
     address: int
     size: int
     view: memoryview
+
+
+class _Group:
+    """Those that go together, as they do in every step."""
+
+    def __init__(self, places: list[_Place], units: Sequence[int]) -> None:
+        self.places = places
+        self.size = sum(place.size for place in places)
+        self.parcel = Parcel({unit: [place.view] for unit, place in zip(units, places)})
 
 
 @dataclass(slots=True, eq=False)
@@ -66,9 +77,8 @@ class HostWay:
             unit: _Place(begin + at, size, view[at : at + size])
             for at, (unit, size) in zip(ends, gradients.items(), strict=False)
         }
-        self._native: Any = extension.load()
-        self._copier: Any = self._native.Copier(helpers)
-        self._helpers = helpers
+        self._groups: dict[tuple[int, ...], _Group] = {}
+        self._copier: Any = extension.load().Copier(helpers)
         self._copied = 0  # bytes, in this step
         self._held: list[dict[int, torch.Tensor]] = []  # until they were copied
 
@@ -100,23 +110,25 @@ class HostWay:
     def put(
         self, line: VaultLine, version: int, parts: dict[int, torch.Tensor], made: Any
     ) -> _Copied | None:
-        if any(
-            unit not in self._places or part.nbytes != self._places[unit].size
-            for unit, part in parts.items()
-        ):
+        sizes = self.made_for
+        if any(sizes.get(unit) != part.nbytes for unit, part in parts.items()):
             return None  # it is not what it was at attach
-        places = [self._places[unit] for unit in parts]
+        units = tuple(parts)
+        group = self._groups.get(units)
+        if group is None:
+            if len(self._groups) == GROUPS_MAX:
+                self._groups.clear()
+            group = self._groups[units] = _Group([self._places[unit] for unit in units], units)
         self._held.append(parts)
         job = self._copier.copy(
             [
                 (part.data_ptr(), place.size, place.address)
-                for part, place in zip(parts.values(), places, strict=True)
+                for part, place in zip(parts.values(), group.places, strict=True)
             ]
         )
-        self._copied += sum(place.size for place in places)
-        views = {unit: [place.view] for unit, place in zip(parts, places, strict=True)}
-        line.put_all("grad", version, views, After(self._copier, job))
-        return _Copied(places, [part.dtype for part in parts.values()], job)
+        self._copied += group.size
+        line.put_parcel("grad", version, group.parcel, After(self._copier, job))
+        return _Copied(group.places, [part.dtype for part in parts.values()], job)
 
     def before_write(self) -> None:
         self._copier.wait(self._copier.last)
@@ -142,8 +154,8 @@ class HostWay:
         return True
 
     def look(self, groups: Sequence[Sequence[torch.Tensor]]) -> list[Fingerprint]:
-        found: list[Fingerprint] = self._native.fingerprints(
-            [[(part.data_ptr(), part.nbytes) for part in parts] for parts in groups], self._helpers
+        found: list[Fingerprint] = self._copier.look(
+            [[(part.data_ptr(), part.nbytes) for part in parts] for parts in groups]
         )
         return found
 

@@ -36,6 +36,7 @@ CHUNK_BYTES = 4 << 20  # sent within the socket's timeout; worth to be handed to
 BATCH_BYTES = 4 << 20  # sent before anybody is told: each word to another thread costs it time
 DIGEST_BYTES = 16
 DIGEST_MARK = b"\xc4\x10"  # so begin bytes of this length in msgpack
+_NO_DIGEST = bytes(DIGEST_BYTES)
 
 View = bytes | bytearray | memoryview
 
@@ -54,16 +55,13 @@ class After(NamedTuple):
 
 
 @dataclass(slots=True)
-class Item:
-    """Messages of several units in one."""
+class Chunk:
+    """Of several units, or of slices, what one message tells."""
 
-    kind: v.Kind
-    version: int
     units: list[int] = field(default_factory=list)
     sizes: list[list[int]] = field(default_factory=list)
     views: list[memoryview] = field(default_factory=list)
     size: int = 0
-    ticket: int = 0
 
     def add(self, unit: int, views: list[memoryview]) -> None:
         sizes = [len(view) for view in views]
@@ -72,16 +70,14 @@ class Item:
         self.views += views
         self.size += sum(sizes)
 
-    @property
-    def header(self) -> bytes:
+    def header(self, kind: v.Kind, version: int) -> bytes:
         """Whoever sends it puts the digests where they belong: they are its last bytes."""
-        digests = [bytes(DIGEST_BYTES)] * len(self.views)
         message = v.VaultPuts(
-            kind=self.kind,
-            version=self.version,
+            kind=kind,
+            version=version,
             units=self.units,
             sizes=self.sizes,
-            digests=digests,
+            digests=[_NO_DIGEST] * len(self.views),
         )
         return wire.frame(message)
 
@@ -153,10 +149,9 @@ class Lane:
 
     # ----------------------------------------------------------------- what is to be sent
 
-    def enqueue(self, items: Sequence[Item], after: After | None = None) -> None:
-        """Gives each of them its ticket."""
-        for item in items:
-            item.ticket = self._put(item.header, item.views, after)
+    def enqueue(self, kind: v.Kind, version: int, chunk: Chunk, after: After | None = None) -> int:
+        """Its ticket."""
+        return self._put(chunk.header(kind, version), chunk.views, after)
 
     def ask(self, version: int) -> None:
         self._asked.append(version)

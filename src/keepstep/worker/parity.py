@@ -20,7 +20,7 @@ from keepstep.errors import KeepstepError
 from keepstep.model import messages as m
 from keepstep.model import vault as v
 from keepstep.worker.lane import After, View
-from keepstep.worker.vault import Ticket, VaultLine, forget
+from keepstep.worker.vault import Parcel, Ticket, VaultLine, forget
 
 if TYPE_CHECKING:
     from keepstep.worker.seat import Seat
@@ -176,14 +176,16 @@ class Both(VaultLine):
         self._parity = parity
 
     def put_all(
-        self,
-        kind: v.Kind,
-        version: int,
-        data: Mapping[int, Sequence[View]],
-        after: After | None = None,
+        self, kind: v.Kind, version: int, data: Mapping[int, Sequence[View]]
     ) -> dict[int, Ticket]:
-        self._parity.put(kind, version, lambda line: line.put_all(kind, version, data, after))
-        return super().put_all(kind, version, data, after)
+        self._parity.put(kind, version, lambda line: line.put_all(kind, version, data))
+        return super().put_all(kind, version, data)
+
+    def put_parcel(
+        self, kind: v.Kind, version: int, parcel: Parcel, after: After | None = None
+    ) -> None:
+        self._parity.put(kind, version, lambda line: line.put_parcel(kind, version, parcel, after))
+        super().put_parcel(kind, version, parcel, after)
 
     def ask(self, version: int) -> None:
         super().ask(version)

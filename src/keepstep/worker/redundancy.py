@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 NOTED_BYTES = 1 << 30  # in a piece: msgpack knows none of 4 GiB
 UNIT_BYTES = 1 << 10  # of a base, between its tensors
+PARCELS_MAX = 64  # there are about RENEW, as a rule
 RENEW = 4  # steps in which all bases are renewed once; more gradients are kept, fewer bases sent
 
 
@@ -84,6 +85,7 @@ class Redundancy:
         self._aligned = -1  # version at which they did last
         self._line: vault.VaultLine | None = None
         self._lanes: dict[int, int] = {}  # unit or slice -> lane of the line
+        self._parcels: dict[tuple[int, ...], tuple[list[Parts | None], vault.Parcel]] = {}
         self._former: list[Address] = []  # to forget all when the new one has all
         self._suspended = ""  # why nothing is kept at present
         self._begun = -1  # version whose share of bases was put, but for these
@@ -202,6 +204,7 @@ class Redundancy:
         """At the first step: objects may have been registered since attach."""
         before = self.layout
         self.units.clear()
+        self._parcels.clear()
         self.survey()
         if self._line is not None and self.layout != before:
             self._open(self._line.address, fresh=True)
@@ -412,14 +415,29 @@ class Redundancy:
             self._put(line, version, due)
 
     def _put(self, line: vault.VaultLine, version: int, due: list[Unit]) -> None:
-        parts, left = {unit.index: self._parts(unit) for unit in due}, list[int]()
-        if self._staging is not None:
+        if self._staging is None:
+            if due:
+                line.put_parcel("base", version, self._parcel(due))
+        else:
+            parts = {unit.index: self._parts(unit) for unit in due}
             left = self._staging.put_bases(line, version, parts)
-        here = {index: views(parts[index]) for index in (parts if self._staging is None else left)}
-        if here:
-            line.put_all("base", version, here)
+            line.put_all("base", version, {index: views(parts[index]) for index in left})
         for unit in due:
             unit.version = version
+
+    def _parcel(self, due: list[Unit]) -> vault.Parcel:
+        """Their bases. In host memory these are what they were when they were due before."""
+        bases = {unit.index: self._base(unit) for unit in due}
+        made_of = [unit.parts for unit in due]
+        if None in made_of:
+            return vault.Parcel(bases)
+        key = tuple(bases)
+        known = self._parcels.get(key)
+        if known is None or known[0] != made_of:
+            if len(self._parcels) >= PARCELS_MAX:
+                self._parcels.clear()
+            known = self._parcels[key] = (made_of, vault.Parcel(bases))
+        return known[1]
 
     def _due_with_others(self, line: parity.ParityLine, version: int) -> list[Unit]:
         """Of the multiples of RENEW, and of what follows a swap, all ranks have bases."""
@@ -457,6 +475,8 @@ class Redundancy:
             entry = optimizer.state.get(unit.parameter) if optimizer is not None else None
             if unit.parts is not None and unit.parts.good(entry):
                 return [*unit.parts.views]
+            if unit.parts is not None:
+                self._parcels.clear()  # they would hold what is not used any more
             data, found = codec.dumps(entry)
             parts = [data, *map(part_of, [unit.parameter, *found]), *map(described, found)]
             unit.parts = Parts.of(unit.parameter, entry, parts)

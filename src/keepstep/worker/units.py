@@ -29,7 +29,7 @@ class Unit:
     size: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Parts:
     """A base in host memory, good as long as nothing of it lies elsewhere. Most are for ever."""
 

@@ -19,6 +19,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import msgspec
 import xxhash
@@ -36,7 +37,7 @@ from keepstep.worker.lane import (
     CONNECT_TIMEOUT_S,
     SILENCE_S,
     After,
-    Item,
+    Chunk,
     Lane,
     View,
     raise_refusal,
@@ -102,6 +103,14 @@ def cut(view: memoryview, count: int) -> list[memoryview]:
 
 
 Ticket = tuple[tuple[int, int], ...]  # of each slice: its lane, and the lane's ticket
+
+
+class Parcel:
+    """What is put again and again, from the same places. It is cut and described once."""
+
+    def __init__(self, data: Mapping[int, Sequence[View]]) -> None:
+        self.data = data
+        self.chunks: WeakKeyDictionary[VaultLine, list[tuple[int, Chunk]]] = WeakKeyDictionary()
 
 
 class VaultLine:
@@ -202,30 +211,44 @@ class VaultLine:
         return self.put_all(kind, version, {unit: data})[unit]
 
     def put_all(
-        self,
-        kind: v.Kind,
-        version: int,
-        data: Mapping[int, Sequence[View]],
-        after: After | None = None,
+        self, kind: v.Kind, version: int, data: Mapping[int, Sequence[View]]
     ) -> dict[int, Ticket]:
-        """Of many units, whose tickets it gives. `after`: what has to be done before it is read."""
-        lanes: dict[int, list[Item]] = {}
-        units: dict[int, list[tuple[int, Item]]] = {}
+        """Of many units, whose tickets it gives."""
+        found: dict[int, Ticket] = {}
+        for lane, chunk in self._chunks(kind, data):
+            ticket = self._lanes[lane].enqueue(kind, version, chunk)
+            for number in chunk.units:
+                unit = number if number in data else number % v.SLICES
+                found[unit] = (*found.get(unit, ()), (lane, ticket))
+        return found
+
+    def put_parcel(
+        self, kind: v.Kind, version: int, parcel: Parcel, after: After | None = None
+    ) -> None:
+        """The same, of what is put again and again. `after`: what has to be done before it is
+        read."""
+        chunks = parcel.chunks.get(self)
+        if chunks is None:
+            chunks = parcel.chunks[self] = self._chunks(kind, parcel.data)
+        for lane, chunk in chunks:
+            self._lanes[lane].enqueue(kind, version, chunk, after)
+
+    def _chunks(self, kind: v.Kind, data: Mapping[int, Sequence[View]]) -> list[tuple[int, Chunk]]:
+        """With their lanes. Those of a lane are in the order in which they are to be sent."""
+        found: list[tuple[int, Chunk]] = []
+        filling: dict[int, Chunk] = {}  # by lane
         for unit, tensors in data.items():
             slices = self._slices.get(unit, [unit]) if kind != "note" else [unit]
             whole = [_flat(one) for one in tensors]
             parts = [cut(one, len(slices)) for one in whole] if len(slices) > 1 else []
-            units[unit] = []
             for n, number in enumerate(slices):
                 lane = self._lane_of.get(number, 0)
-                items = lanes.setdefault(lane, [])
-                if not items or items[-1].size >= self._lanes[lane].batch_bytes:
-                    items.append(Item(kind, version))
-                items[-1].add(number, [part[n] for part in parts] if parts else whole)
-                units[unit].append((lane, items[-1]))
-        for lane, items in lanes.items():
-            self._lanes[lane].enqueue(items, after)
-        return {unit: tuple((n, item.ticket) for n, item in some) for unit, some in units.items()}
+                chunk = filling.get(lane)
+                if chunk is None or chunk.size >= self._lanes[lane].batch_bytes:
+                    chunk = filling[lane] = Chunk()
+                    found.append((lane, chunk))
+                chunk.add(number, [part[n] for part in parts] if parts else whole)
+        return found
 
     def ask(self, version: int) -> None:
         """At the fence of step `version`: `synced` will tell when all that was put is stored."""

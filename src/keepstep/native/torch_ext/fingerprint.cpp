@@ -1,9 +1,13 @@
 #include "fingerprint.h"
 
+#if defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 #include <algorithm>
-#include <atomic>
 #include <cstring>
-#include <thread>
+#include <utility>
 
 namespace keepstep {
 namespace {
@@ -13,17 +17,44 @@ typedef float Floats __attribute__((vector_size(16)));
 
 constexpr size_t kWays = 4;  // none has to wait for the others
 constexpr size_t kBlock = sizeof(Words) * kWays;
-constexpr size_t kHelped = 2 << 20;  // bytes that are worth a thread
 constexpr size_t kChunk = 16 << 10;  // stays in the nearest cache while it is read again
 
-// Each of its three parts can be undone, so different states stay different with equal words, and
-// different words make equal states different. Without products: not all machines have fast ones.
-template <typename Word>
-inline __attribute__((always_inline)) Word mixed(Word state, Word word) {
-  state ^= word;
-  state += state << 21;
-  return state ^ (state >> 29);
-}
+// How a state takes up a word. With equal words different states stay different, and different
+// words make equal states different.
+
+// One round of AES: its parts can all be undone, and every bit of a byte depends on all others.
+struct ByCipher {
+  static bool available() {
+#if defined(__x86_64__)
+    return __builtin_cpu_supports("aes");
+#elif defined(__aarch64__)
+    return (getauxval(AT_HWCAP) & HWCAP_AES) != 0;
+#else
+    return false;
+#endif
+  }
+
+  static inline __attribute__((always_inline)) Words mixed(Words state, Words word) {
+#if defined(__x86_64__)
+    asm("aesenc %1, %0" : "+x"(state) : "x"(word));
+#elif defined(__aarch64__)
+    asm(".arch_extension crypto\n\taese %0.16b, %1.16b\n\taesmc %0.16b, %0.16b"
+        : "+w"(state)
+        : "w"(word));
+#endif
+    return state;
+  }
+};
+
+// On machines without it. Each of the three parts can be undone. Without products: where this is
+// needed they may be slow.
+struct ByShifts {
+  static inline __attribute__((always_inline)) Words mixed(Words state, Words word) {
+    state ^= word;
+    state += state << 21;
+    return state ^ (state >> 29);
+  }
+};
 
 struct AsTheyAre {
   Words operator()(Words words) const { return words; }
@@ -36,6 +67,7 @@ struct Multiplied {
   }
 };
 
+template <typename By>
 struct State {
   Words way[kWays] = {{1, 2}, {3, 4}, {5, 6}, {7, 8}};
 
@@ -48,7 +80,7 @@ struct State {
       for (size_t n = 0; n < kWays; ++n) {
         Words words;
         __builtin_memcpy(&words, at + n * sizeof words, sizeof words);
-        now[n] = mixed(now[n], made(words));
+        now[n] = By::mixed(now[n], made(words));
       }
     }
     for (size_t n = 0; n < kWays; ++n) way[n] = now[n];
@@ -57,28 +89,24 @@ struct State {
       __builtin_memcpy(rest, at, left);
       for (size_t n = 0; n < kWays; ++n) rest[n] = made(rest[n]);
       __builtin_memset(reinterpret_cast<unsigned char*>(rest) + left, 0, kBlock - left);
-      for (size_t n = 0; n < kWays; ++n) way[n] = mixed(way[n], rest[n]);
+      for (size_t n = 0; n < kWays; ++n) way[n] = By::mixed(way[n], rest[n]);
     }
   }
 
-  void end_piece(size_t size) { way[0] = mixed(way[0], Words{size, size}); }
+  void end_piece(size_t size) { way[0] = By::mixed(way[0], Words{size, size}); }
 
   Fingerprint found() const {
     Words found{};
     for (size_t n = 0; n < kWays; ++n) {
-      for (int round = 0; round < 4; ++round) found = mixed(found, round ? Words{} : way[n]);
+      for (int round = 0; round < 4; ++round) found = By::mixed(found, round ? Words{} : way[n]);
     }
     return {found[0], found[1]};
   }
 };
 
-}  // namespace
-
-namespace {
-
-template <typename Made>
+template <typename By, typename Made>
 Fingerprint of(const Pieces& pieces, Made made) {
-  State state;
+  State<By> state;
   for (const auto& [from, size] : pieces) {
     state.add(reinterpret_cast<const unsigned char*>(from), size, made);
     state.end_piece(size);
@@ -86,42 +114,12 @@ Fingerprint of(const Pieces& pieces, Made made) {
   return state.found();
 }
 
-template <typename Made>
-std::vector<Fingerprint> of(const std::vector<Pieces>& groups, size_t helpers, Made made) {
-  std::vector<Fingerprint> found(groups.size());
-  std::atomic<size_t> next{0};
-  const auto work = [&] {
-    for (size_t at; (at = next++) < groups.size();) found[at] = of(groups[at], made);
-  };
-  size_t bytes = 0;
-  for (const auto& pieces : groups) {
-    for (const auto& piece : pieces) bytes += piece.second;
-  }
-  std::vector<std::thread> others;
-  for (size_t n = std::min({helpers, groups.size(), bytes / kHelped}); n > 0; --n) {
-    others.emplace_back(work);
-  }
-  work();
-  for (auto& other : others) other.join();
-  return found;
-}
-
-}  // namespace
-
-std::vector<Fingerprint> fingerprints(const std::vector<Pieces>& groups, size_t helpers) {
-  return of(groups, helpers, AsTheyAre());
-}
-
-std::vector<Fingerprint> fingerprints_multiplied(const std::vector<Pieces>& groups, float by,
-                                                 size_t helpers) {
-  return of(groups, helpers, Multiplied{by});
-}
-
-Fingerprint copy(const std::vector<std::tuple<uintptr_t, size_t, uintptr_t>>& pieces) {
-  State state;
+template <typename By>
+Fingerprint copied(const Copies& pieces) {
+  State<By> state;
   for (const auto& [from, size, to] : pieces) {
     for (size_t done = 0; done < size; done += kChunk) {
-      const size_t count = size - done < kChunk ? size - done : kChunk;
+      const size_t count = std::min(size - done, kChunk);
       auto* there = reinterpret_cast<unsigned char*>(to + done);
       std::memcpy(there, reinterpret_cast<const void*>(from + done), count);
       state.add(there, count, AsTheyAre());
@@ -129,6 +127,45 @@ Fingerprint copy(const std::vector<std::tuple<uintptr_t, size_t, uintptr_t>>& pi
     state.end_piece(size);
   }
   return state.found();
+}
+
+std::atomic<bool> cipher = ByCipher::available();
+
+template <typename Made>
+Fingerprint of(const Pieces& pieces, Made made) {
+  return cipher ? of<ByCipher>(pieces, made) : of<ByShifts>(pieces, made);
+}
+
+}  // namespace
+
+bool use_cipher(bool wanted) { return cipher = wanted && ByCipher::available(); }
+
+Fingerprints::Fingerprints(std::vector<Pieces> groups, std::optional<float> by)
+    : groups_(std::move(groups)), by_(by), found_(groups_.size()) {
+  for (const auto& pieces : groups_) {
+    for (const auto& piece : pieces) bytes_ += piece.second;
+  }
+}
+
+void Fingerprints::help() {
+  for (size_t at; (at = next_++) < groups_.size();) {
+    found_[at] = by_ ? of(groups_[at], Multiplied{*by_}) : of(groups_[at], AsTheyAre());
+    if (++done_ == groups_.size()) {
+      const std::lock_guard lock(mutex_);
+      all_.notify_all();
+    }
+  }
+}
+
+std::vector<Fingerprint> Fingerprints::take() {
+  help();
+  std::unique_lock lock(mutex_);
+  all_.wait(lock, [&] { return done_ == groups_.size(); });
+  return found_;
+}
+
+Fingerprint copy(const Copies& pieces) {
+  return cipher ? copied<ByCipher>(pieces) : copied<ByShifts>(pieces);
 }
 
 }  // namespace keepstep

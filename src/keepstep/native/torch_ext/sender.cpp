@@ -1,7 +1,5 @@
 #include "sender.h"
 
-#include <pthread.h>
-
 #include <cstring>
 #include <stdexcept>
 #include <utility>
@@ -46,14 +44,16 @@ uint64_t Sender::put(Item item) {
     read_ = last_;
   } else {
     queue_.push_back(std::move(item));
-    turn_.notify_all();
+    // One word to one thread, where that will do: each takes time.
+    const auto& last = queue_.back();
+    if (!last.copier || !last.copier->ring_after(last.number, bell_)) bell_->turn.notify_one();
   }
   return last_;
 }
 
 void Sender::wait_read(uint64_t ticket) const {
   std::unique_lock lock(mutex_);
-  turn_.wait(lock, [&] { return read_ >= ticket; });
+  read_something_.wait(lock, [&] { return read_ >= ticket; });
 }
 
 uint64_t Sender::read() const {
@@ -65,49 +65,50 @@ void Sender::close() {
   {
     const std::lock_guard lock(mutex_);
     closed_ = true;
-    turn_.notify_all();
+    bell_->turn.notify_one();
   }
   if (thread_.joinable()) thread_.join();
 }
 
 void Sender::run() {
-  pthread_setname_np(pthread_self(), "keepstep-vault");
+  stay_behind("keepstep-vault");
+  std::deque<Item> left;  // not dropped under the lock: the last to know a copier waits for its end
   std::unique_lock lock(mutex_);
   for (;;) {
-    turn_.wait(lock, [&] { return closed_ || !queue_.empty(); });
+    bell_->turn.wait(lock, [&] { return closed_ || ready(); });
     if (closed_) break;
-    auto batch = next(lock);
+    auto batch = next();
     const uint64_t last = batch.back().ticket;
     lock.unlock();
     const bool sent = send(batch);
+    batch.clear();
     lock.lock();
     if (!sent) {
       failed_ = true;
       break;
     }
     read_ = last;
-    turn_.notify_all();
+    read_something_.notify_all();
   }
-  queue_.clear();
+  left.swap(queue_);
   read_ = last_;
-  turn_.notify_all();
+  read_something_.notify_all();
 }
 
-// What is there already: nobody waits for others' memory with what could be sent.
-std::vector<Sender::Item> Sender::next(std::unique_lock<std::mutex>& lock) {
+// The first of the queue is made.
+bool Sender::ready() const {
+  if (queue_.empty()) return false;
+  const auto& first = queue_.front();
+  return !first.copier || first.copier->done(first.number);
+}
+
+std::vector<Sender::Item> Sender::next() {
   std::vector<Item> batch;
-  size_t size = 0;
-  do {
+  for (size_t size = 0; size < batch_bytes_ && ready();) {
     size += queue_.front().size;
     batch.push_back(std::move(queue_.front()));
     queue_.pop_front();
-    if (const auto& first = batch.front(); batch.size() == 1 && first.copier) {
-      lock.unlock();
-      first.copier->wait(first.number);
-      lock.lock();
-    }
-  } while (size < batch_bytes_ && !queue_.empty() &&
-           (!queue_.front().copier || queue_.front().copier->done(queue_.front().number)));
+  }
   return batch;
 }
 

@@ -50,18 +50,20 @@ class Sender {
 
  private:
   void run();
-  std::vector<Item> next(std::unique_lock<std::mutex>& lock);
+  bool ready() const;
+  std::vector<Item> next();
   bool send(std::vector<Item>& batch);
 
   const int socket_;
   const double silence_s_;
   const size_t batch_bytes_;
   const Instead instead_;
-  mutable std::mutex mutex_;
-  mutable std::condition_variable turn_;
+  const std::shared_ptr<Bell> bell_ = std::make_shared<Bell>();
+  std::mutex& mutex_ = bell_->mutex;
   std::deque<Item> queue_;
   uint64_t last_, read_;
   bool closed_ = false;
+  mutable std::condition_variable read_something_;
   std::atomic<bool> failed_ = false;
   std::atomic<int> error_ = 0;
   std::thread thread_;  // last: it uses all the others

@@ -468,16 +468,14 @@ PYBIND11_MODULE(keepstep_ext, m) {
   });
   m.def("note_waits", &note_waits);
   m.def("end_waits", &end_waits, py::call_guard<py::gil_scoped_release>());
-  m.def("fingerprints", &fingerprints, py::call_guard<py::gil_scoped_release>());
-  m.def("fingerprints_multiplied", &fingerprints_multiplied,
-        py::call_guard<py::gil_scoped_release>());
-  m.def("copy", &copy, py::call_guard<py::gil_scoped_release>());
+  m.def("use_cipher", &use_cipher);
   m.def("numbers", &numbers, py::call_guard<py::gil_scoped_release>());
   m.def("can_digest", &can_digest);
   py::class_<Copier, std::shared_ptr<Copier>>(m, "Copier")
       .def(py::init<size_t>())
       .def("copy", &Copier::copy)
       .def("multiply", &Copier::multiply)
+      .def("look", &Copier::look, py::call_guard<py::gil_scoped_release>())
       .def("wait", &Copier::wait, py::call_guard<py::gil_scoped_release>())
       .def("found", &Copier::found, py::call_guard<py::gil_scoped_release>())
       .def("forget", &Copier::forget, py::call_guard<py::gil_scoped_release>())
