@@ -25,8 +25,8 @@ SIZES = {
     "cuda": ["--width", "512", "--layers", "6", "--vocabulary", "16000", "--rows", "8",
              "--tokens", "1024", "--micro", "20", "--block", "4"],
 }  # fmt: skip
-# The fewer the tensors beside their bytes, the more of the cost is that of reading memory. A step is
-# about eleven times as long as what it copies then.
+# Few tensors beside their bytes, so that the cost is that of memory; and steps that are not much
+# longer than ten times what they copy.
 LARGE = ["--width", "512", "--layers", "6", "--vocabulary", "2048", "--rows", "1",
          "--tokens", "112"]  # fmt: skip
 AT_ONCE = ["--rows", "32"]  # nobody waits for a turn: without more work steps would be short
