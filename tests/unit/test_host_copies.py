@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import random
+import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -357,3 +359,21 @@ def test_what_some_of_a_group_are_multiplied_by_is_told_of_the_copy(kind: torch.
         assert way.sent(line, ticket) is None
     finally:
         way.close()
+
+
+def test_a_process_that_is_forked_has_none_of_the_threads_and_ends() -> None:
+    with Sending() as sending, copying() as copier:
+        child = os.fork()
+        if not child:
+            copier.close()
+            sending.sender.close()
+            sending.sender = copier = None  # type: ignore[assignment]
+            os._exit(7)
+        limit = time.monotonic() + 10
+        while (done := os.waitpid(child, os.WNOHANG)) == (0, 0):
+            if time.monotonic() > limit:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                pytest.fail("it hangs")
+            time.sleep(0.01)
+        assert os.waitstatus_to_exitcode(done[1]) == 7

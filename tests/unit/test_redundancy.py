@@ -372,6 +372,7 @@ def test_a_parity_is_given_up_where_all_of_it_was_wrong_and_the_vault_is_lost(
         rank.redundancy.begin()
         rank.compute()
         if step == 5:
+            rank.sent()
             change()
             rank.redundancy.publish(rank.address, updating=True)
             assert rank.redundancy._early.changed(rank.redundancy._line)

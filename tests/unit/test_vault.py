@@ -596,6 +596,94 @@ def test_a_fence_does_not_wait_for_what_is_put_behind_it() -> None:
         rank.sync(1, going_on)
 
 
+class Slow:
+    """A sender that is about to give a ticket for a while."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.inside = self.most = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def put(self, *what: Any) -> Any:
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        threading.Event().wait(0.001)
+        self.inside -= 1
+        return self._inner.put(*what)
+
+
+def test_two_threads_put_in_turn() -> None:
+    """Copies of a device are put by another thread than what is in host memory."""
+    with agent() as (address, _), line(address) as rank:
+        opened(rank)
+        (lane,) = rank._lanes
+        slow = lane._sender = Slow(lane._sender)
+        given: list[list[int]] = [[], []]
+
+        def put(unit: int) -> None:
+            rank.put_base(unit, 0, [b"base"])
+            for step in range(50):
+                ((_, ticket),) = rank.put_grad(unit, step, bytearray(b"%d of %d" % (step, unit)))
+                given[unit].append(ticket)
+
+        other = threading.Thread(target=put, args=(1,))
+        other.start()
+        put(0)
+        other.join()
+        rank.sync(49, going_on)
+        assert slow.most == 1
+        assert not lane._held
+        assert len({*given[0], *given[1]}) == 100
+        found = plain(fetch(address, "t", 2, 50))
+        for unit in (0, 1):
+            assert found[unit][2][49] == b"49 of %d" % unit
+
+
+def test_what_the_user_raises_while_the_vault_is_waited_for_is_the_users() -> None:
+    """A handler of a signal, say. The answer is waited for again."""
+    with agent() as (address, _), line(address) as rank:
+        opened(rank)
+        (lane,) = rank._lanes
+        frames = lane._frames
+        assert frames is not None
+        for raised in (KeyboardInterrupt(), ValueError("theirs")):
+            rank.ask(0)
+            with pytest.raises(type(raised)), pytest.MonkeyPatch.context() as patch:
+                patch.setattr(frames, "receive", raising(raised))
+                rank.synced(0, going_on)
+            assert not rank.broken
+            rank.synced(0, going_on)
+
+
+def raising(error: BaseException) -> Any:
+    def run(*_: Any) -> None:
+        raise error
+
+    return run
+
+
+def test_a_refusal_is_told_though_more_was_sent_behind_it() -> None:
+    with agent() as (address, _), line(address) as rank:
+        opened(rank, reserve=MB)
+        rank.put_grad(0, 0, bytes(2 * MB))
+        rank.ask(0)
+        wait_until(lambda: refused(rank))
+        with pytest.raises(UsageError, match="reservation"):
+            for _ in range(3):
+                rank.put_grad(0, 0, b"again")
+                rank.ask(0)
+            rank.synced(0, going_on)
+
+
+def refused(rank: VaultLine) -> bool:
+    """Its words have come, and the end of the connection behind them."""
+    connection = rank._lanes[0]._connection
+    assert connection is not None
+    return b"VaultRefused" in connection.recv(4096, socket.MSG_PEEK)
+
+
 def test_a_line_that_is_not_open_says_so_at_the_fence() -> None:
     with agent() as (address, server), line(address) as rank:
         rank.wait_read(rank.put_grad(0, 1, b"grad"))

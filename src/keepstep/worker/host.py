@@ -69,6 +69,8 @@ class _Copied:
 class HostWay:
     def __init__(self, gradients: dict[int, int], helpers: int = 0) -> None:
         """Bytes of each unit's gradient; threads that help whoever takes fingerprints."""
+        # First, so that it ends before what it uses is dropped.
+        self._copier: Any = extension.load().Copier(helpers)
         self.made_for = gradients
         ends = list(accumulate(map(aligned, gradients.values()), initial=0))
         self._room = torch.empty(ends[-1], dtype=torch.uint8)
@@ -78,7 +80,6 @@ class HostWay:
             for at, (unit, size) in zip(ends, gradients.items(), strict=False)
         }
         self._groups: dict[tuple[int, ...], _Group] = {}
-        self._copier: Any = extension.load().Copier(helpers)
         self._copied = 0  # bytes, in this step
         self._held: list[dict[int, torch.Tensor]] = []  # until they were copied
 

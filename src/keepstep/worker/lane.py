@@ -8,6 +8,7 @@ hashes and sends, in the same thread.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import ssl
@@ -22,7 +23,7 @@ import xxhash
 
 from keepstep.adapters.transport.blocking import Frames, pieces, shut
 from keepstep.adapters.transport.stream import configure
-from keepstep.errors import PermanentError, RemoteProtocolError, UsageError
+from keepstep.errors import KeepstepError, PermanentError, RemoteProtocolError, UsageError
 from keepstep.model import vault as v
 from keepstep.model import wire
 from keepstep.model.messages import Address
@@ -83,15 +84,15 @@ class Chunk:
 
 
 class Lane:
-    """Used by one thread at a time; `interrupt` frees it from any thread."""
+    """Opened, closed and asked by one thread. Others may put; `interrupt` frees it from any."""
 
     def __init__(self, address: Address, rank: int, batch_bytes: int = BATCH_BYTES) -> None:
+        self._sender: Any = None  # native; first, so that it ends before what it uses is dropped
         self._address, self._rank = address, rank
         self.batch_bytes = batch_bytes
-        self._turn = threading.Lock()
+        self._turn, self._putting = threading.Lock(), threading.Lock()
         self._connection: socket.socket | None = None
         self._frames: Frames[v.VaultReply] | None = None
-        self._sender: Any = None  # native
         self._held: deque[tuple[int, list[memoryview]]] = deque()  # by ticket, until it was read
         self._asked: deque[int] = deque()  # versions that the vault has not answered for
         self._last = 0  # ticket given
@@ -138,8 +139,9 @@ class Lane:
         self.interrupt()
         if self._sender is not None:
             self._sender.close()
+        with self._putting:
             self._sender = None
-        self._held.clear()
+            self._held.clear()
         self._asked.clear()
         with self._turn:
             connection, self._connection = self._connection, None
@@ -158,15 +160,19 @@ class Lane:
         self._put(wire.frame(v.VaultSync(version=version)), [], None)
 
     def _put(self, header: bytes, views: list[memoryview], after: After | None) -> int:
-        if self._sender is None:
-            self._last += 1
+        with self._putting:
+            if self._sender is None:
+                self._last += 1
+                return self._last
+            self._let_go()
+            self._last = self._sender.put(header, views, *(after or (None, 0)))
+            self._held.append((self._last, views))
             return self._last
+
+    def _let_go(self) -> None:
         read = self._sender.read
         while self._held and self._held[0][0] <= read:
             self._held.popleft()
-        self._last = self._sender.put(header, views, *(after or (None, 0)))
-        self._held.append((self._last, views))
-        return self._last
 
     @property
     def last(self) -> int:
@@ -183,15 +189,23 @@ class Lane:
     def wait_answered(self) -> None:
         """All that was asked, or it failed."""
         self.wait_read(self._last)
-        while self._asked and self.failure() is None:
-            version = self._asked.popleft()
-            assert self._frames is not None
+        with self._putting:
+            if self._sender is not None:
+                self._let_go()
+        while self._asked and self._frames is not None and self._may_answer():
             try:
                 reply = self._frames.receive()
+                version = self._asked.popleft()
                 if reply != v.VaultSynced(version=version):
                     raise_refusal(reply, self._rank)
-            except Exception as error:
+            except (OSError, KeepstepError) as error:
                 self._error = error
+
+    def _may_answer(self) -> bool:
+        """Who has closed the connection may have said why."""
+        if self._sender is None or self._error is not None:
+            return False
+        return not self._sender.failed or self._sender.error in (errno.EPIPE, errno.ECONNRESET)
 
     def failure(self) -> tuple[Exception, bool] | None:
         """What ended it, and whether it was interrupted."""

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,7 +117,12 @@ class Staging:
         self._feeder.join()
 
     def _copy(
-        self, targets: list[torch.Tensor], sources: list[torch.Tensor], job: Any, made: Any
+        self,
+        line: VaultLine,
+        targets: list[torch.Tensor],
+        sources: list[torch.Tensor],
+        job: Callable[[], object],
+        made: Any,
     ) -> None:
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(made)
@@ -127,9 +133,13 @@ class Staging:
         self._copied = copied
 
         def hand_on() -> None:
-            copied.synchronize()  # an error of the device's: the main thread meets it, too
-            sources.clear()  # they were held until here
-            job()
+            try:
+                copied.synchronize()  # an error of the device's: the main thread meets it, too
+                sources.clear()  # they were held until here
+                job()
+            except BaseException:
+                line.interrupt()  # nobody must think that it has all
+                raise
 
         self._feeder.put(hand_on)
 
@@ -158,7 +168,8 @@ class Staging:
                     sources.append(_raw(part))
         if given:
             # Behind all that is queued: a part may have been made just now.
-            self._copy(targets, sources, lambda: line.put_all("base", version, given), self.here())
+            put = partial(line.put_all, "base", version, given)
+            self._copy(line, targets, sources, put, self.here())
         return left
 
     # ------------------------------------------------------------------ the way of gradients
@@ -212,7 +223,7 @@ class Staging:
             staged.numbers = [self._readers.submit(_numbers_here, piece) for piece in pieces]
             self._reading += staged.numbers
 
-        self._copy([room.view(kind)], [words], give, made)
+        self._copy(line, [room.view(kind)], [words], give, made)
         return staged
 
     def put_again(self, line: VaultLine, unit: int, version: int, gradient: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <system_error>
 #include <utility>
 
 namespace keepstep {
@@ -41,7 +42,11 @@ std::vector<Fingerprint> Copier::look(std::vector<Pieces> groups) {
 
 std::vector<Fingerprint> Copier::helped(const std::shared_ptr<Fingerprints>& work) const {
   for (size_t n = std::min(helpers_, work->bytes() / kHelped); n > 0; --n) {
-    std::thread([work] { work->help(); }).detach();
+    try {
+      std::thread([work] { work->help(); }).detach();
+    } catch (const std::system_error&) {
+      break;  // there are too many already
+    }
   }
   return work->take();
 }
@@ -88,6 +93,7 @@ void Copier::forget() {
 }
 
 void Copier::close() {
+  if (!ours()) return;
   {
     const std::lock_guard lock(mutex_);
     closed_ = true;

@@ -1,4 +1,6 @@
 #pragma once
+#include <unistd.h>
+
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -24,9 +26,25 @@ struct Bell {
   std::condition_variable turn;
 };
 
+// Has a thread, which a process that was forked has not: there it can be neither ended nor deleted.
+class OfProcess {
+ public:
+  bool ours() const { return getpid() == process_; }
+
+ private:
+  const pid_t process_ = getpid();
+};
+
+struct DeleteOurs {
+  template <typename T>
+  void operator()(T* one) const {
+    if (one->ours()) delete one;
+  }
+};
+
 // A thread that copies and takes fingerprints, in the order in which it is told. It never needs the
 // interpreter. Jobs are numbered from 1.
-class Copier {
+class Copier : public OfProcess {
  public:
   explicit Copier(size_t helpers) : helpers_(helpers), thread_([this] { run(); }) {}
   ~Copier() { close(); }

@@ -62,6 +62,7 @@ uint64_t Sender::read() const {
 }
 
 void Sender::close() {
+  if (!ours()) return;
   {
     const std::lock_guard lock(mutex_);
     closed_ = true;

@@ -18,7 +18,7 @@ namespace keepstep {
 
 // A thread that hashes memory and sends it, in the order in which it is told. It never needs the
 // interpreter, unless it has to send `instead`.
-class Sender {
+class Sender : public OfProcess {
  public:
   struct Item {
     std::string header;  // its last bytes are the digests of all pieces, each behind kMark

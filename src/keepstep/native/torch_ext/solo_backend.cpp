@@ -440,7 +440,7 @@ struct EndSender {
       const py::gil_scoped_release others;  // it may wait for the interpreter
       sender->close();
     }
-    delete sender;
+    DeleteOurs()(sender);
   }
 };
 
@@ -472,7 +472,9 @@ PYBIND11_MODULE(keepstep_ext, m) {
   m.def("numbers", &numbers, py::call_guard<py::gil_scoped_release>());
   m.def("can_digest", &can_digest);
   py::class_<Copier, std::shared_ptr<Copier>>(m, "Copier")
-      .def(py::init<size_t>())
+      .def(py::init([](size_t helpers) {
+        return std::shared_ptr<Copier>(new Copier(helpers), DeleteOurs());
+      }))
       .def("copy", &Copier::copy)
       .def("multiply", &Copier::multiply)
       .def("look", &Copier::look, py::call_guard<py::gil_scoped_release>())
