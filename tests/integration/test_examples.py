@@ -38,7 +38,7 @@ def run(command: list[str], home: Path) -> subprocess.CompletedProcess[str]:
 
 def torchrun(script: str, home: Path) -> subprocess.CompletedProcess[str]:
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD)]
-    return run([*launcher, script], home)
+    return run([*launcher, "--log-dir", str(home / "logs"), script], home)
 
 
 def digests(output: str) -> dict[str, str]:

@@ -56,8 +56,10 @@ def passed(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProces
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Ends:
     """Under torchrun: the numbers and the environment that everything is held against."""
+    base = tmp_path_factory.mktemp("plain")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD)]
-    done = passed(command([*launcher, SCRIPT], tmp_path_factory.mktemp("plain"), cwd=SCRIPTS))
+    launcher += ["--log-dir", str(base / "logs")]
+    done = passed(command([*launcher, SCRIPT], base, cwd=SCRIPTS))
     assert done.stderr.count(UNPROTECTED) == 1  # one line for the job, not one per rank
     return ends(done.stdout)
 

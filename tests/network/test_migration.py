@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from rig import rig
 CHAOS = Path(__file__).parents[1] / "chaos"
 sys.path.insert(0, str(CHAOS))
 
-from harness import Job, differences, run_plain  # noqa: E402
+from harness import Job, differences, ending, run_plain  # noqa: E402
 
 ARGS = ["--epochs", "4", "--steps-per-epoch", "25", "--evaluate-every", "10", "--slow", "yes"]
 
@@ -27,17 +27,22 @@ def incidents_of(job: Job) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.fixture
+def jobs(request: pytest.FixtureRequest) -> Iterator[list[Job]]:
+    with ending(request) as started:
+        yield started
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("can_make_networks")
 def test_a_flapping_path_moves_the_rank_before_anything_is_lost(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, jobs: list[Job]
 ) -> None:
     monkeypatch.setenv("KEEPSTEP_NET_FLAPS", "3")
     words = ("--local-nodes", "2", "--spare-nodes", "1", "--nproc-per-node", "1", "--net=tcp")
     job = Job(*words, script_args=ARGS, world=2)
-    with contextlib.ExitStack() as stack:
-        stack.callback(job.kill)
-        made = stack.enter_context(rig(folder, switched=True, rate_mbit=50))
+    jobs.append(job)
+    with rig(folder, switched=True, rate_mbit=50) as made:
         job.until_step(2)
         job.spare_parked()
         # What the ranks' plugins would be told by their agents; here two harnesses speak for them.
