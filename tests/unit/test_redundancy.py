@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from keepstep.agent.blobs import BlobServer
 from keepstep.errors import UsageError
 from keepstep.model.messages import Address, Parity
-from keepstep.worker import cuda, early, redundancy, shards
+from keepstep.worker import cuda, early, redundancy, shards, staging
 from keepstep.worker.objects import Registered
 from keepstep.worker.redundancy import Redundancy
 from keepstep.worker.shards import Replicas
@@ -519,6 +519,21 @@ def test_bases_of_which_nothing_is_on_the_device_take_the_same_way(place: Place)
     assert staging.put_bases(line, 1, {0: [b"of the host"]}) == []
     staging.flush()
     assert given == [("base", 1, {0: [b"of the host"]})]
+
+
+@GPU
+def test_memory_that_cannot_be_pinned_leaves_no_error_for_others_to_meet() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.zeros(1, device=device)
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    block = torch.empty(1 << 20, dtype=torch.uint8)
+    staging._pin(runtime, device, block)
+    try:
+        with pytest.raises(RuntimeError, match="could not be pinned"):
+            staging._pin(runtime, device, block)  # it is already
+        assert torch.ones(4, device=device).mul_(2).tolist() == [2.0] * 4
+    finally:
+        staging._unpin(runtime, [block.data_ptr()])
 
 
 class Buffer(bytearray):
