@@ -362,12 +362,13 @@ def test_what_some_of_a_group_are_multiplied_by_is_told_of_the_copy(kind: torch.
 
 
 def test_a_process_that_is_forked_has_none_of_the_threads_and_ends() -> None:
-    with Sending() as sending, copying() as copier:
+    with Sending() as sending:
+        copier = extension.load().Copier(0)
         child = os.fork()
         if not child:
             copier.close()
             sending.sender.close()
-            sending.sender = copier = None  # type: ignore[assignment]
+            sending.sender = copier = None  # the last to know them
             os._exit(7)
         limit = time.monotonic() + 10
         while (done := os.waitpid(child, os.WNOHANG)) == (0, 0):

@@ -114,7 +114,7 @@ class Parcel:
 
 
 class VaultLine:
-    """Used by one thread at a time; `interrupt` frees it from any thread."""
+    """Opened, closed and asked by one thread. Others may put; `interrupt` frees it from any."""
 
     def __init__(
         self,
