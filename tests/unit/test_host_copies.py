@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import random
 import signal
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import compress
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,11 +64,6 @@ def look(groups: Groups, helpers: int = 0) -> list[Fingerprint]:
         return copier.look(groups)  # type: ignore[no-any-return]
 
 
-def multiplied(groups: Groups, by: float, helpers: int = 0) -> list[Fingerprint]:
-    with copying(helpers) as copier:
-        return copier.found(copier.multiply(groups, by))  # type: ignore[no-any-return]
-
-
 def fingerprint(*tensors: torch.Tensor) -> Fingerprint:
     (found,) = look([group(*tensors)])
     return found
@@ -81,7 +78,7 @@ def test_a_copy_has_the_fingerprint_of_what_it_was_made_of() -> None:
         for one, other in zip(sources, copies, strict=True)
     ]
     with copying() as copier:
-        (found,) = copier.found(copier.copy(pieces))
+        found = copier.found(copier.copy(pieces))
     assert all(map(torch.equal, sources, copies))
     assert found == fingerprint(*sources) == fingerprint(*copies)
     assert found not in (fingerprint(*sources[::-1]), fingerprint(*sources[:-1]))
@@ -90,14 +87,12 @@ def test_a_copy_has_the_fingerprint_of_what_it_was_made_of() -> None:
 def test_threads_that_help_find_the_same() -> None:
     torch.manual_seed(6)
     tensors = [torch.randn(size) for size in (900_000, 3, 700_001, 800_000, 20)]  # 9 MB
-    groups = [group(one) for one in tensors]
+    groups = [group(*tensors[:2]), group(tensors[2]), [], group(*tensors[3:])]
     alone = [look([one])[0] for one in groups]
-    products = [multiplied([one], 0.3)[0] for one in groups]
     for helpers in (0, 1, 3, 8):
         with copying(helpers) as copier:
             for _ in range(10):
                 assert copier.look(groups) == alone
-            assert copier.found(copier.multiply(groups, 0.3)) == products
             assert copier.look([]) == []
 
 
@@ -128,13 +123,39 @@ def test_what_is_done_to_gradients_changes_the_fingerprint() -> None:
     assert len({fingerprint(one) for one in done}) == len(done)
 
 
-@pytest.mark.parametrize("scale", [0.5, 0.3, 1e-30, 1.0, 0.0, float("inf"), float("nan")])
-def test_a_fingerprint_of_products_is_that_of_what_torch_multiplies(scale: float) -> None:
+@contextmanager
+def flushing(denormals: bool) -> Iterator[None]:
+    if denormals and not torch.set_flush_denormal(True):
+        pytest.skip("needs a processor that can take tiny numbers for nothing")
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+@pytest.mark.parametrize("helpers", [0, 3])
+@pytest.mark.parametrize("scale", [0.5, 0.3, 1e-30, 1.0, 0.0, -0.7])
+def test_what_is_multiplied_is_what_torch_makes_of_it(
+    scale: float, helpers: int, flushed: bool
+) -> None:
     torch.manual_seed(3)
-    tensors = [torch.randn(size) * 1e-10 for size in SIZES]
-    (found,) = multiplied([group(*tensors)], scale)
-    torch._foreach_mul_(tensors, torch.tensor(scale))
-    assert found == fingerprint(*tensors)
+    sizes = [*SIZES, 1_300_003]  # the largest is not done by one thread
+    tensors = [torch.randn(size) * 1e-10 for size in sizes]
+    tensors += [torch.tensor([math.nan, -math.inf, math.inf, -0.0, 1e-45, -1e-38, 3e38])]
+    tensors += [torch.randint(-(2**31), 2**31, (70_001,)).to(torch.int32).view(torch.float32)]
+    expected = [one.clone() for one in tensors]
+    chosen = [n % 4 != 1 for n in range(len(tensors))]
+    groups = [group(*tensors[:3]), group(*tensors[3:])]
+    which = [chosen[:3], chosen[3:]]
+    before = look(groups)
+    with flushing(flushed), copying(helpers) as copier:
+        found = copier.multiply(groups, which, scale)
+        torch._foreach_mul_(list(compress(expected, chosen)), torch.tensor(scale))
+    for one, other in zip(tensors, expected, strict=True):
+        assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+    assert found == (before, look(groups))
+    assert before != look(groups) or scale == 1.0
 
 
 # ---------------------------------------------------------------- the sender
@@ -227,7 +248,7 @@ def test_what_is_to_be_copied_first_is_sent_when_it_was_and_in_its_order() -> No
                 said.append(told)
         expected = b"".join(said)
         assert sending.take(len(expected)) == expected
-    assert copier.found(3) == [fingerprint(sources[2])]
+    assert copier.found(3) == fingerprint(sources[2])
     copier.forget()
     copier.close()
 
@@ -298,12 +319,10 @@ def test_a_copier_does_all_that_it_was_told_before_it_ends() -> None:
     copier = extension.load().Copier(1)
     for source, copy in zip(sources, copies, strict=True):
         copier.copy([(source.data_ptr(), source.nbytes, copy.data_ptr())])
-    groups = [[(copy.data_ptr(), copy.nbytes)] for copy in copies]
-    job = copier.multiply(groups, 0.5)
-    assert job == copier.last == 9
+    assert copier.last == 8
     copier.close()
     assert all(map(torch.equal, sources, copies))
-    assert copier.found(job) == [fingerprint(copy * 0.5) for copy in copies]
+    assert [copier.found(job) for job in range(1, 9)] == list(map(fingerprint, copies))
 
 
 def test_a_feeder_does_all_in_order_also_behind_what_failed() -> None:
@@ -330,10 +349,9 @@ def test_rooms_are_given_out_one_behind_the_other() -> None:
     assert room.left == 256 - 192 and aligned(65) == 128
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float64])
-def test_what_some_of_a_group_are_multiplied_by_is_told_of_the_copy(kind: torch.dtype) -> None:
+def test_what_is_copied_is_known_by_its_fingerprint_and_multiplied_in_place() -> None:
     torch.manual_seed(4)
-    parts = {unit: torch.randn(size).to(kind) for unit, size in enumerate((40, 7, 100))}
+    parts = {unit: torch.randn(size) for unit, size in enumerate((40, 7, 100))}
     way = host.HostWay({unit: part.nbytes for unit, part in parts.items()})
     puts: list[Any] = []
     line: Any = SimpleNamespace(
@@ -347,16 +365,39 @@ def test_what_some_of_a_group_are_multiplied_by_is_told_of_the_copy(kind: torch.
         copier.wait(job)
         assert {unit: bytes(view) for unit, (view,) in views.items()} == before
         now = list(parts.values())
-        assert [way.sent(line, ticket)] == way.look([now])
+        is_now = [way.sent(line, ticket)]
+        assert is_now == way.look([now])
         for scale, which in ((0.7, [True, True, True]), (0.3, [False, True, True])):
-            by = torch.tensor(scale)
-            assert way.multiplied([(ticket, which)], by)
-            torch._foreach_mul_([one for one, yes in zip(now, which, strict=True) if yes], by)
-            assert [way.sent(line, ticket)] == way.look([now])
+            versions = [one._version for one in now]
+            expected = [one * scale if yes else one.clone() for one, yes in zip(now, which)]
+            looks = way.multiply([now], [which], torch.tensor(scale))
+            assert looks == (is_now, is_now := way.look([now]))
+            assert all(map(torch.equal, now, expected))
+            assert [one._version for one in now] == [v + yes for v, yes in zip(versions, which)]
         now[2][5] += 1
-        assert [way.sent(line, ticket)] != way.look([now])
+        assert way.look([now]) != is_now
         line.broken = True
         assert way.sent(line, ticket) is None
+    finally:
+        way.close()
+
+
+def test_what_native_code_does_not_multiply_as_torch_does_is_left_to_torch() -> None:
+    way = host.HostWay({0: 400, 1: 200})
+    try:
+        parts = [torch.ones(100), torch.ones(100, dtype=torch.bfloat16)]
+        wide = torch.tensor(0.5, dtype=torch.float64)
+        for chosen, by in (
+            ([True, True], torch.tensor(0.5)),
+            ([True, False], wide),
+            ([True, False], torch.tensor(math.nan)),
+            ([True, False], torch.tensor(-math.inf)),
+        ):
+            assert way.multiply([parts], [chosen], by) is None
+        assert all(bool((one == 1).all()) for one in parts)
+        assert way.multiply([parts], [[True, False]], torch.tensor(0.5)) is not None
+        assert [float(one.sum()) for one in parts] == [50.0, 100.0]
+        assert not way.joins(*parts) and way.joins(parts[0], parts[0])
     finally:
         way.close()
 

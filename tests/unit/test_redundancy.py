@@ -797,6 +797,44 @@ def test_clipping_is_replayed(
         check(rank, make)
 
 
+def test_clipping_that_is_compiled_is_found_by_its_result(
+    sharded: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early, "PAUSE", 1)
+    for place in (sharded, sharded._replace(sharded=False)):
+        rank = Rank(place, adamw).training()
+        compiled = torch.compile(lambda one: clip(one), backend="eager")
+        for _ in range(3):
+            rank.step(lambda: compiled(rank))  # noqa: B023
+            check(rank, adamw)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16])
+def test_what_is_clipped_together_with_what_nobody_keeps(place: Place, kind: torch.dtype) -> None:
+    """And of several types, of which torch clips one after the other."""
+    model = nn.Sequential(nn.Linear(16, 1500), nn.ReLU(), nn.Linear(1500, 3))
+    for parameter in model[2].parameters():
+        parameter.data = parameter.data.to(kind)
+    model[2].register_forward_pre_hook(lambda _, given: (given[0].to(kind),))
+    rank = Rank(place, adamw, model=copy.deepcopy(model)).training()
+    other = nn.Parameter(torch.zeros(5, device=place.device))
+
+    def clip_all() -> None:
+        other.grad = torch.ones_like(other)
+        before = [p.grad.clone() for p in rank.model.parameters() if p.grad is not None]
+        total = nn.utils.clip_grad_norm_([other, *rank.model.parameters()], 0.5, foreach=True)
+        scale = 0.5 / (total + 1e-6)
+        assert 0 < float(scale) < 1 and torch.equal(other.grad, torch.ones_like(other) * scale)
+        for parameter, was in zip(rank.model.parameters(), before, strict=True):
+            assert parameter.grad is not None and torch.equal(parameter.grad, was * scale)
+
+    for _ in range(4):
+        rank.step(clip_all)
+        assert rank.early() == 4  # and not sent again
+        check(rank, adamw, model)
+
+
 def test_what_changes_while_it_is_sent_is_stored_as_it_is_at_the_fence(place: Place) -> None:
     rank = Rank(place, adamw).training()
     for _ in range(5):

@@ -46,6 +46,10 @@ that they belong to."""
 class Way(Protocol):
     """Of gradients it is told the parts that are here."""
 
+    patient: bool
+    """It may be told of a gradient long after that was made: to do so for many at once takes less
+    time, while a processor remembers how."""
+
     def suits(self, part: torch.Tensor) -> bool: ...
     def joins(self, last: torch.Tensor, part: torch.Tensor) -> bool:
         """Whether it can go together with the one before."""
@@ -66,12 +70,17 @@ class Way(Protocol):
     def before_write(self) -> None:
         """All that was put is about to be written to, and shall be sent as it is now."""
 
-    def multiplied(self, what: Sequence[tuple[Any, Sequence[bool]]], by: torch.Tensor) -> bool:
-        """Of each ticket some are about to be. True: `sent` will tell of what was sent, multiplied
-        in the same way. False: only looks can tell, at tickets of which all are."""
-
     def look(self, groups: Sequence[Sequence[torch.Tensor]]) -> Sequence[Any]:
         """What those of each ticket are now, to be compared later."""
+
+    def multiply(
+        self,
+        groups: Sequence[Sequence[torch.Tensor]],
+        chosen: Sequence[Sequence[bool]],
+        by: torch.Tensor,
+    ) -> tuple[Sequence[Any], Sequence[Any]] | None:
+        """Those that are chosen, in place and as torch does it; gives looks before and after. None:
+        nothing was done, torch has to."""
 
     def seen(self, look: Any) -> Any:
         """Behind the device: what a look has seen. Equal values, equal bytes."""
@@ -91,8 +100,8 @@ class _Sent:
     place: Any = None
     made: Any = None
     ticket: Any = None
-    # At the fence, and before and after each clipping if that is not known otherwise. Nobody else
-    # has written to it if the first is what was sent, the third what the second was, and so on.
+    # Before and after each clipping, and at the fence. Nobody else has written to it if the first
+    # is what was sent, the third what the second was, and so on.
     looks: list[Any] = field(default_factory=list)
 
     def now(self) -> list[torch.Tensor] | None:
@@ -123,6 +132,9 @@ class Early:
         self._hooks: list[Any] = []
         # Hooks of parameters on several devices run at once.
         self._turn = threading.RLock()
+        self._noted: list[tuple[int, torch.Tensor]] = []  # to be gathered
+        self._noted_bytes = 0
+        self._patient = False
         self._gathered: _Sent | None = None  # to be put
         self._sent: dict[int, _Sent] = {}  # by unit
         self._put = False  # anything, in this step
@@ -132,7 +144,8 @@ class Early:
 
     def watch(self, unit: int, parameter: torch.nn.Parameter) -> None:
         register: Any = parameter.register_post_accumulate_grad_hook  # untyped in torch
-        self._hooks.append(register(lambda one: self._accumulated(unit, one)))
+        size = shards.local(parameter).nbytes
+        self._hooks.append(register(lambda one: self._accumulated(unit, one, size)))
 
     def unwatch(self) -> None:
         for hook in self._hooks:
@@ -145,6 +158,8 @@ class Early:
             self._pause = PAUSE
         self._pause = max(self._pause - 1, 0)
         self._line = self._sent_by = self._gathered = None
+        self._noted.clear()
+        self._noted_bytes = 0
         self._sent.clear()
         self._scales = []
         self._put = self._wrong = False
@@ -154,15 +169,24 @@ class Early:
         if self._pause == 0:
             self._line = self._sent_by = line
             self._version = version
+            self._patient = all(way.patient for way in self.ways)
 
     def close(self) -> None:
         """It is over, or it was not the last one."""
         self.flush()
         self._line = None
 
-    def _accumulated(self, unit: int, parameter: torch.Tensor) -> None:
+    def _accumulated(self, unit: int, parameter: torch.Tensor, size: int) -> None:
+        if self._line is None:
+            return
         with self._turn:
-            self._gather(unit, parameter)
+            if not self._patient:
+                self._gather(unit, parameter)
+                return
+            self._noted.append((unit, parameter))
+            self._noted_bytes += size
+            if any(way.full(self._noted_bytes) for way in self.ways):
+                self.flush()
 
     def _gather(self, unit: int, parameter: torch.Tensor) -> None:
         gradient, gathered = parameter.grad, self._gathered
@@ -190,6 +214,9 @@ class Early:
     def flush(self) -> None:
         """Nothing more is waited for."""
         with self._turn:
+            noted, self._noted, self._noted_bytes = self._noted, [], 0
+            for unit, parameter in noted:
+                self._gather(unit, parameter)
             sent, self._gathered = self._gathered, None
             if sent is None or self._line is None:
                 return
@@ -217,31 +244,41 @@ class Early:
             return clip()
 
     def _multiplies(
-        self, gradients: Sequence[torch.Tensor], scale: torch.Tensor, multiply: Callable[[], Any]
-    ) -> Any:
+        self,
+        gradients: Sequence[torch.Tensor],
+        scale: torch.Tensor,
+        multiply: Callable[[Sequence[torch.Tensor]], Any],
+    ) -> None:
         parts = list(map(shards.local, gradients))
         ids = set(map(id, parts))
         once = len({part.data_ptr() or id(part) for part in parts}) == len(parts)
         if not once or len(self._scales) == SCALES_MAX:
-            return multiply()  # who is will be found changed
-        found = self._now(lambda sent: True)
+            multiply(gradients)  # who is will be found changed
+            return
         scale = scale.detach().clone()
         units: list[int] = []
         looked_at: _Now = {}
-        for way, some in found.items():
-            which = [[id(one) in ids for one in now] for _, now in some]
-            if not way.multiplied([(s.ticket, w) for (s, _), w in zip(some, which)], scale):
-                whole = list(map(all, which))
+        for way, some in self._now(lambda sent: True).items():
+            groups = [now for _, now in some]
+            chosen = [[id(one) in ids for one in now] for now in groups]
+            looks = way.multiply(groups, chosen, scale)
+            if looks is None:
+                whole = list(map(all, chosen))
                 some = looked_at[way] = list(compress(some, whole))
-                which = list(compress(which, whole))
-            for (sent, _), part in zip(some, which, strict=True):
-                units += compress(sent.parameters, part)
+                chosen = list(compress(chosen, whole))
+            else:
+                for (sent, now), which, *pair in zip(some, chosen, *looks, strict=True):
+                    sent.looks += pair
+                    ids.difference_update(map(id, compress(now, which)))
+            for (sent, _), which in zip(some, chosen, strict=True):
+                units += compress(sent.parameters, which)
         if units:
             self._scales.append((scale, units))
         _look(looked_at)
-        result = multiply()
+        left = [one for one, part in zip(gradients, parts, strict=True) if id(part) in ids]
+        if left:
+            multiply(left)
         _look(looked_at)
-        return result
 
     def _now(self, wanted: Callable[[_Sent], bool]) -> _Now:
         found: _Now = {}
@@ -326,15 +363,14 @@ class _Multiplications:
             torch._foreach_mul_ = self._inner
             _watched.release()
 
-    def _multiply(self, *args: Any, **kwargs: Any) -> Any:
-        def multiply() -> Any:
-            return self._inner(*args, **kwargs)
-
+    def _multiply(self, *args: Any, **kwargs: Any) -> None:
         if len(args) == 2 and not kwargs and isinstance(args[1], torch.Tensor):
             replicated = getattr(args[1], "placements", ())
             if all(placement.is_replicate() for placement in replicated):
-                return self._instead(args[0], shards.local(args[1]), multiply)
-        return multiply()
+                by = args[1]
+                self._instead(args[0], shards.local(by), lambda some: self._inner(some, by))
+                return
+        self._inner(*args, **kwargs)
 
 
 def watch_clipping(early: Early) -> None:
@@ -343,6 +379,8 @@ def watch_clipping(early: Early) -> None:
 
     @functools.wraps(inner)
     def watched(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return inner(*args, **kwargs)  # what it has changed will be found
         return early.clip(lambda: inner(*args, **kwargs))
 
     for module, name in (

@@ -1,32 +1,34 @@
 """Gradients in host memory on their way to the vault: the `Way` (early.py) of what is on a CPU.
 
 A thread copies them, and the line reads the copy. Whether a gradient is still what was copied is
-seen by its fingerprint, which the copying thread takes of what it has copied; that of the copy,
-multiplied, tells what clipping will have made of it. All of it is done by native code that leaves
-the interpreter to others: the main thread computes meanwhile, and what it does itself (a look at
-the fence, while the vault is asked whether it has all) is one read of memory.
+seen by its fingerprint, which the copying thread takes of what it has copied. Clipping is done here
+in place of torch, bit by bit as torch does it: one walk through memory multiplies and takes the
+fingerprints before and after. All of it is native code that leaves the interpreter to others. The
+main thread computes meanwhile; what it does itself (clipping, and a look at the fence while the
+vault is asked whether it has all) the copying thread helps with.
 
 Memory: room for all gradients. It is not taken before they are copied.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate, compress
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import increment_version
 
 from keepstep.worker import extension
 from keepstep.worker.copies import aligned
 from keepstep.worker.lane import After
-from keepstep.worker.state import dense, memory
+from keepstep.worker.state import memory
 from keepstep.worker.vault import Parcel, VaultLine
 
 # Each word to another thread takes time, however little it says; but what comes last is waited for.
 GATHER_BYTES_MIN = 1 << 20
-GATHER_BYTES_MAX = 8 << 20
+GATHER_BYTES_MAX = 16 << 20
 
 GROUPS_MAX = 1024  # they are the same in every step, as a rule
 
@@ -48,25 +50,9 @@ class _Group:
         self.parcel = Parcel({unit: [place.view] for unit, place in zip(units, places)})
 
 
-@dataclass(slots=True, eq=False)
-class _Copied:
-    places: list[_Place]
-    kinds: list[torch.dtype]
-    job: int  # of the copier
-    at: int = 0  # among what that has found
-    scales: list[list[torch.Tensor]] = field(default_factory=list)  # of each, if there are any
-    known: bool = True  # the job tells of the copies, multiplied by the scales
-
-    @property
-    def simple(self) -> bool:
-        """Floats, multiplied once, and all by the same."""
-        scales = {id(one): one for some in self.scales for one in some}
-        kinds = {*self.kinds, *(one.dtype for one in scales.values())}
-        once = all(len(one) == 1 for one in self.scales)
-        return once and len(scales) == 1 and kinds == {torch.float32}
-
-
 class HostWay:
+    patient = True
+
     def __init__(self, gradients: dict[int, int], helpers: int = 0) -> None:
         """Bytes of each unit's gradient; threads that help whoever takes fingerprints."""
         # First, so that it ends before what it uses is dropped.
@@ -80,7 +66,7 @@ class HostWay:
             for at, (unit, size) in zip(ends, gradients.items(), strict=False)
         }
         self._groups: dict[tuple[int, ...], _Group] = {}
-        self._copied = 0  # bytes, in this step
+        self._left = self._enough = 0  # bytes of this step, and those that are put at once
         self._held: list[dict[int, torch.Tensor]] = []  # until they were copied
 
     def close(self) -> None:
@@ -90,17 +76,20 @@ class HostWay:
         """A step begins, or all is sent anew: the line has read all, or is another one."""
         self._copier.forget()
         self._held.clear()
-        self._copied = 0
+        self._leave(self._room.nbytes)
+
+    def _leave(self, size: int) -> None:
+        self._left = size
+        self._enough = min(max(size // 2, GATHER_BYTES_MIN), GATHER_BYTES_MAX)
 
     def suits(self, part: torch.Tensor) -> bool:
-        return part.is_cpu and dense(part) and part.numel() > 0
+        return part.is_cpu and part.nbytes > 0
 
     def joins(self, last: torch.Tensor, part: torch.Tensor) -> bool:
-        return True
+        return last.dtype is part.dtype  # whoever clips takes one type after the other
 
     def full(self, size: int) -> bool:
-        most = (self._room.nbytes - self._copied) // 2
-        return size >= min(max(most, GATHER_BYTES_MIN), GATHER_BYTES_MAX)
+        return size >= self._enough
 
     def here(self, before: Any) -> Any:
         return None
@@ -110,7 +99,8 @@ class HostWay:
 
     def put(
         self, line: VaultLine, version: int, parts: dict[int, torch.Tensor], made: Any
-    ) -> _Copied | None:
+    ) -> int | None:
+        """The ticket is the copier's job."""
         sizes = self.made_for
         if any(sizes.get(unit) != part.nbytes for unit, part in parts.items()):
             return None  # it is not what it was at attach
@@ -121,65 +111,47 @@ class HostWay:
                 self._groups.clear()
             group = self._groups[units] = _Group([self._places[unit] for unit in units], units)
         self._held.append(parts)
-        job = self._copier.copy(
+        job: int = self._copier.copy(
             [
                 (part.data_ptr(), place.size, place.address)
                 for part, place in zip(parts.values(), group.places, strict=True)
             ]
         )
-        self._copied += group.size
+        self._leave(self._left - group.size)
         line.put_parcel("grad", version, group.parcel, After(self._copier, job))
-        return _Copied(group.places, [part.dtype for part in parts.values()], job)
+        return job
 
     def before_write(self) -> None:
         self._copier.wait(self._copier.last)
         self._held.clear()
 
-    def multiplied(self, what: Sequence[tuple[_Copied, Sequence[bool]]], by: torch.Tensor) -> bool:
-        alike: list[_Copied] = []
-        for ticket, which in what:
-            if not any(which):
-                continue
-            ticket.scales = ticket.scales or [[] for _ in ticket.places]
-            for scales in compress(ticket.scales, which):
-                scales.append(by)
-            ticket.known = ticket.simple
-            if ticket.known:
-                ticket.at = len(alike)
-                alike.append(ticket)
-        if alike:
-            pieces = [[(place.address, place.size) for place in one.places] for one in alike]
-            job = self._copier.multiply(pieces, float(by))
-            for ticket in alike:
-                ticket.job = job
-        return True
+    def multiply(
+        self, groups: Sequence[Sequence[torch.Tensor]], chosen: Sequence[Sequence[bool]], by: Any
+    ) -> tuple[Sequence[Fingerprint], Sequence[Fingerprint]] | None:
+        if not by.is_cpu or by.dtype is not torch.float32 or not math.isfinite(by):
+            return None
+        for parts, which in zip(groups, chosen, strict=True):
+            if any(part.dtype is not torch.float32 for part in compress(parts, which)):
+                return None
+        before, after = self._copier.multiply(_pieces(groups), chosen, float(by))
+        for parts, which in zip(groups, chosen, strict=True):
+            increment_version(compress(parts, which))
+        return before, after
 
     def look(self, groups: Sequence[Sequence[torch.Tensor]]) -> list[Fingerprint]:
-        found: list[Fingerprint] = self._copier.look(
-            [[(part.data_ptr(), part.nbytes) for part in parts] for parts in groups]
-        )
+        found: list[Fingerprint] = self._copier.look(_pieces(groups))
         return found
 
     def seen(self, look: Fingerprint) -> Fingerprint:
         return look
 
-    def sent(self, line: VaultLine, ticket: _Copied) -> Fingerprint | None:
+    def sent(self, line: VaultLine, ticket: int) -> Fingerprint | None:
         if line.broken:
             return None
         self.before_write()
-        if not ticket.known:
-            return self._multiplied(ticket)
-        found: list[Fingerprint] = self._copier.found(ticket.job)
-        return found[ticket.at]
-
-    def _multiplied(self, ticket: _Copied) -> Fingerprint:
-        """As torch multiplies."""
-        copies = [
-            torch.frombuffer(place.view, dtype=kind)
-            for place, kind in zip(ticket.places, ticket.kinds, strict=True)
-        ]
-        for at, scales in enumerate(ticket.scales):
-            for scale in scales:
-                copies[at] = copies[at].mul(scale)
-        (found,) = self.look([copies])
+        found: Fingerprint = self._copier.found(ticket)
         return found
+
+
+def _pieces(groups: Sequence[Sequence[torch.Tensor]]) -> list[list[tuple[int, int]]]:
+    return [[(part.data_ptr(), part.nbytes) for part in parts] for parts in groups]

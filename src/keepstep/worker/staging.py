@@ -48,6 +48,8 @@ class _Staged:
 class Staging:
     """The `Way` (early.py) of gradients on a GPU, and that of bases."""
 
+    patient = False  # a stream goes on
+
     def __init__(
         self, device: torch.device, gradients: dict[int, int], bases: int, readers: int = 1
     ) -> None:
@@ -243,8 +245,8 @@ class Staging:
     def before_write(self) -> None:
         self.hold_back()
 
-    def multiplied(self, what: Sequence[tuple[_Staged, Sequence[bool]]], by: torch.Tensor) -> bool:
-        return False
+    def multiply(self, groups: object, chosen: object, by: torch.Tensor) -> None:
+        return None
 
     def look(self, groups: Sequence[Sequence[torch.Tensor]]) -> list[int]:
         begin = len(self._looks)

@@ -46,6 +46,7 @@ from keepstep.worker.lane import (
 from keepstep.worker.statefile import DigestMismatch
 
 LANES_MAX = 4
+PARCEL_BYTES = 16 << 20  # of one message; what it is about is there anyway until it was sent
 LANES_SAID_MAX = 16
 LANE_BYTES = 8 << 20  # less is not worth a lane of its own
 LANE_CORES = 4  # for each lane of a rank, who needs the others for its training
@@ -229,12 +230,15 @@ class VaultLine:
         read."""
         chunks = parcel.chunks.get(self)
         if chunks is None:
-            chunks = parcel.chunks[self] = self._chunks(kind, parcel.data)
+            chunks = parcel.chunks[self] = self._chunks(kind, parcel.data, PARCEL_BYTES)
         for lane, chunk in chunks:
             self._lanes[lane].enqueue(kind, version, chunk, after)
 
-    def _chunks(self, kind: v.Kind, data: Mapping[int, Sequence[View]]) -> list[tuple[int, Chunk]]:
+    def _chunks(
+        self, kind: v.Kind, data: Mapping[int, Sequence[View]], enough: int = BATCH_BYTES
+    ) -> list[tuple[int, Chunk]]:
         """With their lanes. Those of a lane are in the order in which they are to be sent."""
+        enough //= len(self._lanes)
         found: list[tuple[int, Chunk]] = []
         filling: dict[int, Chunk] = {}  # by lane
         for unit, tensors in data.items():
@@ -244,7 +248,7 @@ class VaultLine:
             for n, number in enumerate(slices):
                 lane = self._lane_of.get(number, 0)
                 chunk = filling.get(lane)
-                if chunk is None or chunk.size >= self._lanes[lane].batch_bytes:
+                if chunk is None or chunk.size >= enough:
                     chunk = filling[lane] = Chunk()
                     found.append((lane, chunk))
                 chunk.add(number, [part[n] for part in parts] if parts else whole)

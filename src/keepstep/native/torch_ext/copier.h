@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -42,6 +43,9 @@ struct DeleteOurs {
   }
 };
 
+using Pieces = std::vector<std::pair<uintptr_t, size_t>>;  // address, bytes
+using Copies = std::vector<std::tuple<uintptr_t, size_t, uintptr_t>>;  // from, size, to
+
 // A thread that copies and takes fingerprints, in the order in which it is told. It never needs the
 // interpreter. Jobs are numbered from 1.
 class Copier : public OfProcess {
@@ -50,28 +54,30 @@ class Copier : public OfProcess {
   ~Copier() { close(); }
 
   uint64_t copy(Copies pieces);
-  // Of copies: the fingerprints if each were multiplied by this.
-  uint64_t multiply(std::vector<Pieces> groups, float by);
-  // One fingerprint of each group, by the caller. This thread and the helpers help if they can.
-  std::vector<Fingerprint> look(std::vector<Pieces> groups);
+
+  // By the caller; this thread and the helpers help if they can. One fingerprint of each group; or
+  // those before and after those pieces that are `chosen` are multiplied.
+  std::vector<Fingerprint> look(const std::vector<Pieces>& groups);
+  std::pair<std::vector<Fingerprint>, std::vector<Fingerprint>> multiply(
+      const std::vector<Pieces>& groups, const std::vector<std::vector<bool>>& chosen, float by);
 
   uint64_t last() const;
   bool done(uint64_t number) const;
   // When this job is done. False: it is.
   bool ring_after(uint64_t number, std::shared_ptr<Bell> bell);
   void wait(uint64_t number) const;
-  // Of this job: one fingerprint of all that was copied, or one of each group.
-  std::vector<Fingerprint> found(uint64_t number) const;
+  // Of this job: the fingerprint of all that was copied.
+  Fingerprint found(uint64_t number) const;
   // All is done, and nobody asks for what was found.
   void forget();
   // What it was told is done before.
   void close();
 
  private:
-  using Job = std::function<std::vector<Fingerprint>()>;
+  using Job = std::function<Fingerprint()>;
 
   uint64_t put(Job job);
-  std::vector<Fingerprint> helped(const std::shared_ptr<Fingerprints>& work) const;
+  void share(size_t bytes, size_t parts, std::function<void(size_t)> one);
   void run();
 
   const size_t helpers_;
@@ -80,7 +86,7 @@ class Copier : public OfProcess {
   mutable std::condition_variable done_something_;
   std::deque<Job> jobs_;
   std::vector<std::pair<uint64_t, std::shared_ptr<Bell>>> bells_;
-  std::map<uint64_t, std::vector<Fingerprint>> found_;
+  std::map<uint64_t, Fingerprint> found_;
   uint64_t told_ = 0, done_ = 0;
   bool closed_ = false;
   std::thread thread_;  // last: it uses all the others

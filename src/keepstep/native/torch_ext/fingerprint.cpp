@@ -6,6 +6,7 @@
 #endif
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <utility>
 
@@ -56,47 +57,31 @@ struct ByShifts {
   }
 };
 
-struct AsTheyAre {
-  Words operator()(Words words) const { return words; }
-};
-
-struct Multiplied {
-  float by;
-  Words operator()(Words words) const {
-    return reinterpret_cast<Words>(reinterpret_cast<Floats>(words) * by);
-  }
-};
-
 template <typename By>
 struct State {
   Words way[kWays] = {{1, 2}, {3, 4}, {5, 6}, {7, 8}};
 
   // Optimized by itself: to do so with all the rest is not worth the time it takes to compile.
-  template <typename Made>
-  __attribute__((optimize("O3"))) void add(const unsigned char* at, size_t size, Made made) {
+  __attribute__((optimize("O3"))) void add(const unsigned char* at, size_t size) {
     Words now[kWays];
     for (size_t n = 0; n < kWays; ++n) now[n] = way[n];
     for (const auto* end = at + size / kBlock * kBlock; at != end; at += kBlock) {
       for (size_t n = 0; n < kWays; ++n) {
         Words words;
         __builtin_memcpy(&words, at + n * sizeof words, sizeof words);
-        now[n] = By::mixed(now[n], made(words));
+        now[n] = By::mixed(now[n], words);
       }
     }
     for (size_t n = 0; n < kWays; ++n) way[n] = now[n];
     if (const size_t left = size % kBlock) {
       Words rest[kWays] = {};
       __builtin_memcpy(rest, at, left);
-      for (size_t n = 0; n < kWays; ++n) rest[n] = made(rest[n]);
-      __builtin_memset(reinterpret_cast<unsigned char*>(rest) + left, 0, kBlock - left);
       for (size_t n = 0; n < kWays; ++n) way[n] = By::mixed(way[n], rest[n]);
     }
   }
 
-  void end_piece(size_t size) { way[0] = By::mixed(way[0], Words{size, size}); }
-
-  Fingerprint found() const {
-    Words found{};
+  Fingerprint found(size_t size) const {
+    Words found{size, size};
     for (size_t n = 0; n < kWays; ++n) {
       for (int round = 0; round < 4; ++round) found = By::mixed(found, round ? Words{} : way[n]);
     }
@@ -104,68 +89,79 @@ struct State {
   }
 };
 
-template <typename By, typename Made>
-Fingerprint of(const Pieces& pieces, Made made) {
+template <typename By>
+Fingerprint looked_at(const unsigned char* at, size_t size) {
   State<By> state;
-  for (const auto& [from, size] : pieces) {
-    state.add(reinterpret_cast<const unsigned char*>(from), size, made);
-    state.end_piece(size);
+  state.add(at, size);
+  return state.found(size);
+}
+
+// In one walk: to read what is near once more takes as long as to fetch what is far.
+template <typename By>
+__attribute__((optimize("O3"))) std::pair<Fingerprint, Fingerprint> multiplied(unsigned char* at,
+                                                                               size_t size,
+                                                                               float by) {
+  State<By> before, after;
+  Words was[kWays], is[kWays];
+  for (size_t n = 0; n < kWays; ++n) was[n] = is[n] = before.way[n];
+  const size_t left = size % kBlock;
+  for (const auto* end = at + (size - left); at != end; at += kBlock) {
+    for (size_t n = 0; n < kWays; ++n) {
+      Words words;
+      __builtin_memcpy(&words, at + n * sizeof words, sizeof words);
+      was[n] = By::mixed(was[n], words);
+      words = reinterpret_cast<Words>(reinterpret_cast<Floats>(words) * by);
+      is[n] = By::mixed(is[n], words);
+      __builtin_memcpy(at + n * sizeof words, &words, sizeof words);
+    }
   }
-  return state.found();
+  for (size_t n = 0; n < kWays; ++n) before.way[n] = was[n], after.way[n] = is[n];
+  before.add(at, left);
+  for (size_t done = 0; done < left; done += sizeof(float)) {
+    float one;
+    __builtin_memcpy(&one, at + done, sizeof one);
+    one *= by;
+    __builtin_memcpy(at + done, &one, sizeof one);
+  }
+  after.add(at, left);
+  return {before.found(size), after.found(size)};
 }
 
 template <typename By>
-Fingerprint copied(const Copies& pieces) {
+Fingerprint copied(const unsigned char* from, size_t size, unsigned char* to) {
   State<By> state;
-  for (const auto& [from, size, to] : pieces) {
-    for (size_t done = 0; done < size; done += kChunk) {
-      const size_t count = std::min(size - done, kChunk);
-      auto* there = reinterpret_cast<unsigned char*>(to + done);
-      std::memcpy(there, reinterpret_cast<const void*>(from + done), count);
-      state.add(there, count, AsTheyAre());
-    }
-    state.end_piece(size);
+  for (size_t done = 0; done < size; done += kChunk) {
+    const size_t count = std::min(size - done, kChunk);
+    std::memcpy(to + done, from + done, count);
+    state.add(to + done, count);
   }
-  return state.found();
+  return state.found(size);
 }
 
 std::atomic<bool> cipher = ByCipher::available();
-
-template <typename Made>
-Fingerprint of(const Pieces& pieces, Made made) {
-  return cipher ? of<ByCipher>(pieces, made) : of<ByShifts>(pieces, made);
-}
 
 }  // namespace
 
 bool use_cipher(bool wanted) { return cipher = wanted && ByCipher::available(); }
 
-Fingerprints::Fingerprints(std::vector<Pieces> groups, std::optional<float> by)
-    : groups_(std::move(groups)), by_(by), found_(groups_.size()) {
-  for (const auto& pieces : groups_) {
-    for (const auto& piece : pieces) bytes_ += piece.second;
-  }
+Fingerprint look(uintptr_t at, size_t size) {
+  const auto* bytes = reinterpret_cast<const unsigned char*>(at);
+  return cipher ? looked_at<ByCipher>(bytes, size) : looked_at<ByShifts>(bytes, size);
 }
 
-void Fingerprints::help() {
-  for (size_t at; (at = next_++) < groups_.size();) {
-    found_[at] = by_ ? of(groups_[at], Multiplied{*by_}) : of(groups_[at], AsTheyAre());
-    if (++done_ == groups_.size()) {
-      const std::lock_guard lock(mutex_);
-      all_.notify_all();
-    }
-  }
+std::pair<Fingerprint, Fingerprint> multiply(uintptr_t at, size_t size, float by) {
+  auto* bytes = reinterpret_cast<unsigned char*>(at);
+  return cipher ? multiplied<ByCipher>(bytes, size, by) : multiplied<ByShifts>(bytes, size, by);
 }
 
-std::vector<Fingerprint> Fingerprints::take() {
-  help();
-  std::unique_lock lock(mutex_);
-  all_.wait(lock, [&] { return done_ == groups_.size(); });
-  return found_;
+Fingerprint copy(uintptr_t from, size_t size, uintptr_t to) {
+  const auto* bytes = reinterpret_cast<const unsigned char*>(from);
+  auto* there = reinterpret_cast<unsigned char*>(to);
+  return cipher ? copied<ByCipher>(bytes, size, there) : copied<ByShifts>(bytes, size, there);
 }
 
-Fingerprint copy(const Copies& pieces) {
-  return cipher ? copied<ByCipher>(pieces) : copied<ByShifts>(pieces);
+Fingerprint joined(const std::vector<Fingerprint>& some) {
+  return look(reinterpret_cast<uintptr_t>(some.data()), some.size() * sizeof(Fingerprint));
 }
 
 }  // namespace keepstep

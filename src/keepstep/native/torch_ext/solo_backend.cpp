@@ -476,7 +476,7 @@ PYBIND11_MODULE(keepstep_ext, m) {
         return std::shared_ptr<Copier>(new Copier(helpers), DeleteOurs());
       }))
       .def("copy", &Copier::copy)
-      .def("multiply", &Copier::multiply)
+      .def("multiply", &Copier::multiply, py::call_guard<py::gil_scoped_release>())
       .def("look", &Copier::look, py::call_guard<py::gil_scoped_release>())
       .def("wait", &Copier::wait, py::call_guard<py::gil_scoped_release>())
       .def("found", &Copier::found, py::call_guard<py::gil_scoped_release>())
