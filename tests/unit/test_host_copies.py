@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import compress
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ from keepstep.model import wire
 from keepstep.worker import extension, host, lane
 from keepstep.worker.copies import Feeder, Room, aligned
 from keepstep.worker.state import memory
+from keepstep.worker.units import same_order
 
 SIZES = [1, 3, 4, 15, 16, 17, 33, 1000, 4096, 5003]
 
@@ -124,8 +125,9 @@ def test_what_is_done_to_gradients_changes_the_fingerprint() -> None:
 
 
 @contextmanager
-def flushing(denormals: bool) -> Iterator[None]:
-    if denormals and not torch.set_flush_denormal(True):
+def flushing() -> Iterator[None]:
+    """The calling thread, and those that it starts, take tiny numbers for nothing."""
+    if not torch.set_flush_denormal(True):
         pytest.skip("needs a processor that can take tiny numbers for nothing")
     try:
         yield
@@ -133,25 +135,28 @@ def flushing(denormals: bool) -> Iterator[None]:
         torch.set_flush_denormal(False)
 
 
-@pytest.mark.parametrize("flushed", [False, True])
+@pytest.mark.parametrize("others_flush", [False, True])
 @pytest.mark.parametrize("helpers", [0, 3])
 @pytest.mark.parametrize("scale", [0.5, 0.3, 1e-30, 1.0, 0.0, -0.7])
 def test_what_is_multiplied_is_what_torch_makes_of_it(
-    scale: float, helpers: int, flushed: bool
+    scale: float, helpers: int, others_flush: bool
 ) -> None:
     torch.manual_seed(3)
-    sizes = [*SIZES, 1_300_003]  # the largest is not done by one thread
+    sizes = [*SIZES, 3_000_003]  # the largest is not done by one thread
     tensors = [torch.randn(size) * 1e-10 for size in sizes]
     tensors += [torch.tensor([math.nan, -math.inf, math.inf, -0.0, 1e-45, -1e-38, 3e38])]
     tensors += [torch.randint(-(2**31), 2**31, (70_001,)).to(torch.int32).view(torch.float32)]
     expected = [one.clone() for one in tensors]
     chosen = [n % 4 != 1 for n in range(len(tensors))]
     groups = [group(*tensors[:3]), group(*tensors[3:])]
-    which = [chosen[:3], chosen[3:]]
     before = look(groups)
-    with flushing(flushed), copying(helpers) as copier:
-        found = copier.multiply(groups, which, scale)
-        torch._foreach_mul_(list(compress(expected, chosen)), torch.tensor(scale))
+    with flushing() if others_flush else nullcontext():
+        copier = extension.load().Copier(helpers)
+    try:
+        found = copier.multiply(groups, [chosen[:3], chosen[3:]], scale)
+    finally:
+        copier.close()
+    torch._foreach_mul_(list(compress(expected, chosen)), torch.tensor(scale))
     for one, other in zip(tensors, expected, strict=True):
         assert torch.equal(one.view(torch.int32), other.view(torch.int32))
     assert found == (before, look(groups))
@@ -394,10 +399,29 @@ def test_what_native_code_does_not_multiply_as_torch_does_is_left_to_torch() -> 
             ([True, False], torch.tensor(-math.inf)),
         ):
             assert way.multiply([parts], [chosen], by) is None
+        view = parts[0][50:]
+        for together in ([parts[0], view], [view, parts[0]], [parts[0], parts[0]]):
+            assert way.multiply([together], [[True, True]], torch.tensor(0.5)) is None
+        assert way.multiply([parts[:1]], [[True]], torch.tensor([0.5])) is None
+        with flushing():  # torch's other threads do not
+            assert way.multiply([parts[:1]], [[True]], torch.tensor(0.5)) is None
         assert all(bool((one == 1).all()) for one in parts)
         assert way.multiply([parts], [[True, False]], torch.tensor(0.5)) is not None
         assert [float(one.sum()) for one in parts] == [50.0, 100.0]
         assert not way.joins(*parts) and way.joins(parts[0], parts[0])
+    finally:
+        way.close()
+
+
+def test_what_torch_has_only_noted_is_another_gradient() -> None:
+    way = host.HostWay({0: 80})
+    try:
+        gradient = torch.randn(10, dtype=torch.complex64)
+        noted = gradient.conj()
+        assert way.look([[gradient]]) == way.look([[noted]]) and not torch.equal(gradient, noted)
+        assert way.place([gradient]) != way.place([noted])
+        assert way.place([gradient.imag]) != way.place([noted.imag])
+        assert same_order(gradient, gradient) and not same_order(gradient, noted)
     finally:
         way.close()
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from keepstep.agent.blobs import BlobServer
 from keepstep.errors import UsageError
 from keepstep.model.messages import Address, Parity
-from keepstep.worker import cuda, early, redundancy, shards, staging
+from keepstep.worker import cuda, early, host, redundancy, shards, staging, vault
 from keepstep.worker.objects import Registered
 from keepstep.worker.redundancy import Redundancy
 from keepstep.worker.shards import Replicas
@@ -752,6 +752,9 @@ def test_a_gradient_that_is_not_what_it_was_at_attach_is_not_copied_early(place:
     assert way.put(line, 1, {99: other}, None) is None
 
 
+WIDTHS = [(1500, 3), (3, 700), (700, 2)]
+
+
 def clip(rank: Rank) -> None:
     nn.utils.clip_grad_norm_(rank.model.parameters(), 0.01)
 
@@ -801,13 +804,52 @@ def test_clipping_that_is_compiled_is_found_by_its_result(
     sharded: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(early, "PAUSE", 1)
-    for place in (sharded, sharded._replace(sharded=False)):
-        rank = Rank(place, adamw).training()
-        compiled = torch.compile(lambda one: clip(one), backend="eager")
-        for _ in range(3):
-            rank.step(lambda: compiled(rank))  # noqa: B023
-            check(rank, adamw)
-    torch.compiler.reset()
+    graphs: list[str] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    try:
+        for place in (sharded, sharded._replace(sharded=False)):
+            rank = Rank(place, adamw).training()
+            compiled = torch.compile(lambda one: clip(one), backend=backend)
+            for _ in range(3):
+                rank.step(lambda: compiled(rank))  # noqa: B023
+                assert rank.redundancy._early._wrong
+                check(rank, adamw)
+    finally:
+        torch.compiler.reset()
+    assert sum("foreach_mul_" in code for code in graphs) >= 2
+
+
+@pytest.mark.parametrize("how", [clip, clip_by_parts, hidden])
+def test_gradients_that_go_in_many_groups_and_messages(
+    place: Place, how: Callable[[Rank], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early, "PAUSE", 1)
+    monkeypatch.setattr(host, "GATHER_BYTES_MIN", 4096)
+    monkeypatch.setattr(host, "GATHER_BYTES_MAX", 4096)
+    monkeypatch.setattr(vault, "PARCEL_BYTES", 8192)
+    layers = nn.Sequential(nn.Linear(16, 1500), nn.ReLU(), *(nn.Linear(n, m) for n, m in WIDTHS))
+    rank = Rank(place, adamw, model=copy.deepcopy(layers)).training()
+    way, multiplied = rank.redundancy._host, list[int]()
+    natively = way is not None and rank.redundancy._staging is None
+    if way is not None:
+        inner = way.multiply
+
+        def multiply(groups: Any, chosen: Any, by: Any) -> Any:
+            found = inner(groups, chosen, by)
+            assert found is not None and all(map(any, chosen))
+            multiplied.append(len(groups))
+            return found
+
+        monkeypatch.setattr(way, "multiply", multiply)
+    for _ in range(4):
+        rank.step(lambda: how(rank))
+        check(rank, adamw, layers)
+    if natively and how is not hidden:
+        assert max(multiplied) > 2
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16])

@@ -258,7 +258,8 @@ class Early:
         scale = scale.detach().clone()
         units: list[int] = []
         looked_at: _Now = {}
-        for way, some in self._now(lambda sent: True).items():
+        for way, all_of_it in self._now(lambda sent: True).items():
+            some = [one for one in all_of_it if any(id(part) in ids for part in one[1])]
             groups = [now for _, now in some]
             chosen = [[id(one) in ids for one in now] for now in groups]
             looks = way.multiply(groups, chosen, scale)
@@ -363,14 +364,14 @@ class _Multiplications:
             torch._foreach_mul_ = self._inner
             _watched.release()
 
-    def _multiply(self, *args: Any, **kwargs: Any) -> None:
+    def _multiply(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 2 and not kwargs and isinstance(args[1], torch.Tensor):
             replicated = getattr(args[1], "placements", ())
             if all(placement.is_replicate() for placement in replicated):
                 by = args[1]
                 self._instead(args[0], shards.local(by), lambda some: self._inner(some, by))
-                return
-        self._inner(*args, **kwargs)
+                return args[0]
+        return self._inner(*args, **kwargs)
 
 
 def watch_clipping(early: Early) -> None:

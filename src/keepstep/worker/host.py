@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate, compress
+from itertools import accumulate, compress, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from torch.autograd.graph import increment_version
 from keepstep.worker import extension
 from keepstep.worker.copies import aligned
 from keepstep.worker.lane import After
-from keepstep.worker.state import memory
+from keepstep.worker.state import memory, plain
 from keepstep.worker.vault import Parcel, VaultLine
 
 # Each word to another thread takes time, however little it says; but what comes last is waited for.
@@ -95,7 +95,7 @@ class HostWay:
         return None
 
     def place(self, parts: Sequence[torch.Tensor]) -> Any:
-        return [(part.data_ptr(), part.stride()) for part in parts]
+        return [(part.data_ptr(), part.stride(), plain(part)) for part in parts]
 
     def put(
         self, line: VaultLine, version: int, parts: dict[int, torch.Tensor], made: Any
@@ -128,14 +128,12 @@ class HostWay:
     def multiply(
         self, groups: Sequence[Sequence[torch.Tensor]], chosen: Sequence[Sequence[bool]], by: Any
     ) -> tuple[Sequence[Fingerprint], Sequence[Fingerprint]] | None:
-        if not by.is_cpu or by.dtype is not torch.float32 or not math.isfinite(by):
+        pieces = _pieces(groups)
+        numbers = [one for parts, which in zip(groups, chosen) for one in compress(parts, which)]
+        if not _multiplies_alike(numbers, by) or not _apart(pieces, chosen):
             return None
-        for parts, which in zip(groups, chosen, strict=True):
-            if any(part.dtype is not torch.float32 for part in compress(parts, which)):
-                return None
-        before, after = self._copier.multiply(_pieces(groups), chosen, float(by))
-        for parts, which in zip(groups, chosen, strict=True):
-            increment_version(compress(parts, which))
+        before, after = self._copier.multiply(pieces, chosen, float(by))
+        increment_version(numbers)
         return before, after
 
     def look(self, groups: Sequence[Sequence[torch.Tensor]]) -> list[Fingerprint]:
@@ -155,3 +153,19 @@ class HostWay:
 
 def _pieces(groups: Sequence[Sequence[torch.Tensor]]) -> list[list[tuple[int, int]]]:
     return [[(part.data_ptr(), part.nbytes) for part in parts] for parts in groups]
+
+
+def _multiplies_alike(numbers: Sequence[torch.Tensor], by: torch.Tensor) -> bool:
+    """Native code and torch, to the last bit."""
+    return (
+        all(one.dtype is torch.float32 for one in numbers)
+        and (by.is_cpu and by.dtype is torch.float32 and by.dim() == 0)
+        and math.isfinite(by)
+        and bool(extension.load().plain_floats())
+    )
+
+
+def _apart(pieces: list[list[tuple[int, int]]], chosen: Sequence[Sequence[bool]]) -> bool:
+    """Nothing would be multiplied twice."""
+    places = sorted(one for group, which in zip(pieces, chosen) for one in compress(group, which))
+    return all(at + size <= other for (at, size), (other, _) in pairwise(places))

@@ -30,6 +30,7 @@ from keepstep.worker import cuda, extension, shards
 from keepstep.worker.copies import Feeder, Room, aligned
 from keepstep.worker.early import SCALES_MAX
 from keepstep.worker.lane import View
+from keepstep.worker.state import plain
 from keepstep.worker.vault import Ticket, VaultLine
 
 LOOKS = 4096  # of one step, beside one for each unit
@@ -177,7 +178,8 @@ class Staging:
     # ------------------------------------------------------------------ the way of gradients
 
     def suits(self, part: torch.Tensor) -> bool:
-        return part.device == self._device and part.is_contiguous() and part.nbytes > 0
+        there = part.device == self._device and part.nbytes > 0
+        return there and part.is_contiguous() and plain(part)
 
     def joins(self, last: torch.Tensor, part: torch.Tensor) -> bool:
         gap = part.data_ptr() - last.data_ptr() - last.nbytes
@@ -193,7 +195,7 @@ class Staging:
     def place(self, parts: Sequence[torch.Tensor]) -> Any:
         if len(parts) == 1:
             return self.suits(parts[0])
-        return [(part.data_ptr(), part.untyped_storage().data_ptr()) for part in parts]
+        return [(one.data_ptr(), one.untyped_storage().data_ptr(), plain(one)) for one in parts]
 
     def here(self, before: Any = None) -> Any:
         """Now, and not when it is put: the next layer's work is queued by then."""

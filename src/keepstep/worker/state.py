@@ -91,10 +91,14 @@ def _providers(metas: list[dict[str, Any]]) -> dict[str, int]:
     return found
 
 
+def plain(tensor: Tensor) -> bool:
+    """Its bytes are what it is; torch may note a sign, or a conjugate, without writing it."""
+    return not tensor.is_conj() and not tensor.is_neg()
+
+
 def dense(tensor: Tensor) -> bool:
     """Its bytes are one block of memory without holes, in whatever order of dimensions."""
-    plain = not tensor.is_conj() and not tensor.is_neg()
-    return plain and (tensor.is_contiguous() or _permuted(tensor))
+    return plain(tensor) and (tensor.is_contiguous() or _permuted(tensor))
 
 
 def _permuted(tensor: Tensor) -> bool:

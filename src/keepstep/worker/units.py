@@ -11,7 +11,7 @@ import torch
 
 from keepstep.worker import codec, shards
 from keepstep.worker.lane import View
-from keepstep.worker.state import dense, memory, on_cpu
+from keepstep.worker.state import dense, memory, on_cpu, plain
 
 
 @dataclass
@@ -71,7 +71,7 @@ def same_order(like: torch.Tensor, part: torch.Tensor) -> bool:
     """Whether the bytes of a gradient are in memory as those of a new one would be (see `fill`).
     They are, unless the user has put it there."""
     if not part.is_cpu:
-        return True
+        return plain(part)
     if not dense(part):
         return False
     if part.stride() == like.stride():

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cfenv>
-#include <system_error>
 #include <utility>
 
 namespace keepstep {
@@ -150,8 +149,8 @@ void Copier::share(size_t bytes, size_t parts, std::function<void(size_t)> one) 
   for (size_t n = std::min(helpers_, bytes / kHelped); n > 0; --n) {
     try {
       std::thread([work] { work->help(); }).detach();
-    } catch (const std::system_error&) {
-      break;  // there are too many already
+    } catch (...) {
+      break;  // there are too many already, and nobody may leave before all is done
     }
   }
   work->finish();

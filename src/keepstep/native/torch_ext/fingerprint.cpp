@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cfenv>
 #include <cstring>
 #include <utility>
 
@@ -147,6 +148,12 @@ bool use_cipher(bool wanted) { return cipher = wanted && ByCipher::available(); 
 Fingerprint look(uintptr_t at, size_t size) {
   const auto* bytes = reinterpret_cast<const unsigned char*>(at);
   return cipher ? looked_at<ByCipher>(bytes, size) : looked_at<ByShifts>(bytes, size);
+}
+
+bool plain_floats() {
+  const volatile float tiny = 1e-40f, half = 0.5f;
+  const volatile float less = tiny * half;
+  return less != 0 && std::fegetround() == FE_TONEAREST;
 }
 
 std::pair<Fingerprint, Fingerprint> multiply(uintptr_t at, size_t size, float by) {

@@ -13,6 +13,10 @@ using Fingerprint = std::pair<uint64_t, uint64_t>;
 
 Fingerprint look(uintptr_t at, size_t size);
 
+// Whether this thread rounds to the nearest number, and takes tiny ones for what they are. Only then
+// a product of torch's does not depend on which of its threads has made it.
+bool plain_floats();
+
 // Floats, each of which is multiplied by this. The fingerprints before and after.
 std::pair<Fingerprint, Fingerprint> multiply(uintptr_t at, size_t size, float by);
 

@@ -469,6 +469,7 @@ PYBIND11_MODULE(keepstep_ext, m) {
   m.def("note_waits", &note_waits);
   m.def("end_waits", &end_waits, py::call_guard<py::gil_scoped_release>());
   m.def("use_cipher", &use_cipher);
+  m.def("plain_floats", &plain_floats);
   m.def("numbers", &numbers, py::call_guard<py::gil_scoped_release>());
   m.def("can_digest", &can_digest);
   py::class_<Copier, std::shared_ptr<Copier>>(m, "Copier")
