@@ -877,6 +877,33 @@ def test_what_is_clipped_together_with_what_nobody_keeps(place: Place, kind: tor
         check(rank, adamw, model)
 
 
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(40, 16, dtype=torch.complex64))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(self.weight * rows.mean()).sum(-1)
+
+
+def test_a_conjugate_that_torch_has_only_noted_is_kept(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early, "PAUSE", 1)
+    model = Turned()
+    rank = Rank(place, sgd, model=copy.deepcopy(model)).training()
+
+    def turn() -> None:
+        rank.sent()
+        gradient = rank.model.weight.grad
+        rank.model.weight.grad = gradient.conj()
+        assert rank.model.weight.grad.is_conj() and rank.redundancy._early._sent
+
+    for _ in range(3):
+        rank.step(turn)
+        check(rank, sgd, model)
+
+
 def test_what_changes_while_it_is_sent_is_stored_as_it_is_at_the_fence(place: Place) -> None:
     rank = Rank(place, adamw).training()
     for _ in range(5):
