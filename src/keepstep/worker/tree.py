@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 Tree = dict[str, Any]
 
@@ -18,15 +18,22 @@ class _Missing:
 MISSING: Final = _Missing()
 
 
+class Encoded(NamedTuple):
+    """A result as it was published by the rank itself."""
+
+    data: bytes
+
+
 @dataclass
 class Txn:
+    """`result` is encoded (results.py): it is part of every position until its level is left."""
+
     site: str
     step: bool
-    result: Any = MISSING
+    result: bytes | None = None
 
     def tree(self) -> Tree:
-        known = self.result is not MISSING
-        return {"t": self.site, "s": self.step, "k": known, "r": self.result if known else None}
+        return {"t": self.site, "s": self.step, "r": self.result}
 
 
 @dataclass
@@ -97,7 +104,7 @@ def level_from(tree: Tree) -> Level:
         if "scope" in item:
             frozen = level_from(item["f"]) if item["f"] else None
             return Scope(item["scope"], frozen, item["w"])
-        return Txn(item["t"], item["s"], item["r"] if item["k"] else MISSING)
+        return Txn(item["t"], item["s"], item["r"])
 
     return Level(
         kind=tree["kind"],
