@@ -31,7 +31,7 @@ from keepstep.model.records import IncidentOpened
 from keepstep.model.schedule import Ask
 from keepstep.model.views import IncidentView, JobView, OfferView, PlanView
 from keepstep.model.wire import MALFORMED
-from keepstep.orchestrator import overview, registry
+from keepstep.orchestrator import overview, registry, web
 from keepstep.orchestrator import requests as bodies
 from keepstep.runtime.driver import Driver
 
@@ -296,6 +296,7 @@ def _add_joining(
             await operator(request)
         elif kept is None and not await asyncio.to_thread(desk.is_operator, asked.token):
             raise Unauthorized("the token is wrong or has expired", hint=NEW_TOKEN)
+        web.admit(request.scope)
         await decides()
         joined = desk.join(asked, kept)
         log.info("%s: node %s may join", joined.job, joined.node)
@@ -412,6 +413,7 @@ def bearer(token: str, desk: Desk | None, *, nodes: bool = False) -> Guard:
                 hint="send 'Authorization: Bearer TOKEN' with the token of "
                 "KEEPSTEP_HOME/orchestrators/<id>.json",
             )
+        web.admit(request.scope)
 
     return check
 
