@@ -621,6 +621,8 @@ class WorkerExited(Message, frozen=True):
     rank: int
     code: int
     tail: str  # last lines it wrote
+    version: int = 0  # as its page says, which outlives it
+    tick: int = 0
 
 
 class WorkerSaid(Message, frozen=True):
