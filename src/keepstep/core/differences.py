@@ -21,13 +21,13 @@ VALUES_MAX = 3  # named of one difference
 NOTHING = "nothing"
 
 WHAT = {
-    "inputs": "the inputs of",
-    "update": "whether an update follows in",
-    "collectives": "the collectives of",
-    "learning-rate": "the learning rates in",
-    "replicas": "what replicas share in",
-    "results": "the results of",
-    "script": "what the script does in",
+    "inputs": "the inputs differ",
+    "update": "whether an update follows differs",
+    "collectives": "the collectives differ",
+    "learning-rate": "the learning rates differ",
+    "replicas": "what replicas share differs",
+    "results": "the results differ",
+    "script": "what the script has differs",
 }
 
 
@@ -112,6 +112,5 @@ def describe(said: Mapping[int, Diverged]) -> tuple[str, list[int]]:
         shown.append(f"and {len(sentences) - len(shown)} more")
     if not shown:
         shown = [f"{name_ranks(sorted(said))} found it, and the values were not told"]
-    what = f"{WHAT.get(first.witness, first.witness)} {first.site!r}"
-    where = f"after step {first.version}"
-    return f"{what} differ between ranks {where}: {'; '.join(shown)}", odd
+    where = f"between ranks in {first.site!r} after step {first.version}"
+    return f"{WHAT[first.witness]} {where}: {'; '.join(shown)}", odd

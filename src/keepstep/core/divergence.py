@@ -180,8 +180,9 @@ def accept(job: Job, out: Out, by: str, *, always: bool = False) -> None:
     _restart_clocks(job, out.now)
     for worker_id, number in found.waiting.items():
         _proceed(job, out, job.workers[worker_id], number)
-    mine = job.attempt is not None and job.attempt.incident is incident
-    if incident is not None and not mine:
+    goes_on = job.attempt is not None and job.attempt.incident is incident
+    goes_on = goes_on or bool(job.dead()) or job.alarm is not None  # it is widened by that
+    if incident is not None and not goes_on:
         close_incident(job, out, incident, "DIVERGED", "")
 
 
