@@ -88,6 +88,7 @@ WHERE = (
     "held",
     "done",
     "attaching",  # waits in attach for the other ranks
+    "diverged",  # a witness found that numbers differ: it waits for what is to be done
 )
 
 

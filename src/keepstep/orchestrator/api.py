@@ -61,6 +61,7 @@ STRUCTS = (
     bodies.TaintRequest,
     bodies.UntaintRequest,
     bodies.CancelRequest,
+    bodies.ProceedRequest,
     bodies.SignalRequest,
     bodies.JoinRequest,
     bodies.Joined,
@@ -258,8 +259,19 @@ def _add_operating(add: Routes, driver: Driver) -> None:
     async def cancel(request: Request, job: str) -> Response:
         check(driver, job)
         asked = await read(request, bodies.CancelRequest)
-        given = inputs.Cancel(job=job, reason=asked.reason, exit_code=asked.exit_code)
+        given = inputs.Cancel(
+            job=job,
+            reason=asked.reason,
+            exit_code=asked.exit_code,
+            checkpoint=asked.checkpoint,
+        )
         return done(driver, given)
+
+    @add("POST", "/v1/jobs/{job}/proceed", body=bodies.ProceedRequest, answer=bodies.Ok)
+    async def proceed(request: Request, job: str) -> Response:
+        check(driver, job)
+        asked = await read(request, bodies.ProceedRequest)
+        return done(driver, inputs.ProceedAnyway(job=job, by=asked.by))
 
 
 def _add_nodes(add: Routes, driver: Driver) -> None:

@@ -56,7 +56,7 @@ if TYPE_CHECKING:  # an orchestrator on loopback does without cryptography
 
 log = logging.getLogger("keepstep.orchestrator")
 
-ENDED = frozenset({"done", "failed", "fell_back", "cancelled"})
+ENDED = frozenset({"done", "failed", "fell_back", "diverged", "cancelled"})
 LEASE_S = 10.0
 AGENT_TOKEN_NS = 600 * 10**9  # to join with; whoever has joined has a certificate
 
