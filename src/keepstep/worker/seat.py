@@ -18,7 +18,7 @@ import torch
 
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
-from keepstep.worker import blobs, buckets, codec, cuda, groups, nccl, rng, shards
+from keepstep.worker import blobs, buckets, codec, cuda, groups, nccl, shards
 from keepstep.worker.ahead import Ahead
 from keepstep.worker.batches import Loop
 from keepstep.worker.channel import Channel
@@ -28,6 +28,8 @@ from keepstep.worker.objects import Registered
 from keepstep.worker.page import Page
 from keepstep.worker.position import Tracker
 from keepstep.worker.redundancy import Redundancy
+from keepstep.worker.script.roots import Roots, script_roots
+from keepstep.worker.script.streams import Streams
 from keepstep.worker.shards import Replicas
 from keepstep.worker.state import StateSet
 
@@ -137,6 +139,8 @@ class Seat:
         self.objects: dict[str, Registered] = {}
         self.tracker = Tracker()
         self.loops: list[Loop] = []
+        self.functions: dict[str, Any] = {}  # steps and sections, by site
+        self.streams = Streams(self.roots)
         self.tick = 0
         self.version = 0
         self.generation = 0
@@ -208,6 +212,14 @@ class Seat:
             )
         self.objects[item.name] = item
         self.state = self._new_state()
+
+    def roots(self) -> Roots:
+        """Where the script's own state is looked for."""
+        named: dict[str, Any] = {f"step {site}": x for site, x in self.functions.items()}
+        named |= {f"model {name}": model for name, model in self.models.items()}
+        named |= {f"registered {name}": item.save for name, item in self.objects.items()}
+        running = [loop for loop in self.loops if not loop.pos.closed]
+        return script_roots(named, {f"loader{i}": loop.loader for i, loop in enumerate(running)})
 
     def after_update(self) -> None:
         for item in self.objects.values():
@@ -292,7 +304,7 @@ class Seat:
                 "gradients": carried,
                 "tick": self.tick + 1,
                 "version": self.version + step,
-                "rng": rng.capture(),
+                "rng": self.streams.capture(),
                 "position": position,
                 "buffers": self.state.get_buffers(self.mutable_buffers)
                 if self.mutable_buffers

@@ -24,6 +24,7 @@ one type carry `UNORDERED` in their path, and whoever relies on the path must re
 
 from __future__ import annotations
 
+import builtins
 import functools
 import sys
 import sysconfig
@@ -54,11 +55,13 @@ _MODULE_OWN: Final = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 class Found(dict[str, Any]):
-    """Objects by path. `routes` leads to each of them again (`follow`)."""
+    """Objects by path. `routes` leads to each of them again (`follow`); `aliases` are other paths
+    to them, each with the first one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.routes: dict[str, Route] = {}
+        self.aliases: dict[str, str] = {}
         self.cut_at = ""  # the path at which the walk reached a bound, if it did
 
 
@@ -69,10 +72,13 @@ def find(
     limit: int = OBJECTS_MAX,
     depth: int = DEPTH_MAX,
     third_party: bool = False,
+    visit: Callable[[str, Any], object] = lambda path, node: None,
 ) -> Found:
     """What is `wanted` and reached from the roots, by its shortest path. Nothing wanted is entered.
-    Plain values (numbers, strings) are not offered to `wanted`."""
+    Plain values (numbers, strings) are not offered to `wanted`. `visit` is called with everything
+    that is looked into."""
     found = Found()
+    names: dict[int, str] = {}  # of what was found
     seen: dict[int, Any] = {}  # the objects too: an id is free again once its object is gone
     queue: deque[tuple[str, Any, Route]] = deque(
         (name, root, (("root", name),)) for name, root in roots.items()
@@ -80,6 +86,8 @@ def find(
     while queue:
         path, node, route = queue.popleft()
         if id(node) in seen or type(node) in _PLAIN:
+            if id(node) in names:
+                found.aliases.setdefault(path, names[id(node)])
             continue
         if len(seen) >= limit:
             found.cut_at = found.cut_at or path
@@ -88,12 +96,14 @@ def find(
         if wanted(node):
             found[path] = node
             found.routes[path] = route
+            names[id(node)] = path
             continue
         if len(route) > depth:
             found.cut_at = found.cut_at or path
             continue
+        visit(path, node)
         for label, how, key, value in members(node, third_party=third_party):
-            if type(value) not in _PLAIN and id(value) not in seen:
+            if type(value) not in _PLAIN and (id(value) not in seen or id(value) in names):
                 queue.append((path + label, value, (*route, (how, key))))
     return found
 
@@ -118,11 +128,12 @@ def _foreign_places() -> tuple[str, ...]:
 
     paths = sysconfig.get_paths()
     places = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return tuple(f"{place}/" for place in sorted(places)) + (f"{Path(keepstep.__file__).parent}/",)
+    places.add(str(Path(keepstep.__file__).parent))
+    return tuple(f"{place}/" for place in sorted(places))
 
 
 @functools.cache
-def _module_origin(name: str) -> str:
+def module_origin(name: str) -> str:
     """user, installed (a package of other people's), or library (torch, numpy, the standard
     library, Keepstep)."""
     if name == "__main__":
@@ -149,7 +160,7 @@ def origin(thing: Any) -> str:
         name = type.__dict__["__module__"].__get__(thing)
     else:
         name = getattr(thing, "__module__", None)
-    return _module_origin(name) if isinstance(name, str) else "library"
+    return module_origin(name) if isinstance(name, str) else "library"
 
 
 def user_code(thing: Any) -> bool:
@@ -184,6 +195,8 @@ def members(node: Any, *, third_party: bool = False) -> Iterator[Member]:
     elif kind is types.MethodType:
         yield ".__self__", "slot", "__self__", node.__self__
         yield "", "slot", "__func__", node.__func__
+    elif kind is types.BuiltinMethodType:  # draw = random.Random(1).random
+        yield ".__self__", "slot", "__self__", node.__self__
     elif isinstance(node, functools.partial):
         yield ".func", "slot", "func", node.func
         yield ".args", "slot", "args", node.args
@@ -192,7 +205,7 @@ def members(node: Any, *, third_party: bool = False) -> Iterator[Member]:
         yield "", "slot", "__func__", node.__func__
     elif kind is types.GeneratorType:
         frame = node.gi_frame
-        if frame is not None and _module_origin(frame.f_globals.get("__name__", "")) == "user":
+        if frame is not None and module_origin(frame.f_globals.get("__name__", "")) == "user":
             for name, value in frame.f_locals.items():
                 yield f"<locals>.{name}", "frame", name, value
     elif isinstance(node, type):
@@ -205,6 +218,8 @@ def members(node: Any, *, third_party: bool = False) -> Iterator[Member]:
 
 
 def _entered(kind: type, third_party: bool) -> bool:
+    if kind.__module__ == "torch.utils.data.dataloader" and kind.__name__.startswith("_"):
+        return False  # an iterator is a position, and not every process stands in the same loops
     for base in kind.__mro__:
         whose = origin(base)
         if whose == "user" or (third_party and whose == "installed"):
@@ -220,6 +235,8 @@ def _items(node: Any) -> Iterator[Member]:
         for index, (key, value) in enumerate(pairs):
             if index >= ITEMS_MAX:
                 return
+            if value is builtins.__dict__:  # in every namespace
+                continue
             named = type(key) is str and key.isidentifier()
             if type(key) is int or (type(key) is str and not named):
                 yield f"[{key!r}]", "item", key, value
