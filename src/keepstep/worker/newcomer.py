@@ -32,7 +32,7 @@ import msgspec
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.model import messages as m
 from keepstep.model.page import late_tick
-from keepstep.worker import blobs, checkpoint, codec, fsdp, groups, rng, transfer, vault
+from keepstep.worker import blobs, checkpoint, codec, fsdp, groups, transfer, vault
 from keepstep.worker.objects import Registered
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.redundancy import ShardsMissing
@@ -101,7 +101,8 @@ class Newcomer:
         is not over already. Afterwards the call begins as on any rank."""
         self.arrive()
         seat = self.seat
-        natural_rng = rng.capture()
+        seat.streams.discover()
+        natural_rng = seat.streams.capture()
         self._per_rank = [(o, o.snapshot()) for o in seat.objects.values() if o.per_rank]
         stand_in = None
         if warm_up is not None and (seat.version > 0 or not seat.redundancy.needed):
@@ -115,7 +116,7 @@ class Newcomer:
             self._lead_on(final)
             seat.tracker.results.setdefault(site, stand_in)
         elif seat.tracker.replay is None:  # nothing to walk past: this very call is the next one
-            rng.restore(natural_rng)
+            seat.streams.restore(natural_rng)
 
     def walked(self) -> bytes | None:
         """The last transaction of the walk returns, as it returned in the rank that is replaced.

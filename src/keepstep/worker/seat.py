@@ -19,7 +19,7 @@ import torch
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
 from keepstep.model.page import late_tick
-from keepstep.worker import blobs, buckets, codec, cuda, groups, nccl, rng
+from keepstep.worker import blobs, buckets, codec, cuda, groups, nccl
 from keepstep.worker.ahead import Ahead
 from keepstep.worker.batches import Loop
 from keepstep.worker.cells import Cells
@@ -32,6 +32,8 @@ from keepstep.worker.objects import Registered
 from keepstep.worker.page import Page
 from keepstep.worker.position import Tracker
 from keepstep.worker.redundancy import Redundancy
+from keepstep.worker.script.roots import Roots, script_roots
+from keepstep.worker.script.streams import Streams
 from keepstep.worker.shards import Replicas
 from keepstep.worker.state import StateSet
 
@@ -141,6 +143,8 @@ class Seat:
         self.objects: dict[str, Registered] = {}
         self.tracker = Tracker()
         self.loops: list[Loop] = []
+        self.functions: dict[str, Any] = {}  # steps and sections, by site
+        self.streams = Streams(self.roots)
         self.tick = 0
         self.version = 0
         self.generation = 0
@@ -220,6 +224,14 @@ class Seat:
         self.objects[item.name] = item
         self.state = self._new_state()
 
+    def roots(self) -> Roots:
+        """Where the script's own state is looked for."""
+        named: dict[str, Any] = {f"step {site}": x for site, x in self.functions.items()}
+        named |= {f"model {name}": model for name, model in self.models.items()}
+        named |= {f"registered {name}": item.save for name, item in self.objects.items()}
+        running = [loop for loop in self.loops if not loop.pos.closed]
+        return script_roots(named, {f"loader{i}": loop.loader for i, loop in enumerate(running)})
+
     def after_update(self) -> None:
         for item in self.objects.values():
             if item.after_update is not None:
@@ -286,7 +298,7 @@ class Seat:
         if position is None:
             position = self.tracker.position(site, step, result)
         self.cells.fence()
-        self._streams = rng.capture()
+        self._streams = self.streams.capture()
         return codec.dumps_inline(
             {
                 "gradients": self._carried(step, updating),
@@ -304,7 +316,7 @@ class Seat:
         """The transaction has ended: what was not known in its fence. To the own agent, and to the
         buddy without waiting for it."""
         late: dict[str, Any] = {} if result is None else {"result": result}
-        streams = rng.capture()
+        streams = self.streams.capture()
         if streams != self._streams:
             late["streams"] = streams
             self._late.setdefault(site, set()).add("streams")
@@ -425,7 +437,7 @@ class Seat:
         """On a newcomer, where the transaction that it was published for returns."""
         self.cells.put(side["cells"])
         self.gradients.put(side["gradients"])
-        rng.restore(late.get("streams", side["streams"]))
+        self.streams.restore(late.get("streams", side["streams"]))
         for name, value in side["per_rank"].items():
             if name in self.objects:
                 self.objects[name].load(value)

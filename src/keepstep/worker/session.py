@@ -22,6 +22,7 @@ from keepstep.worker.newcomer import Newcomer
 from keepstep.worker.objects import registered
 from keepstep.worker.plain import Batch, F, PlainSession
 from keepstep.worker.recovery import Recovery
+from keepstep.worker.script import workers
 from keepstep.worker.seat import Line, Seat
 from keepstep.worker.state import memory, on_cpu
 from keepstep.worker.transaction import Transactions
@@ -104,6 +105,7 @@ class Session(PlainSession):
         code = getattr(function, "__code__", None)
         name = getattr(function, "__qualname__", type(function).__name__)
         site = f"{name}:{code.co_firstlineno if code is not None else 0}"
+        self._seat.functions[site] = function
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -133,11 +135,13 @@ class Session(PlainSession):
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         if self._transactions.running:
-            return iter(loader)  # inside a section the whole pass is repeated, from its start
+            return workers.open_iterator(
+                loader
+            )  # inside a section the whole pass is repeated, from its start
         self._arrive()
         seat = self._seat
         seat.loops = [x for x in seat.loops if not x.pos.closed]
-        loop = Loop(seat.tracker, loader)
+        loop = Loop(seat.tracker, loader, seat.streams)
         seat.loops.append(loop)
         return Batches(loop, seat.page.mark)
 

@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 )
 
 from keepstep.errors import KeepstepError, UsageError
-from keepstep.worker import cuda, fsdp, groups, guard, results, rng
+from keepstep.worker import cuda, fsdp, groups, guard, results
 from keepstep.worker.objects import Undo
 from keepstep.worker.pace import OwnTime
 from keepstep.worker.recovery import Recovery, Retry
@@ -235,8 +235,9 @@ class Transactions:
         seat.tracker.in_txn = True
         seat.page.set("stepping", 1)
         seat.page.where("compute" if step else "section")
+        seat.streams.entering(site)
         self._undo = Undo(
-            rng.capture(),
+            seat.streams.capture(),
             list(seat.optimizers.values()),
             list(seat.objects.values()),
             seat.flags.save(),
@@ -268,7 +269,7 @@ class Transactions:
         seat.cells.undo()
         for loop in seat.loops:
             loop.retry()
-        rng.restore(undo.streams)
+        seat.streams.restore(undo.streams)
 
     def _foreseen(self) -> bytes | None:
         foresight = self._foresight.setdefault(self.running, results.Foresight())
@@ -289,6 +290,7 @@ class Transactions:
                 raise ConnectionAbortedError("aborted before the fence")
             if self._step:
                 seat.secure(updating)
+            seat.streams.leaving(self.running)
             side_state = seat.side_state(self.running, self._step, updating, result=result)
             seat.ahead.judge(side_state)
             seat.publish(seat.tick + 1, side_state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -44,12 +45,23 @@ class LoopPos:
     yields: int = 0
     outside: int = 0
     closed: bool = False
-    entry: bytes | None = None  # generator states when the iterator was made
+    entry: bytes | None = None  # all streams when the iterator was made
     before: Any = None  # stateful loaders: state before the batch `outside` was fetched
+    drawn: bytes | None = None  # all streams before the batch `outside` was fetched
+    workers: dict[int, bytes] | None = None  # streams of DataLoader workers at `begin`
     begun: bool = False  # in this process; not part of the position
+    # Not part of it either: what the workers tell, while there are any.
+    told: Callable[[int], dict[int, bytes]] | None = None
+
+    @property
+    def begin(self) -> int:
+        """The batch at which a newcomer begins to fetch."""
+        return self.outside - 1 if self.outside else self.yields
 
     def tree(self) -> Tree:
         return {
+            "d": self.drawn,
+            "w": self.told(self.begin) if self.told is not None else self.workers,
             "y": self.yields,
             "o": self.outside,
             "c": self.closed,
@@ -110,7 +122,15 @@ def level_from(tree: Tree) -> Level:
         kind=tree["kind"],
         epoch=tree["epoch"],
         loops=[
-            LoopPos(yields=x["y"], outside=x["o"], closed=x["c"], entry=x["e"], before=x["b"])
+            LoopPos(
+                yields=x["y"],
+                outside=x["o"],
+                closed=x["c"],
+                entry=x["e"],
+                before=x["b"],
+                drawn=x.get("d"),
+                workers=x.get("w"),
+            )
             for x in tree["loops"]
         ],
         log=[entry_from(item) for item in tree["log"]],
