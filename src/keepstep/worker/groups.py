@@ -462,7 +462,14 @@ def fence(words: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     a peer is gone."""
     if _fence is None:
         raise RuntimeError("there is no fence: the groups are solo")
-    return _fence.meet(words)
+    return _fence.meet([*words, *[0] * (fences.WORDS - len(words))])
+
+
+def gather(mine: bytes) -> list[bytes]:
+    """What every rank has brought, right behind a fence; errors as `fence`."""
+    if _fence is None:
+        raise RuntimeError("there is no fence: the groups are solo")
+    return _fence.gather(mine)
 
 
 # ------------------------------------------------------------------------------------------- DDP

@@ -317,6 +317,7 @@ class Recovery:
             self._enter_groups(command.generation)
         seat.alone = command.solo or seat.world == 1
         seat.generation = seat.resumed = command.generation
+        seat.replicated.forget()
         seat.page.set("generation", command.generation)
         seat.page.set("stepping", 1)  # a newcomer that stands still from here on hangs
         seat.page.new_tick()

@@ -41,6 +41,7 @@ class _Call:
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self._function, self._args, self._kwargs = function, args, kwargs
         self.code = getattr(function, "__code__", None)
+        self.arguments = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
         self._before: list[tuple[Any, Any]] = []
 
     def __call__(self) -> Any:
@@ -205,6 +206,7 @@ class Session(PlainSession):
         if known is not MISSING:
             return known[0]
         if newcomer is not None:
+            newcomer.repeats(site, getattr(function, "arguments", None) if step else None)
             newcomer.enter()
         return transactions.run(site, step, function)
 
