@@ -25,11 +25,14 @@ from torch.optim.optimizer import (
 )
 
 from keepstep.errors import KeepstepError, UsageError
-from keepstep.worker import cuda, fsdp, groups, guard, results, rng
+from keepstep.worker import cuda, fsdp, groups, guard, refusals, results, rng
+from keepstep.worker.handmade import HandmadeUpdates
 from keepstep.worker.objects import Undo
 from keepstep.worker.pace import OwnTime
+from keepstep.worker.placements import GradientPlacement
 from keepstep.worker.recovery import Recovery, Retry
 from keepstep.worker.seat import Seat
+from keepstep.worker.unseen import Unseen
 
 
 class Transactions:
@@ -50,6 +53,9 @@ class Transactions:
         self._attached = {id(o): n for n, o in seat.optimizers.items()}
         self._guard = guard.Guard()
         self._own = OwnTime(seat.page)
+        self._placement = GradientPlacement(seat.parameters)
+        self._handmade = HandmadeUpdates(dict(seat.state._parameters()))
+        self._unseen = Unseen()
         register_optimizer_step_pre_hook(self._before_update)
         register_optimizer_step_post_hook(self._after_update)
         for model in seat.models.values():
@@ -101,6 +107,7 @@ class Transactions:
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self.running or self.warming:
             return
+        refusals.inside_backward(optimizer, self.running)
         if id(optimizer) not in self._attached:
             raise UsageError(
                 f"{type(optimizer).__name__}.step() in {self.running!r}, but it was not attached",
@@ -134,6 +141,10 @@ class Transactions:
         self._guard.rehearse(optimizer)
 
     def _after_update(self, optimizer: Any, _: Any, __: Any) -> None:
+        self._decide_update(optimizer)
+        self._placement.restore(optimizer)
+
+    def _decide_update(self, optimizer: Any) -> None:
         """The update is queued, and if it is guarded the device holds it back: decide it."""
         if not self._guard.end(optimizer):
             return
@@ -179,10 +190,13 @@ class Transactions:
                     seat.injector.point(point, seat.version)
                 result = function()
                 if not self._fenced:
+                    if step:
+                        self._handmade.refuse(site)
                     self._publish(updating=False)
                     self._meet(cuda.wait_for_queue)
                     self._update_begins()
                 self._insist()
+                self._unseen.refuse(site)
                 if step:
                     seat.after_update()
             except Retry:
@@ -223,6 +237,8 @@ class Transactions:
         self._hold = self._snapshot = -1
         self._backwards = 0
         self._updated = []
+        self._placement.forget()
+        self._unseen.forget()
         seat.tracker.in_txn = True
         seat.page.set("stepping", 1)
         seat.page.where("compute" if step else "section")
@@ -237,6 +253,7 @@ class Transactions:
         if step:
             seat.redundancy.begin()
             self._own.begins()
+            self._handmade.entry(site)
         if seat.injector:
             seat.injector.begin(seat.version, seat.models.values())
         return self._undo
@@ -261,6 +278,8 @@ class Transactions:
 
     def _publish(self, updating: bool) -> None:
         seat = self.seat
+        if updating:
+            self._placement.align()
         self._fenced, self._updating = True, updating
         self._usual[self.running] = self._backwards
         seat.ahead.wait()
@@ -300,6 +319,8 @@ class Transactions:
             self._guard.close()  # recovery waits for the device
             self._fence_failed(error)
         self._passed = True
+        if passed and not seat.alone:
+            self._unseen.passed(self.running)
         seat.page.where("apply")
         self._own.passed()
         return passed
