@@ -15,7 +15,7 @@ import xxhash
 
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
-from keepstep.worker import codec, cuda, fsdp, groups, results
+from keepstep.worker import alike, codec, cuda, fsdp, groups, results, roundtrip
 from keepstep.worker.batches import Batches, Loop
 from keepstep.worker.collectives import Bare
 from keepstep.worker.newcomer import Newcomer
@@ -84,6 +84,7 @@ class Session(PlainSession):
         self._newcomer: Newcomer | None = None
         if seat.line.assigned is not None:
             self._newcomer = Newcomer(seat, self._recovery, self._transactions)
+        self._announced = False
         self._begun = False
 
     # ------------------------------------------------------------------ user surface
@@ -163,6 +164,8 @@ class Session(PlainSession):
                 f"register({name!r}) after the first step", hint="register right after attach"
             )
         item = registered(name, target, load, per_rank=per_rank)
+        if self._announced:  # what attach was given has been checked
+            roundtrip.check(item, self._seat.optimizers.values())
         item.after_update = after_update
         self._seat.register(item)
 
@@ -171,6 +174,7 @@ class Session(PlainSession):
 
     def begin(self) -> None:
         announce(self, self._seat.line)
+        self._announced = True
 
     # ------------------------------------------------------------------ inside
 
@@ -315,9 +319,14 @@ def notices(seat: Seat) -> list[str]:
             "rank only, the layout has no dimension of replicas for them, and redundancy is off: "
             "the loss of that rank falls back (hint: --redundancy auto)"
         )
+    found += alike.may_choose(seat.models.values())
     for text in found:
         print(f"keepstep: {text}", file=sys.stderr, flush=True)
     return found
+
+
+def _facts(seat: Seat) -> dict[str, str]:
+    return alike.facts(cuda=any(p.device.type == "cuda" for p in seat.parameters))
 
 
 def announce(session: Session, line: Line) -> None:
@@ -336,7 +345,7 @@ def announce(session: Session, line: Line) -> None:
                 seat.welcome.interface,
                 FIRST_FENCE_TIMEOUT_S,
             )
-        about: dict[str, Any] = {"plain_equal": _plain_equal(seat)}
+        about: dict[str, Any] = {"plain_equal": _plain_equal(seat), "alike": _facts(seat)}
         seat.redundancy.survey()
         seat.natural = about["natural"] = seat.redundancy.digest()
         record = line.recorder.encoded(known, about)
@@ -344,6 +353,9 @@ def announce(session: Session, line: Line) -> None:
         seat.redundancy.connect()
         seat.publish(-1, record)
     elif line.recorder.replay is not None:
+        assert line.assigned is not None
+        resumed = bool(line.assigned.checkpoint)
+        alike.require(line.about.get("alike") or {}, seat.rank, resumed=resumed)
         seat.replicas.plain_equal = line.about["plain_equal"]
         seat.redundancy.survey()
         seat.natural = seat.redundancy.digest()

@@ -26,11 +26,13 @@ from torch.optim.optimizer import (
 )
 
 from keepstep.errors import KeepstepError, UsageError
-from keepstep.worker import cuda, fsdp, groups, guard, results
+from keepstep.worker import cuda, fsdp, groups, guard, refusals, results
 from keepstep.worker.objects import Undo
 from keepstep.worker.pace import OwnTime
+from keepstep.worker.placements import GradientPlacement
 from keepstep.worker.recovery import Recovery, Retry
 from keepstep.worker.seat import Seat
+from keepstep.worker.unseen import Unseen
 from keepstep.worker.witness import EARLY
 
 
@@ -55,6 +57,8 @@ class Transactions:
         self._attached = {id(o): n for n, o in seat.optimizers.items()}
         self._guard = guard.Guard()
         self._own = OwnTime(seat.page)
+        self._placement = GradientPlacement(seat.parameters)
+        self._unseen = Unseen()
         register_optimizer_step_pre_hook(self._before_update)
         register_optimizer_step_post_hook(self._after_update)
         register_optimizer_step_post_hook(self.updated)
@@ -115,6 +119,7 @@ class Transactions:
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self.running or self.warming:
             return
+        refusals.inside_backward(optimizer, self.running)
         if id(optimizer) not in self._attached:
             raise UsageError(
                 f"{type(optimizer).__name__}.step() in {self.running!r}, but it was not attached",
@@ -152,6 +157,10 @@ class Transactions:
         self._guard.rehearse(optimizer)
 
     def _after_update(self, optimizer: Any, _: Any, __: Any) -> None:
+        self._decide_update(optimizer)
+        self._placement.restore(optimizer)
+
+    def _decide_update(self, optimizer: Any) -> None:
         """The update is queued, and if it is guarded the device holds it back: decide it."""
         if not self._guard.end(optimizer):
             return
@@ -210,6 +219,7 @@ class Transactions:
                     self._meet(cuda.wait_for_queue)
                     self._update_begins()
                 self._insist()
+                self._unseen.refuse(site)
                 if step:
                     seat.changes.exit(site)
                     seat.after_update()
@@ -262,6 +272,8 @@ class Transactions:
         self._backwards = 0
         self._about_to = ""
         self._updated = []
+        self._placement.forget()
+        self._unseen.forget()
         seat.tracker.in_txn = True
         seat.page.set("stepping", 1)
         seat.page.where("compute" if step else "section")
@@ -318,6 +330,8 @@ class Transactions:
     def _publish(self, updating: bool, result: bytes | None = None) -> None:
         """`result`, if the function has ended; otherwise it may be foreseen."""
         seat = self.seat
+        if updating:
+            self._placement.align()
         if result is None and self._step:
             result = self._foreseen()
         self._fenced, self._updating = True, updating
@@ -361,6 +375,8 @@ class Transactions:
             self._guard.close()  # recovery waits for the device
             self._fence_failed(error)
         self._passed = True
+        if passed and not seat.alone:
+            self._unseen.passed(self.running)
         seat.page.where("apply")
         self._own.passed()
         return passed
