@@ -6,7 +6,8 @@ agents' processes. When one ends, its session is swept and only then is the node
 
 Ends: the job ends (the agents are told by the orchestrator and exit); a signal cancels it (kill
 after 3 s, at once on the second signal; SIGTERM waits for a checkpoint, where the job writes any);
-an embedded orchestrator fails (nothing could be decided any more). An *external* orchestrator that does not answer ends nothing: training goes on.
+an embedded orchestrator fails (nothing could be decided any more). An *external* orchestrator that
+does not answer ends nothing: training goes on.
 """
 
 from __future__ import annotations
