@@ -189,13 +189,13 @@ def test_sigterm_writes_a_checkpoint_of_the_last_step(
     assert {int((out / f"rank-{rank}").read_text()) for rank in (0, 1)} <= {step, step - 1}
     assert f"the state of step {step} is in {path}" in job.err
     assert "an older checkpoint" not in job.err
-    (out / "enough").touch()
+    (out / "enough").write_text(str(step + 3))
     again = start(
         *("--nproc-per-node", "2", "--resume", str(saved), str(SCRIPTS / "endings.py")),
         *(str(out), "attached"),
     )
     again.end(0)
-    assert {(out / f"rank-{rank}").read_text() for rank in (0, 1)} == {str(step + 1)}
+    assert {(out / f"rank-{rank}").read_text() for rank in (0, 1)} == {str(step + 3)}
 
 
 def test_keepstep_stop_does_the_same(start: Start, out: Path, tmp_path: Path) -> None:

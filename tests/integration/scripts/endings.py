@@ -1,7 +1,7 @@
 """A script for test_endings: `endings.py OUT MODE`.
 
-MODE attached: one SGD step after another, each noted in OUT/rank-N. MODE bare: the same without
-keepstep.attach, until OUT/go is there."""
+MODE attached: one SGD step after another, each noted in OUT/rank-N, up to the one that OUT/enough
+names. MODE bare: no keepstep.attach and no steps, until OUT/go is there."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ batches = [torch.randn(3, 4, generator=torch.Generator().manual_seed(n)) for n i
 for batch in ks.batches(batches):
     train_step(batch)
     (out / f"rank-{rank}").write_text(str(ks.committed_step))
-    if (out / "enough").exists():
+    enough = out / "enough"
+    if enough.exists() and ks.committed_step >= int(enough.read_text()):
         break
 print("done", flush=True)
