@@ -71,6 +71,7 @@ class Checker:
         self.stops: set[int] = set()  # generations in which ranks hold to end
         self.doubtful: set[str] = set()  # incidents in which numbers differed
         self.accepted_ticks: set[int | None] = set()
+        self.stands = ""  # numbers differ, and nobody has said what is to be done
         self.gave: dict[tuple[str, int], list[int]] = {}  # (node, rank) -> ticks it acknowledged
 
     def violated(self, what: str) -> None:
@@ -133,6 +134,7 @@ class Checker:
     def _on_AttemptStarted(self, record: r.AttemptStarted) -> None:
         self._new_generation(record.generation)
         self._check_repeated(record)
+        self.ensure(not self.stands, f"an attempt, and the job stands: {self.stands}")
         self.attempts[record.generation] = record
         self.ensure(record.incident not in self.closed, f"an attempt for closed {record.incident}")
 
@@ -157,7 +159,8 @@ class Checker:
         """Only if nothing else is left, and to the newest one that can be read. Then everything is
         as it was."""
         differs = self.world.differs_at is not None and "numbers differ" in record.reason
-        self.world.differs_at = None if differs else self.world.differs_at
+        if differs:
+            self.world.differs_at, self.stands = None, ""
         needless = "" if differs else recoverable(self.world, record.tick)
         self.ensure(not needless, f"needless fall-back ({record.reason}): {needless}")
         again = f"{record.path} cannot be read" in record.reason
@@ -183,9 +186,12 @@ class Checker:
 
     def _on_DivergenceFound(self, record: r.DivergenceFound) -> None:
         self.ensure(self.world.differs_at == record.tick, f"nobody found {record.text}")
+        self.ensure(not self.stands, f"found again: {record.text}")
         self.doubtful |= {record.incident, record.move} - {""}
+        self.stands = record.text
 
     def _on_DivergenceAccepted(self, record: r.DivergenceAccepted) -> None:
+        self.stands = ""
         self.accepted_ticks.add(record.tick if record.tick >= 0 else self.world.differs_at)
 
     def went_on(self, process: Process) -> None:
