@@ -16,8 +16,12 @@ from keepstep.worker.script.data import is_data
 from keepstep.worker.script.roots import Roots
 from keepstep.worker.script.sources import is_stream
 
-_NAME: Final = re.compile(r"rng|random|generator|prng|mersenne|twister|philox|sampler", re.IGNORECASE)
-_HEAP_TYPE: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or by a newer extension
+_NAME: Final = re.compile(
+    r"rng|random|generator|prng|mersenne|twister|philox|sampler", re.IGNORECASE
+)
+_HEAP_TYPE: Final = (
+    1 << 9
+)  # Py_TPFLAGS_HEAPTYPE: made by a class statement, or by a newer extension
 _LANGUAGE: Final = (types.GeneratorType, types.AsyncGeneratorType, types.CoroutineType, type)
 
 
