@@ -142,7 +142,16 @@ def noisy(which: str, **options: Any) -> Callable[[], Any]:
     return lambda: DataLoader(Noisy(which), BATCH, shuffle=True, **options)
 
 
-SOURCES = "own random,own numpy,own torch,lazily made,counter,random,numpy,torch".split(",")
+SOURCES = [
+    "own random",
+    "own numpy",
+    "own torch",
+    "lazily made",
+    "counter",
+    "random",
+    "numpy",
+    "torch",
+]
 
 IN_PROCESS: dict[str, Callable[[], Any]] = {
     "shuffle": lambda: DataLoader(Plain(), BATCH, shuffle=True),
