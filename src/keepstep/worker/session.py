@@ -23,6 +23,7 @@ from keepstep.worker.objects import registered
 from keepstep.worker.plain import Batch, F, PlainSession
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.script import workers
+from keepstep.worker.script.hidden import hidden
 from keepstep.worker.seat import Line, Seat
 from keepstep.worker.state import memory, on_cpu
 from keepstep.worker.transaction import Transactions
@@ -187,6 +188,9 @@ class Session(PlainSession):
             cuda.settle_in(self._seat.parameters)  # the model may have been moved since attach
             groups.refuse_new_groups("process group created after the first step")
             self._seat.redundancy.settle()
+            if self._seat.rank == 0 and self._newcomer is None:
+                for text in hidden(self._seat.roots()):
+                    _warn_once(text)
             self._begun = True
 
     def _run(self, site: str, step: bool, function: Callable[[], Any]) -> Any:
