@@ -40,12 +40,12 @@ class _Kind(NamedTuple):
 
 
 def is_iterator(value: Any) -> bool:
-    return type(value) in _KINDS or type(value) is GeneratorType
+    return type(value) in KINDS or type(value) is GeneratorType
 
 
 def position(iterator: Any) -> Position:
     """Plain data that says where it stands, with the iterators inside."""
-    kind = _KINDS.get(type(iterator))
+    kind = KINDS.get(type(iterator))
     if kind is None:
         return [type(iterator).__name__]
     inner = [position(part) for part in kind.parts(iterator)]
@@ -61,7 +61,7 @@ def set_position(iterator: Any, wanted: Position, place: str) -> None:
             "that is replaced",
             hint="build loops from the same arguments on every start of the script",
         )
-    kind = _KINDS.get(type(iterator))
+    kind = KINDS.get(type(iterator))
     if kind is None or len(wanted) == 1:
         return
     state, inner = wanted[1], wanted[2]
@@ -83,14 +83,14 @@ def generators(iterator: Any) -> Iterator[GeneratorType[Any, Any, Any]]:
     if type(iterator) is GeneratorType:
         yield iterator
         return
-    kind = _KINDS.get(type(iterator))
+    kind = KINDS.get(type(iterator))
     for part in kind.parts(iterator) if kind is not None else ():
         yield from generators(part)
 
 
 def sources(iterator: Any) -> Iterator[Any]:
     """The iterators at the bottom, whose position is not carried here."""
-    kind = _KINDS.get(type(iterator))
+    kind = KINDS.get(type(iterator))
     if kind is None:
         if type(iterator) is not GeneratorType:
             yield iterator
@@ -240,7 +240,7 @@ _COMPOUND = _Kind(lambda _: [], _never, lambda it: it.__reduce__()[1])
 _FUNCTIONAL = _Kind(lambda _: [], _never, lambda it: it.__reduce__()[1][1:])
 _DICT = _Kind(_read_left, _advance, _no_parts)
 
-_KINDS: Final[dict[type, _Kind]] = {
+KINDS: Final[dict[type, _Kind]] = {
     type(iter([])): _SEQUENCE,
     type(iter(())): _SEQUENCE,
     type(iter("")): _SEQUENCE,

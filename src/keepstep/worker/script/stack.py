@@ -149,12 +149,7 @@ def _self_test() -> bool:
     next(generator)
     seen = nested(a, b, None)
     within = loop_iterators(generator.gi_frame)
-    return (
-        len(seen) == 3
-        and seen[1] is a
-        and seen[2] is b
-        and [it for it, _ in within] == [third]
-    )
+    return len(seen) == 3 and seen[1] is a and seen[2] is b and [it for it, _ in within] == [third]
 
 
 def _probe() -> bool:

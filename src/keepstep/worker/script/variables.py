@@ -32,19 +32,18 @@ from typing import Any, Final
 import msgspec
 
 from keepstep.errors import UsageError
-from keepstep.worker.script import frames, graph, nodes, values, witness
-from keepstep.worker.script.nodes import (
-    Blob,
+from keepstep.worker.script import contents, frames, graph, values, witness
+from keepstep.worker.script.contents import Blob, Items, Position
+from keepstep.worker.script.discovery import Graph
+from keepstep.worker.script.namespaces import (
     DictNames,
     FrameNames,
     FunctionNames,
-    Graph,
-    Items,
     ModuleGlobals,
-    Node,
-    Position,
+    Names,
     SlotNames,
 )
+from keepstep.worker.script.nodes import Node, suffix
 
 FORMAT: Final = 1
 SWEEP_EVERY: Final = 256
@@ -62,6 +61,7 @@ class Variables:
         self._modules = 0
         self._calls = 0
         self._captured = _EMPTY
+        self._changes = -1
         self._witness = witness.Witness()
         self._watched: list[Any] = []
         self._warned: set[str] = set()
@@ -121,11 +121,14 @@ class Variables:
         """What a newcomer needs after this call. Empty: nothing has changed since the start."""
         self._graph.scan()
         self._captured = self._encoded()
+        self._changes = self._graph.changes
         return self._captured
 
     def late(self) -> bytes | None:
         """The same as of the call's end; None: as captured."""
         self._graph.scan()
+        if self._graph.changes == self._changes:
+            return None
         now = self._encoded()
         return now if now != self._captured else None
 
@@ -170,12 +173,9 @@ class Variables:
         graph_ = self._graph
         out: list[Any] = []
         placed: dict[int, bool] = {}
-        for node in list(graph_.nodes.values()):
-            if node.carried:
+        for node in graph_.carry:
+            if node.number not in placed:
                 self._place(node, out, placed)
-        for root in self._live:
-            if root.carried:
-                self._place(root, out, placed)
         if not any(entry[6] is not None for entry in out):
             return _EMPTY
         omitted = list(graph_.omitted)
@@ -205,7 +205,9 @@ class Variables:
             if isinstance(node, FrameNames) and node.target is None:
                 return None
             return 0, node.label, False
-        ways = sorted(node.parents.items(), key=lambda way: way[1].varies(way[0][1]))
+        ways = list(node.parents.items())
+        if len(ways) > 1:
+            ways.sort(key=lambda way: way[1].varies(way[0][1]))
         for (_, key), parent in ways:
             if self._place(parent, out, placed):
                 return parent.number, _plain(key), parent.varies(key)
@@ -214,8 +216,12 @@ class Variables:
     def _raw(self, node: Node) -> Any:
         if node.raw is None:
             node.refers = []
-            payload = node.payload(self._graph)
-            raw = values.encode(payload)
+            try:
+                raw = values.encode(node.payload(self._graph))
+            except (OverflowError, UnicodeEncodeError):  # scalars that msgpack does not know
+                assert isinstance(node, Items)
+                node.flat = False
+                raw = values.encode(node.payload(self._graph))
             if len(raw) > values.BYTES_MAX:
                 self._graph.omit(node.label)
                 raw = values.encode(None)
@@ -270,7 +276,7 @@ class _Landing:
             for number, kind, parent, key, bound, about, payload in entries:
                 if number in self._nodes or number in self._objects or certain == bound:
                     continue
-                self._labels[number] = f"{self._labels.get(parent, '')}{nodes._suffix(key)}"
+                self._labels[number] = f"{self._labels.get(parent, '')}{suffix(key)}"
                 own = self._own(kind, parent, key, about)
                 if own is not None and not (bound and kind in ("items", "blob")):
                     self._nodes[number] = own
@@ -299,7 +305,7 @@ class _Landing:
             own = above.children.get(_key(key)) if above is not None else None
         if own is None or own.kind != kind or own.number in self._taken:
             return None
-        return own if own.about() == about or kind == "blob" and own.kind == kind else None
+        return own if own.about() == about or (kind == "blob" and own.kind == kind) else None
 
     def fill(self, entries: list[Any]) -> None:
         graph_ = self._graph
@@ -311,7 +317,7 @@ class _Landing:
                 target = self._objects[number]
                 if kind == "blob":
                     continue  # made with its contents
-                node = _KINDS[kind](graph_, target, self._labels[number], 1)
+                node = _MAKE[kind](graph_, target, self._labels[number], 1)
             node.apply(payload, self)
 
     def mark(self, entries: list[Any]) -> None:
@@ -320,15 +326,15 @@ class _Landing:
             node = self._graph.nodes.get(id(self._objects.get(number)))
             if node is None or payload is None:
                 continue
-            node.raw = None
-            if isinstance(node, nodes.Names):
+            if isinstance(node, Names):
                 node.changing_names.update(payload[0])
                 node.late_names.update(payload[1])
             else:
                 node.changing = True
+            self._graph.touch(node)
 
 
-_KINDS: Final[dict[str, Callable[..., Node]]] = {
+_MAKE: Final[dict[str, Callable[..., Node]]] = {
     "items": Items,
     "blob": Blob,
     "names": DictNames,
@@ -348,7 +354,7 @@ _CONTAINERS: Final[dict[str, Callable[[], Any]]] = {
 
 def _made(kind: str, about: str, payload: Any) -> Any:
     if kind == "blob":
-        return nodes.made(payload)
+        return contents.made(payload)
     if about in _CONTAINERS:
         return _CONTAINERS[about]()
     if kind in ("names", "slots", "items"):
