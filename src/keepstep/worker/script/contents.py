@@ -46,14 +46,10 @@ class Items(Node):
         if self.too_large or size > values.ITEMS_MAX:
             self._scan_large(graph, size)
             return
-        if last is not MISSING and last is not None and not isinstance(target, dict):
-            if len(last) == size and _same_list(target, last, self.opaque):
+        if last is not MISSING and last is not None:
+            if len(last) == size and _same(target, last, self.opaque):
                 return
-        if last is not MISSING:
-            if last is not None:
-                if isinstance(target, dict) and _same_items(target, last):
-                    return
-                graph.note(self, None, last)
+            graph.note(self, None, last)
             self.changing = True
         graph.touch(self)
         self._look_inside(graph, last)
@@ -75,21 +71,23 @@ class Items(Node):
                 graph.release(self, key)
             if self.last is not MISSING:
                 graph.omit(self.label)
+            self.changing = self.changing or self.last is not MISSING
         elif self.last != size:
             graph.omit(self.label)
+            self.changing = True
         self.last = size
         graph.touch(self)
 
     def _look_inside(self, graph: Graph, last: Any) -> None:
         target = self.target
         done = 0
-        if isinstance(target, list) and isinstance(last, list) and not self.opaque:
-            if len(target) > len(last) and target[: len(last)] == last:
-                done = len(last)
+        grown = isinstance(target, list) and isinstance(last, list) and len(target) > len(last)
+        if grown and not self.opaque and target[: len(last)] == last:
+            done = len(last)
+        before: dict[Any, Node] = {}
         if not done:
             self.opaque, self.flat = False, True
-            for key in list(self.children):
-                graph.release(self, key)
+            before, self.children = self.children, {}
         scalars = values.SCALARS
         if isinstance(target, dict):
             pairs: Iterable[tuple[Any, Any]] = target.items()
@@ -97,12 +95,14 @@ class Items(Node):
         else:
             pairs = enumerate(target) if not done else enumerate(target[done:], done)
             kinds = set(map(type, target[done:] if done else target))
-        if kinds <= scalars:
-            return
-        self.flat = False
-        for key, value in pairs:
-            if value.__class__ not in scalars and graph.adopt(value, self, key) is OPAQUE:
-                self.opaque = True
+        if not kinds <= scalars:
+            self.flat = False
+            for key, value in pairs:
+                if value.__class__ not in scalars and graph.adopt(value, self, key) is OPAQUE:
+                    self.opaque = True
+        for key, node in before.items():
+            if self.children.get(key) is not node:
+                graph.unlink(node, self, key)
 
     def payload(self, graph: Graph) -> Any:
         target = self.target
@@ -157,20 +157,17 @@ class Items(Node):
             self.put_back([values.unpack(x, referred) for x in data])
 
 
-def _same_list(target: Any, last: Any, opaque: bool) -> bool:
-    if opaque:  # comparing tensors is dear, and asks the device
+def _same(target: Any, last: Any, opaque: bool) -> bool:
+    """Of two containers of one size."""
+    if isinstance(target, dict):
+        pairs = zip(target.items(), last.items())
+        return all(k is a and v is b for (k, v), (a, b) in pairs)
+    if opaque and not isinstance(target, set):  # comparing tensors is dear, and asks the device
         return all(map(operator.is_, target, last))
     try:
         return bool(target == last)
     except Exception:  # a comparison of the user's
         return False
-
-
-def _same_items(target: dict[Any, Any], last: dict[Any, Any]) -> bool:
-    if len(target) != len(last):
-        return False
-    pairs = zip(target.items(), last.items())
-    return all(k is a and v is b for (k, v), (a, b) in pairs)
 
 
 class Blob(Node):

@@ -56,7 +56,7 @@ class Graph:
         self.changes = 0
         self._number = 0
         self._looked_at: list[Node] = []  # without a version: scanned every time
-        self._makers: dict[type, Callable[..., Node] | _Missing] = {}
+        self._makers: dict[type, Any] = {}
         self._packing: Node | None = None
 
     def next_number(self) -> int:
@@ -135,9 +135,9 @@ class Graph:
 
     def _register(self, node: Node) -> None:
         self.nodes[id(node.target)] = node
-        if not isinstance(node, DictNames | Holder):
-            if not (isinstance(node, Items) and isinstance(node.target, dict)):
-                self._looked_at.append(node)
+        versioned = isinstance(node, Items) and isinstance(node.target, dict)
+        if not versioned and not isinstance(node, DictNames | Holder):
+            self._looked_at.append(node)
 
     def release(self, parent: Node, key: Any) -> None:
         """The binding is gone; so is the node, if it was the last."""
@@ -147,11 +147,16 @@ class Graph:
                 for inner in [k for k in parent.children if k.__class__ is tuple and k[0] == key]:
                     self.release(parent, inner)
             return
+        self.unlink(child, parent, key)
+
+    def unlink(self, child: Node, parent: Node, key: Any) -> None:
         child.parents.pop((parent.number, key), None)
         if not child.parents and self.nodes.get(id(child.target)) is child:
             self._drop(child)
 
     def _drop(self, node: Node) -> None:
+        if self.journal is not None:
+            node.scan(self)  # it may have changed before it was let go
         self.nodes.pop(id(node.target), None)
         self.fleeting.pop(node, None)
         self.carry.pop(node, None)

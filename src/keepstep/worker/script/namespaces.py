@@ -5,6 +5,7 @@ and classes, closures of functions. See nodes.py for how they work together.
 from __future__ import annotations
 
 import gc
+import io
 import types
 import weakref
 from collections import Counter
@@ -48,6 +49,7 @@ class Names(Node):
         self.changing_names: set[str] = set()
         self.late_names: set[str] = set()
         self.lost: Counter[str] = Counter()  # opaque values, by how often they were rebound
+        self.opaque: dict[str, str] = {}  # types of the values that are not carried
         self.fleeting: set[str] = set()
         self.begun = False
         self._ignored = 0
@@ -113,6 +115,7 @@ class Names(Node):
         graph.touch(self)
 
     def _opaque(self, graph: Graph, name: str, value: Any, *, rebound: bool) -> None:
+        self.opaque[name] = _kind(value)
         if rebound:
             self.lost[name] += 1
             if self.varies(name):
@@ -171,6 +174,14 @@ class Names(Node):
         self.write(new)
         self.changing_names.update(data[0])
         self.late_names.update(data[1])
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, io.IOBase):
+        return "file"
+    if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+        return "result"
+    return type(value).__qualname__
 
 
 class DictNames(Names):
@@ -367,13 +378,22 @@ class FrameNames(Names):
         frame = self.frame()
         if frame is None or running:
             return
-        for i, (iterator, line) in enumerate(stack.loop_iterators(frame)):
+        for i, (iterator, line) in enumerate(self._loops(frame)):
             key = ("for", i)
             child = self.children.get(key)
             if child is None or child.target is not iterator:
                 graph.release(self, key)
                 if iterators.is_iterator(iterator):
                     graph.adopt(iterator, self, key, f"{self.label} line {line}")
+
+    def _loops(self, frame: FrameType) -> list[tuple[Any, int]]:
+        loops = stack.loop_iterators(frame)
+        inner = getattr(self.target, "gi_yieldfrom", None)
+        return loops if inner is None else [*loops, (inner, frame.f_lineno)]
+
+    @property
+    def carried(self) -> bool:
+        return self.depth > 0 or super().carried
 
     def wake(self, graph: Graph) -> None:
         """It is scanned with the others."""
@@ -385,7 +405,8 @@ class FrameNames(Names):
         super().rest(graph)
         for key in [key for key in self.children if isinstance(key, tuple)]:
             graph.release(self, key)
-        self.target = None
+        if self.depth == 0:
+            self.target = None
 
     def leave(self, graph: Graph) -> None:
         """The function has returned."""

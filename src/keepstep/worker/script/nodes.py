@@ -59,8 +59,6 @@ class Node:
         self.raw: Any = None  # encoded payload, while it is good
         self.refers: list[Node] = []
         self.still = False  # only a running loop has it: it cannot move while a transaction runs
-        if self.late:
-            graph.carry[self] = None
 
     @property
     def carried(self) -> bool:

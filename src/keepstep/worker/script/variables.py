@@ -135,7 +135,6 @@ class Variables:
     def end(self) -> None:
         graph_ = self._graph
         graph_.journal = None
-        self._witness.ends(graph_)
         for node in tuple(graph_.fleeting):
             node.rest(graph_)
         for root in self._live:
@@ -173,16 +172,20 @@ class Variables:
         graph_ = self._graph
         out: list[Any] = []
         placed: dict[int, bool] = {}
-        for node in graph_.carry:
-            if node.number not in placed:
-                self._place(node, out, placed)
+        todo, looked_at = deque(graph_.carry), set()
+        while todo:
+            node = todo.popleft()
+            if node.number not in looked_at:
+                looked_at.add(node.number)
+                if self._place(node, out, placed):
+                    todo.extend(node.refers)
         if not any(entry[6] is not None for entry in out):
             return _EMPTY
         omitted = list(graph_.omitted)
         return values.encode([FORMAT, values.slot_now, omitted, out])
 
     def _place(self, node: Node, out: list[Any], placed: dict[int, bool]) -> bool:
-        """Append it behind its parent and before what it refers to; False: no root leads here."""
+        """Append it behind its parent; False: no root leads here."""
         if node.number in placed:
             return placed[node.number]
         placed[node.number] = False  # a way that comes back here is none
@@ -196,8 +199,6 @@ class Variables:
         out.append(entry)
         if node.carried:
             entry[6] = self._raw(node)
-            for other in node.refers:
-                self._place(other, out, placed)
         return True
 
     def _way(self, node: Node, out: list[Any], placed: dict[int, bool]) -> Any:
@@ -274,7 +275,7 @@ class _Landing:
         # Where a stable name leads is certain; what is bound anew takes what is left.
         for certain in (True, False):
             for number, kind, parent, key, bound, about, payload in entries:
-                if number in self._nodes or number in self._objects or certain == bound:
+                if number in self._objects or (certain and bound):
                     continue
                 self._labels[number] = f"{self._labels.get(parent, '')}{suffix(key)}"
                 own = self._own(kind, parent, key, about)
@@ -282,17 +283,19 @@ class _Landing:
                     self._nodes[number] = own
                     self._objects[number] = own.target
                     self._taken.add(own.number)
-                elif bound and payload is not None:
+                elif payload is None or (certain and self._comes_later(parent)):
+                    continue
+                elif kind in _MADE and (bound or self._comes_later(parent)):
                     self._objects[number] = _made(kind, about, payload)
-                elif payload is not None and not (certain and self._comes_later(parent)):
+                else:
                     raise UsageError(
                         f"{self._labels[number]} of the rank that is replaced ({about or kind}) "
                         "is not here, so it cannot be set",
-                        hint="build the same objects on every start of the script",
+                        hint="build the same objects and loops on every start of the script",
                     )
 
     def _comes_later(self, parent: int) -> bool:
-        """Its parent is bound anew and not found yet."""
+        """Its parent is bound anew: it is not found yet, or is made."""
         return parent != 0 and parent not in self._nodes
 
     def _own(self, kind: str, parent: int, key: Any, about: str) -> Node | None:
@@ -341,6 +344,7 @@ _MAKE: Final[dict[str, Callable[..., Node]]] = {
     "slots": SlotNames,
     "iterator": Position,
 }
+_MADE: Final = frozenset({"items", "blob", "names", "slots"})
 _CONTAINERS: Final[dict[str, Callable[[], Any]]] = {
     "builtins:list": list,
     "builtins:dict": dict,
@@ -357,13 +361,8 @@ def _made(kind: str, about: str, payload: Any) -> Any:
         return contents.made(payload)
     if about in _CONTAINERS:
         return _CONTAINERS[about]()
-    if kind in ("names", "slots", "items"):
-        found = values.class_named(about)
-        return found.__new__(found) if kind == "items" else object.__new__(found)
-    raise UsageError(
-        f"a {kind} ({about}) that the rank made after the start is not here",
-        hint="make iterators and generators before the first step, or use ks.batches",
-    )
+    found = values.class_named(about)
+    return found.__new__(found) if kind == "items" else object.__new__(found)
 
 
 def _plain(key: Any) -> Any:

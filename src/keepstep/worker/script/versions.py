@@ -61,7 +61,7 @@ class Versions:
         addresses = np.fromiter(self._dicts, dtype=np.uint64, count=len(self._dicts)) + _AT
         start, end = int(addresses.min()), int(addresses.max())
         words = (end - start) // 8 + 1
-        buffer = (ctypes.c_uint64 * words).from_address(start)
+        buffer: Any = (ctypes.c_uint64 * words).from_address(start)
         self._memory = np.frombuffer(buffer, dtype=np.uint64)
         self._where = ((addresses - start) // 8).astype(np.int64)
 
