@@ -430,6 +430,43 @@ def test_a_retry_finds_everything_as_it_was() -> None:
     assert disturbed.log == calm.log
 
 
+def test_a_generator_that_the_step_pulls_is_put_back() -> None:
+    def numbers(items: list[int]) -> Iterator[int]:
+        drawn = 0
+        for item in items:
+            drawn = drawn + 1
+            yield item * drawn
+
+    def script(ks: Rank) -> None:
+        source = numbers([3, 4, 5, 6])
+
+        def train_step() -> int:
+            return next(source)
+
+        for i in range(3):
+            ks.retries = 1 if i else 0  # before the first pull there is no yield to go back to
+            ks.log.append(ks.step(train_step))
+
+    assert run(script).log == [3, 8, 15]
+
+
+def test_a_generator_that_cannot_go_back_is_refused() -> None:
+    def phases() -> Iterator[str]:
+        yield "warm"
+        yield "full"
+        yield "cool"
+
+    def script(ks: Rank) -> None:
+        phase = phases()
+        next(phase)
+        ks.retries = 1
+        ks.step(lambda: next(phase))
+
+    with pytest.raises(UsageError, match=r"generator .*phase") as refused:
+        run(script)
+    assert "hint:" in str(refused.value)
+
+
 def test_undo_after_an_exception() -> None:
     def script(ks: Rank) -> None:
         seen: list[int] = []

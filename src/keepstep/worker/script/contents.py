@@ -30,11 +30,12 @@ class Items(Node):
         self.opaque = False
         self.too_large = False
         self.flat = True  # nothing but scalars
+        self._about = values.name_of(type(target))
         if isinstance(target, dict):
             graph.versions.watch(target, self)
 
     def about(self) -> str:
-        return values.name_of(type(self.target))
+        return self._about
 
     @property
     def not_plain(self) -> bool:

@@ -95,7 +95,8 @@ class Graph:
             node = maker(self, value, label, parent.depth + 1)  # type: ignore[operator]
             self._register(node)
             node.scan(self)
-        still = (parent.still or key.__class__ is tuple) and isinstance(node, Position | FrameNames)
+        looping = parent.still or (parent.depth == 0 and key.__class__ is tuple)
+        still = looping and isinstance(node, Position | FrameNames)
         node.still = still and (node.still or not node.parents)
         node.parents[parent.number, key] = parent
         parent.children[key] = node

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from keepstep.errors import UsageError
 from keepstep.worker.script import frames, graph, iterators, stack, values
 from keepstep.worker.script.nodes import LEAF, MISSING, OPAQUE, Node
 
@@ -33,6 +34,7 @@ class _Gone:
         self.address = address
 
 
+_DIRECT: Final = frozenset({float, bool, type(None)})
 _LONG: Final = frozenset({str, bytes})
 _SHORT: Final = values.SCALARS | {_Gone}
 
@@ -77,11 +79,21 @@ class Names(Node):
         return name.startswith("__")
 
     def scan(self, graph: Graph) -> None:
-        last, names = self.last, self.read()
+        last, names, known, scalars = self.last, self.read(), self.changing_names, values.SCALARS
+        counted = False
         for name, value in names.items():
             old = last.get(name, MISSING)
-            if value is not old and not self.ignored(name):
+            if value is old:
+                continue
+            if name in known and value.__class__ in scalars and old.__class__ in scalars:
+                if graph.journal is not None:
+                    graph.note(self, name, old)
+                last[name] = value
+                counted = True
+            elif not self.ignored(name):
                 self._rebound(graph, name, old, value)
+        if counted:
+            graph.touch(self)
         if not self.begun:
             self._ignored = len(names) - len(last)
             self.begun = True
@@ -149,6 +161,9 @@ class Names(Node):
                 value = self.last.get(name, MISSING)
                 if value is MISSING or (names is self.late_names and name in self.changing_names):
                     continue
+                if value.__class__ in _DIRECT:
+                    found[name] = value
+                    continue
                 if value.__class__ in _LONG and len(value) > values.BYTES_MAX:
                     graph.omit(f"{self.label}.{name}")
                     continue
@@ -176,6 +191,11 @@ class Names(Node):
         self.late_names.update(data[1])
 
 
+def _cells(frame: FrameType) -> tuple[str, ...]:
+    code = frame.f_code
+    return code.co_cellvars + code.co_freevars
+
+
 def _kind(value: Any) -> str:
     if isinstance(value, io.IOBase):
         return "file"
@@ -190,8 +210,12 @@ class DictNames(Names):
     def __init__(self, graph: Graph, target: Any, label: str, depth: int) -> None:
         super().__init__(graph, target, label, depth)
         self.names = vars(target) if not isinstance(target, dict) else target
+        self._about = values.name_of(type(target))
         self._asleep: Any = None
         graph.versions.watch(self.names, self)
+
+    def about(self) -> str:
+        return self._about
 
     def rest(self, graph: Graph) -> None:
         super().rest(graph)
@@ -341,7 +365,7 @@ class FrameNames(Names):
 
     def __init__(self, graph: Graph, target: Any, label: str, depth: int) -> None:
         super().__init__(graph, target, label, depth)
-        self.key = label
+        self._at = -1
 
     def frame(self) -> FrameType | None:
         target = self.target
@@ -371,13 +395,18 @@ class FrameNames(Names):
         return f"{frame.f_globals.get('__name__')}:{frame.f_code.co_qualname}{at}"
 
     def scan(self, graph: Graph) -> None:
-        running = graph.journal is not None
-        if self.still and running:
+        frame = self.frame()
+        if self.still and graph.journal is not None:
+            return
+        if self.depth == 0 and graph.journal is not None:
+            # A step that runs inside reaches the locals of its callers through cells only.
+            if frame is not None and _cells(frame):
+                self._scan_cells(graph, frame)
             return
         super().scan(graph)
-        frame = self.frame()
-        if frame is None or running:
+        if frame is None or graph.journal is not None:
             return
+        self._at = frame.f_lasti
         for i, (iterator, line) in enumerate(self._loops(frame)):
             key = ("for", i)
             child = self.children.get(key)
@@ -385,6 +414,23 @@ class FrameNames(Names):
                 graph.release(self, key)
                 if iterators.is_iterator(iterator):
                     graph.adopt(iterator, self, key, f"{self.label} line {line}")
+
+    def refuse_moved(self) -> None:
+        """Before a retry: a generator that stands at another `yield` cannot go back."""
+        frame = self.frame()
+        if frame is None or frame.f_lasti != self._at:
+            raise UsageError(
+                f"the generator {self.label} was advanced to another yield inside a step that must "
+                "be repeated",
+                hint="draw from it before the step and pass the value, or use ks.batches",
+            )
+
+    def _scan_cells(self, graph: Graph, frame: FrameType) -> None:
+        names, last = frames.read(frame), self.last
+        for name in _cells(frame):
+            value = names.get(name, MISSING)
+            if value is not MISSING and value is not last.get(name, MISSING):
+                self._rebound(graph, name, last.get(name, MISSING), value)
 
     def _loops(self, frame: FrameType) -> list[tuple[Any, int]]:
         loops = stack.loop_iterators(frame)

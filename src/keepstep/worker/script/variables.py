@@ -30,6 +30,7 @@ from types import FrameType
 from typing import Any, Final
 
 import msgspec
+import torch
 
 from keepstep.errors import UsageError
 from keepstep.worker.script import contents, frames, graph, values, witness
@@ -145,6 +146,9 @@ class Variables:
         graph_ = self._graph
         graph_.scan()
         journal, graph_.journal = graph_.journal or {}, None
+        for node in graph_.nodes.values():
+            if isinstance(node, FrameNames) and node.depth and not node.still:
+                node.refuse_moved()
         for node, old in journal.items():
             if node.target is not None:
                 node.put_back(old)
@@ -379,11 +383,9 @@ def _inside(arguments: tuple[Any, ...]) -> frozenset[int]:
     todo: list[Any] = list(arguments)
     while todo and len(found) < 256:
         item = todo.pop()
-        if item.__class__ in values.SCALARS or graph.user_code(type(item)):
-            continue
-        found.append(id(item))
-        if isinstance(item, dict):
-            todo.extend(item.values())
-        elif isinstance(item, list | tuple):
-            todo.extend(item)
+        if isinstance(item, torch.Tensor):
+            found.append(id(item))
+        elif isinstance(item, dict | list | tuple):
+            found.append(id(item))
+            todo.extend(item.values() if isinstance(item, dict) else item)
     return frozenset(found)

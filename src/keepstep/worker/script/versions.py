@@ -44,12 +44,14 @@ class Versions:
             self._settle()
         if not self._owners:
             return []
-        now = self._memory[self._where]
+        now = self._memory.take(self._where, mode="clip")
         if known is not None:
             seen, self._seen = known, now
             pairs = zip(self._owners, now.tolist())
             return [o for o, version in pairs if seen.get(id(o)) != version]
-        where = np.flatnonzero(now != self._seen)
+        if now.tobytes() == self._seen.tobytes():
+            return []
+        where = (now != self._seen).nonzero()[0]
         self._seen = now
         return [self._owners[i] for i in where]
 
