@@ -32,7 +32,7 @@ _CLOCKS: Final = frozenset(
     {"time", "perf_counter", "monotonic", "time_ns", "perf_counter_ns", "monotonic_ns"}
 )
 _CLOCK_CALLS: Final = _CLOCKS - {"time"}
-_PLACES: Final = frozenset({"gethostname", "getfqdn", "uname", "getpid"})
+_PLACES: Final = frozenset({"gethostname", "getfqdn", "uname"})
 
 
 class Witness:
