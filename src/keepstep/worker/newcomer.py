@@ -36,6 +36,7 @@ from keepstep.worker import blobs, checkpoint, codec, fsdp, groups, transfer, va
 from keepstep.worker.objects import Registered
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.redundancy import ShardsMissing
+from keepstep.worker.script.frames import script_frames
 from keepstep.worker.seat import Seat
 from keepstep.worker.transaction import Transactions
 
@@ -119,12 +120,12 @@ class Newcomer:
         elif seat.tracker.replay is None:  # nothing to walk past: this very call is the next one
             seat.streams.restore(natural_rng)
 
-    def walked(self) -> bytes | None:
+    def walked(self) -> dict[str, Any]:
         """The last transaction of the walk returns, as it returned in the rank that is replaced.
-        Gives its encoded result, if that was published."""
+        Gives what that had added when it ended."""
         side, self._walking = self._walking, None
         if side is None:
-            return None
+            return {}
         late, missing = self._late, sorted(set(side["late"]) - self._late.keys())
         if missing:
             raise UsageError(
@@ -133,8 +134,7 @@ class Newcomer:
                 hint="draw before the update, or between steps",
             )
         self.seat.apply_side_state(side, late)
-        result: bytes | None = late.get("result")
-        return result
+        return late
 
     def repeats(self, site: str, arguments: Any) -> None:
         """The rank that is replaced had begun this call: its inputs must have been the same."""
@@ -179,11 +179,15 @@ class Newcomer:
         return result
 
     def _warm_up_once(self, function: Callable[[], Any]) -> Any:
-        """Batches that the function pulls itself are handed out again."""
+        """Batches that the function pulls itself are handed out again, and the script's variables
+        are put back."""
         self.seat.tracker.in_txn = True
+        self.seat.variables.begin(script_frames())
         try:
             return function()
         finally:
+            self.seat.variables.undo()
+            self.seat.variables.end()
             self.seat.tracker.in_txn = False
             undo_arguments = getattr(function, "undo", None)
             if undo_arguments is not None:

@@ -85,11 +85,11 @@ class Tracker:
 
     def _refuse_too_much(self, site: str) -> None:
         log = self.stack[-1].log
-        size = sum(len(x.result) for x in log if isinstance(x, Txn) and x.result is not None)
+        size = sum(entry.size for entry in log if isinstance(entry, Txn))
         if size > LOG_BYTES_MAX:
             raise UsageError(
-                f"results of {size >> 20} MiB of transactions inside one batch or epoch at {site}: "
-                "a newcomer must get all of them",
+                f"{len(log)} transactions inside one batch or epoch at {site} have results and "
+                f"variables of {size >> 20} MiB: a newcomer must get all of them",
                 hint="return less, or put the loop around these sections into one section",
             )
         if len(log) >= LOG_ENTRIES_MAX:
@@ -110,14 +110,16 @@ class Tracker:
                 del level.log[index:]
                 return
 
-    def position(self, site: str, step: bool, result: bytes | None = None) -> Tree:
+    def position(
+        self, site: str, step: bool, result: bytes | None = None, variables: bytes | None = None
+    ) -> Tree:
         """The tree as it will be when the transaction in progress has committed; with its encoded
         result, if that is known already."""
         level = self.stack[-1]
         frozen, self_frozen = self._frozen, None
         if step and frozen is not None:
             self_frozen, frozen.frozen = frozen.frozen, None
-        level.log.append(Txn(site, step, result))
+        level.log.append(Txn(site, step, result, variables))
         try:
             return self.root.tree()
         finally:
@@ -125,9 +127,16 @@ class Tracker:
             if step and frozen is not None:
                 frozen.frozen = self_frozen
 
-    def commit(self, site: str, step: bool, result: Any, encoded: bytes | None = None) -> None:
+    def commit(
+        self,
+        site: str,
+        step: bool,
+        result: Any,
+        encoded: bytes | None = None,
+        variables: bytes | None = None,
+    ) -> None:
         self._before = None
-        self.stack[-1].log.append(Txn(site, step, encoded))
+        self.stack[-1].log.append(Txn(site, step, encoded, variables))
         self.results.pop(site, None)
         if result is not MISSING:
             self.results[site] = result
@@ -375,13 +384,10 @@ class Tracker:
             return (self.results.get(site, MISSING),)
         if isinstance(entry, Txn) and entry.site == site:
             replay.advance()
-            self.stack[-1].log.append(Txn(site, step, entry.result))
+            self.stack[-1].log.append(Txn(site, step, entry.result, entry.variables))
             if replay.over():
                 self.replay = None
-            if entry.result is not None:
-                return (Encoded(entry.result),)
-            # It was too large to be published, or is lost with the rank: a replica's stands in.
-            return (self.results.get(site, MISSING),)
+            return (Encoded(entry.result, entry.variables),)
         raise self._mismatch(f"{'step' if step else 'section'} {site}", entry)
 
     def _replay_scope(self, kind: str) -> Level | None:

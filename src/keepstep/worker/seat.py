@@ -35,6 +35,7 @@ from keepstep.worker.position import Tracker
 from keepstep.worker.redundancy import Redundancy
 from keepstep.worker.script.roots import Roots, script_roots
 from keepstep.worker.script.streams import Streams
+from keepstep.worker.script.variables import Variables
 from keepstep.worker.shards import Replicas
 from keepstep.worker.state import StateSet
 from keepstep.worker.witness import Agreement, Replicated, inputs_of
@@ -147,6 +148,9 @@ class Seat:
         self.loops: list[Loop] = []
         self.functions: dict[str, Any] = {}  # steps and sections, by site
         self.streams = Streams(self.roots)
+        self.variables = Variables(self.knows)
+        self._known: set[int] = set()
+        self._known_at = -1
         self.tick = 0
         self.version = 0
         self.generation = 0
@@ -238,6 +242,26 @@ class Seat:
             "as with per_rank=True"
         )
 
+    def knows(self, thing: Any) -> bool:
+        """It is part of what is attached or registered, or Keepstep's own."""
+        if type(thing).__module__.startswith("keepstep."):
+            return True
+        stamp = len(self.objects) + sum(len(o.state) for o in self.optimizers.values())
+        if stamp != self._known_at:
+            self._known, self._known_at = self._attached_ids(), stamp
+        return id(thing) in self._known
+
+    def _attached_ids(self) -> set[int]:
+        owners = [getattr(item.save, "__self__", None) for item in self.objects.values()]
+        modules = [x for x in (*self.models.values(), *owners) if isinstance(x, torch.nn.Module)]
+        found: list[Any] = [*owners, *self.optimizers.values(), *self.parameters]
+        for module in modules:
+            found += [*module.modules(), *module.parameters(), *module.buffers()]
+        for optimizer in self.optimizers.values():
+            for entry in optimizer.state.values():
+                found += entry.values() if isinstance(entry, dict) else [entry]
+        return {id(thing) for thing in found if thing is not None}
+
     def roots(self) -> Roots:
         """Where the script's own state is looked for."""
         named: dict[str, Any] = {f"step {site}": x for site, x in self.functions.items()}
@@ -311,11 +335,12 @@ class Seat:
         updating: bool = True,
         position: Any = None,
         result: bytes | None = None,
+        variables: bytes | None = None,
     ) -> bytes:
         """Version tick+1 of what only this rank has, as it will be if the fence passes.
         `updating`: an optimizer is about to use up the gradients."""
         if position is None:
-            position = self.tracker.position(site, step, result)
+            position = self.tracker.position(site, step, result, variables)
         self.cells.fence()
         self._streams = self.streams.capture()
         return codec.dumps_inline(
@@ -337,10 +362,12 @@ class Seat:
         note = {"tick": self.tick, "inputs": inputs_of(arguments)}
         self.page.publish(NOTE_TICK, codec.dumps_inline(note))
 
-    def publish_late(self, site: str, result: bytes | None) -> None:
+    def publish_late(self, site: str, result: bytes | None, variables: bytes | None) -> None:
         """The transaction has ended: what was not known in its fence. To the own agent, and to the
         buddy without waiting for it."""
         late: dict[str, Any] = {} if result is None else {"result": result}
+        if variables is not None:
+            late["variables"] = variables
         streams = self.streams.capture()
         if streams != self._streams:
             late["streams"] = streams
@@ -421,7 +448,7 @@ class Seat:
             return False
         return True
 
-    def publish_ahead(self, site: str, result: bytes | None) -> None:
+    def publish_ahead(self, site: str, result: bytes | None, variables: bytes) -> None:
         """The last backward pass of a step begins. What lies on another device is not waited for,
         and what the user saves by a function of his is saved in his thread."""
         address = self.channel.buddy

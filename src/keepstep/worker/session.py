@@ -23,6 +23,7 @@ from keepstep.worker.objects import registered
 from keepstep.worker.plain import Batch, F, PlainSession
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.script import workers
+from keepstep.worker.script.frames import script_frames
 from keepstep.worker.script.hidden import hidden
 from keepstep.worker.seat import Line, Seat
 from keepstep.worker.state import memory, on_cpu
@@ -41,6 +42,7 @@ class _Call:
 
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self._function, self._args, self._kwargs = function, args, kwargs
+        self.function = function
         self.code = getattr(function, "__code__", None)
         self.arguments = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
         self._before: list[tuple[Any, Any]] = []
@@ -109,6 +111,7 @@ class Session(PlainSession):
         name = getattr(function, "__qualname__", type(function).__name__)
         site = f"{name}:{code.co_firstlineno if code is not None else 0}"
         self._seat.functions[site] = function
+        self._seat.variables.watch(function)
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -190,7 +193,7 @@ class Session(PlainSession):
             self._seat.redundancy.settle()
             if self._seat.rank == 0 and self._newcomer is None:
                 for text in hidden(self._seat.roots()):
-                    _warn_once(text)
+                    self._seat.warn(text)
             self._begun = True
 
     def _run(self, site: str, step: bool, function: Callable[[], Any]) -> Any:
@@ -236,14 +239,19 @@ class Session(PlainSession):
         answer = tracker.begin(site, step)
         if not walking or answer is MISSING:
             return MISSING
-        own = None
-        if tracker.replay is None and self._newcomer is not None:
-            own = self._newcomer.walked()
         result = answer[0]
-        if own is not None:
-            result = Encoded(own)
+        late: dict[str, Any] = {}
+        if tracker.replay is None and self._newcomer is not None:
+            late = self._newcomer.walked()
         if isinstance(result, Encoded):
-            return (codec.loads_inline(result.data),)
+            variables = late.get("variables", result.variables)
+            if variables is not None:
+                self._seat.variables.restore(variables, script_frames())
+            data = late.get("result", result.data)
+            if data is not None:
+                return (codec.loads_inline(data),)
+            # It was too large to be published, or is lost with the rank: a replica's stands in.
+            result = tracker.results.get(site, MISSING)
         if result is MISSING:
             why = tracker.unkept.get(site, "no rank had it")
             return (results.Lost(site, why),)

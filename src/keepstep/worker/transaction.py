@@ -31,6 +31,7 @@ from keepstep.worker.objects import Undo
 from keepstep.worker.pace import OwnTime
 from keepstep.worker.placements import GradientPlacement
 from keepstep.worker.recovery import Recovery, Retry
+from keepstep.worker.script.frames import script_frames
 from keepstep.worker.seat import Seat
 from keepstep.worker.unseen import Unseen
 from keepstep.worker.witness import EARLY
@@ -51,6 +52,7 @@ class Transactions:
         self._pending: Callable[[], None] | None = None  # to be done at the next entry
         self._updated: list[str] = []  # optimizers, in the order of their updates
         self._backwards = 0
+        self._variables = b""  # of the script, as published in the fence
         self._foresight: dict[str, results.Foresight] = {}  # by site
         self._usual: dict[str, int] = {}  # site -> backward passes of its last step
         self._function: Any = None
@@ -101,7 +103,8 @@ class Transactions:
             last = self._backwards == self._usual.get(self.running)
             self.seat.redundancy.backward(last)
             if last:
-                self.seat.publish_ahead(self.running, self._foreseen())
+                variables = self.seat.variables.capture()
+                self.seat.publish_ahead(self.running, self._foreseen(), variables)
 
     def saw_collective(self, name: str, args: Any, kwargs: Any) -> None:
         self.refuse_collective(f"collective {name}")
@@ -284,6 +287,10 @@ class Transactions:
             list(seat.objects.values()),
             seat.flags.save(),
         )
+        call = self._function
+        seat.variables.begin(
+            script_frames(), getattr(call, "function", None), (getattr(call, "arguments", ()),)
+        )
         seat.cells.enter()
         seat.gradients.enter()
         seat.agreement.begin()
@@ -319,6 +326,7 @@ class Transactions:
             self._left_changed = seat.changes.left_changed()
         if not self._left_changed and seat.replicated.changed_since_entry(seat.tick):
             self._left_changed = "state that replicas share"
+        seat.variables.undo()
         for loop in seat.loops:
             loop.retry()
         seat.streams.restore(undo.streams)
@@ -346,7 +354,10 @@ class Transactions:
                 seat.changes.fence(self.running, updating)
                 seat.secure(updating)
             seat.streams.leaving(self.running)
-            side_state = seat.side_state(self.running, self._step, updating, result=result)
+            self._variables = seat.variables.capture()
+            side_state = seat.side_state(
+                self.running, self._step, updating, result=result, variables=self._variables
+            )
             seat.ahead.judge(side_state)
             seat.publish(seat.tick + 1, side_state)
         except KeepstepError as error:
@@ -462,6 +473,7 @@ class Transactions:
     def _commit(self, site: str, step: bool, result: Any) -> None:
         seat = self.seat
         hold, snapshot = self._hold, self._snapshot
+        late = seat.variables.late()
         self._end()
         kept, encoded, why = results.keep(result)
         if why and site not in seat.tracker.unkept:
@@ -472,8 +484,9 @@ class Transactions:
             )
         if step and site in self._foresight:
             self._foresight[site].at_end(result, encoded)
-        seat.tracker.commit(site, step, kept, encoded)
-        seat.publish_late(site, encoded)
+        variables = late if late is not None else self._variables
+        seat.tracker.commit(site, step, kept, encoded, variables)
+        seat.publish_late(site, encoded, late)
         version = seat.version
         if step:
             seat.redundancy.updated = self._updated
@@ -506,6 +519,7 @@ class Transactions:
         self.seat.ahead.wait()
         self.running = ""
         self._function = None
+        self.seat.variables.end()
         for loop in self.seat.loops:
             loop.settle()
         self._passed = False

@@ -20,21 +20,29 @@ MISSING: Final = _Missing()
 
 
 class Encoded(NamedTuple):
-    """A result as it was published by the rank itself."""
+    """What a rank itself has published of a transaction: its result, and the script's variables as
+    they were then."""
 
-    data: bytes
+    data: bytes | None
+    variables: bytes | None
 
 
 @dataclass
 class Txn:
-    """`result` is encoded (results.py): it is part of every position until its level is left."""
+    """`result` is encoded (results.py), and so are the script's variables as of its fence, or its
+    end (script/variables.py): both are part of every position until the level is left."""
 
     site: str
     step: bool
     result: bytes | None = None
+    variables: bytes | None = None
 
     def tree(self) -> Tree:
-        return {"t": self.site, "s": self.step, "r": self.result}
+        return {"t": self.site, "s": self.step, "r": self.result, "v": self.variables}
+
+    @property
+    def size(self) -> int:
+        return len(self.result or b"") + len(self.variables or b"")
 
 
 @dataclass
@@ -116,7 +124,7 @@ def level_from(tree: Tree) -> Level:
         if "scope" in item:
             frozen = level_from(item["f"]) if item["f"] else None
             return Scope(item["scope"], frozen, item["w"])
-        return Txn(item["t"], item["s"], item["r"])
+        return Txn(item["t"], item["s"], item["r"], item["v"])
 
     return Level(
         kind=tree["kind"],
