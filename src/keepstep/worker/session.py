@@ -15,7 +15,7 @@ import xxhash
 
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
-from keepstep.worker import cuda, fsdp, groups, rng
+from keepstep.worker import cuda, fsdp, groups, rng, trace
 from keepstep.worker.batches import Batches, Loop
 from keepstep.worker.newcomer import Newcomer
 from keepstep.worker.objects import registered
@@ -238,6 +238,8 @@ class Session(PlainSession):
 
     def _finish(self) -> None:
         self._recovery.refuse_debt()
+        if trace.active is not None:
+            trace.active.end(self._seat)
         self._recovery.linger()
 
 

@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 )
 
 from keepstep.errors import KeepstepError, UsageError
-from keepstep.worker import cuda, fsdp, groups, guard, results, rng
+from keepstep.worker import cuda, fsdp, groups, guard, results, rng, trace
 from keepstep.worker.objects import Undo
 from keepstep.worker.pace import OwnTime
 from keepstep.worker.recovery import Recovery, Retry
@@ -170,6 +170,8 @@ class Transactions:
             if seat.aborted():
                 self.recovery.interrupted(None, in_fence=False, roll_back=None)
             self._refuse_alone(site)
+            if trace.active is not None:
+                trace.active.entry(seat, site, step, function)
             self._function = function
             undo = self._begin(site, step)
             problem: BaseException | None = None
@@ -203,6 +205,8 @@ class Transactions:
                 self._interrupt(problem, undo)
                 problem = None
                 continue
+            if trace.active is not None:
+                trace.active.committed(seat, site, step, result)
             self._commit(site, step, result)
             return result
 
