@@ -32,7 +32,7 @@ import torch
 import xxhash
 
 from keepstep.model import trace as model
-from keepstep.worker import rng, shards, values
+from keepstep.worker import rng, values
 from keepstep.worker.seat import Seat
 
 GATE_POLL_S: Final = 0.02
