@@ -79,59 +79,94 @@ _IN_A_STEP = {
 }
 
 
-def wishes(found: Shape, world: int, *, quick: bool) -> tuple[list[Wish], list[str]]:
-    """In the order of their importance, and what cannot be had."""
+class _Places(NamedTuple):
+    """Versions at which a fault may happen."""
+
+    anywhere: tuple[int, ...]
+    ends: tuple[int, ...]  # in the last step of an epoch
+    sections: tuple[int, ...]
+
+
+def _places(found: Shape) -> _Places:
+    return _Places(
+        tuple(range(FIRST_STEP, found.steps - 1)),
+        tuple(v for v in found.ends if FIRST_STEP <= v < found.steps - 1),
+        tuple(v for v in found.sections if v >= FIRST_STEP),
+    )
+
+
+def wishes(found: Shape, world: int) -> list[Wish]:
+    """All that there is to try, in the order of importance."""
+    places = _places(found)
     first, last = 0, world - 1
-    both = [first, last] if world > 1 and not quick else [last]
-    anywhere = tuple(range(FIRST_STEP, found.steps - 1))
-    ends = tuple(v for v in found.ends if FIRST_STEP <= v < found.steps - 1)
-    sections = tuple(v for v in found.sections if v >= FIRST_STEP)
-    left_out, asked = [], []
-    if not ends:
-        left_out.append(f"an epoch's end: none within {found.steps} steps (--steps takes more)")
-    if not sections:
-        left_out.append("sections: none was called")
-    points = ("in_backward", "in_optimizer", "after_step") if quick else tuple(_IN_A_STEP)
-    for at, point in enumerate(points):
-        if point == "after_step" and quick and ends:
-            continue
-        for rank in both if not quick else [(first, last)[at % 2]]:
-            asked.append(Wish(f"kill {_IN_A_STEP[point]}", "kill", rank, point, anywhere))
-    if ends:
-        asked.append(Wish("kill after an epoch's last step", "kill", last, "after_step", ends))
-        if not quick:
-            after = tuple(v + 1 for v in ends)
-            asked.append(
-                Wish("kill in an epoch's first step", "kill", first, "before_forward", after)
-            )
-    if sections:
+    both = (first, last) if world > 1 else (first,)
+    asked = [
+        Wish(f"kill {where}", "kill", rank, point, places.anywhere)
+        for point, where in _IN_A_STEP.items()
+        for rank in both
+    ]
+    asked += [Wish("planned move", "migrate", rank, "", places.anywhere) for rank in both]
+    if places.sections:
         asked += [
-            Wish("kill in a section", "kill", rank, "in_section", sections)
-            for rank in (both if not quick else [first])
+            Wish("kill in a section", "kill", rank, "in_section", places.sections) for rank in both
         ]
-    asked += [Wish("planned move", "migrate", rank, "", anywhere) for rank in both]
-    if ends and not quick:
-        before = tuple(max(v - 1, FIRST_STEP) for v in ends)
-        asked.append(Wish("planned move over an epoch's end", "migrate", first, "", before))
-    return asked, left_out
+    if places.ends:
+        after = tuple(v + 1 for v in places.ends)
+        before = tuple(max(v - 1, FIRST_STEP) for v in places.ends)
+        asked += [
+            Wish("kill after an epoch's last step", "kill", last, "after_step", places.ends),
+            Wish("kill in an epoch's first step", "kill", first, "before_forward", after),
+            Wish("planned move over an epoch's end", "migrate", first, "", before),
+        ]
+    return asked
+
+
+def quick_wishes(found: Shape, world: int) -> list[Wish]:
+    """The most telling ones, few enough for one run."""
+    places = _places(found)
+    first, last = 0, world - 1
+    asked = []
+    # A section at the end of an epoch is both at once.
+    at_end = tuple(v for v in places.sections if v - 1 in places.ends)
+    if places.sections:
+        at = at_end or places.sections
+        asked.append(Wish("kill in a section", "kill", first, "in_section", at))
+    if places.ends and not at_end:
+        asked.append(
+            Wish("kill after an epoch's last step", "kill", last, "after_step", places.ends)
+        )
+    else:
+        asked.append(Wish("kill between two steps", "kill", last, "after_step", places.anywhere))
+    asked += [
+        Wish(f"kill {_IN_A_STEP['in_backward']}", "kill", last, "in_backward", places.anywhere),
+        Wish(f"kill {_IN_A_STEP['in_optimizer']}", "kill", first, "in_optimizer", places.anywhere),
+        Wish("planned move", "migrate", last, "", places.anywhere),
+    ]
+    return asked
 
 
 def plan(found: Shape, world: int, *, quick: bool) -> Plan:
-    """Each wish in the first run that has room for it; what is bound to few steps goes first."""
-    asked, left_out = wishes(found, world, quick=quick)
+    """Each wish in the first run that has room for it; what is bound to few steps, or takes many,
+    goes first."""
+    left_out = []
+    if not _places(found).ends:
+        left_out.append(f"an epoch's end: none within {found.steps} steps (--steps takes more)")
+    if not _places(found).sections:
+        left_out.append("sections: none was called")
+    asked = quick_wishes(found, world) if quick else wishes(found, world)
     runs: list[list[Fault]] = []
     numbered = list(enumerate(asked, 1))
-    for number, wish in sorted(numbered, key=lambda one: (len(one[1].steps), one[0])):
-        if not _place(runs, number, wish, found.steps):
-            left_out.append(
-                f"{wish.what} of rank {wish.rank}: {found.steps} steps are too few (--steps)"
-            )
+    numbered.sort(key=lambda one: (len(one[1].steps), one[1].action != "migrate"))
+    for number, wish in numbered:
+        if not _place(runs, number, wish, found.steps, runs_max=1 if quick else len(asked)):
+            why = f"{found.steps} steps are too few" + (" for one run" if quick else "")
+            left_out.append(f"{wish.what} of rank {wish.rank}: {why} (--steps)")
     return Plan([sorted(run, key=lambda one: one.step) for run in runs], left_out)
 
 
-def _place(runs: list[list[Fault]], number: int, wish: Wish, steps: int) -> bool:
+def _place(runs: list[list[Fault]], number: int, wish: Wish, steps: int, *, runs_max: int) -> bool:
     own = STEPS_MOVED if wish.action == "migrate" else STEPS_KILLED
-    for run in [*runs, []]:
+    for run in [*runs, []][:runs_max]:
         for step in wish.steps:
             # Steps must be left for it; a section may be the last thing that the script does.
             if step + own > steps and wish.point != "in_section":

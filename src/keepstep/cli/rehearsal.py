@@ -16,6 +16,7 @@ until the script assigns it again. What still differs then, or at the end, count
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -57,17 +58,16 @@ Ignored = frozenset[tuple[str, str]]  # group and name
 
 
 def parse(texts: Mapping[int, bytes]) -> Trace:
-    """Of each rank's file. A last line without its end was being written by a process that was
-    killed."""
-    return Trace(
-        {
-            rank: [
-                msgspec.json.decode(line, type=Line)
-                for line in text[: text.rfind(b"\n") + 1].splitlines()
-            ]
-            for rank, text in texts.items()
-        }
-    )
+    """Of each rank's file. A line that cannot be read was being written by a process that was
+    killed; if anything else is wrong with a file, steps are missing, and that is a difference."""
+    decoder = msgspec.json.Decoder(Line)
+    ranks: dict[int, list[Line]] = {}
+    for rank, text in texts.items():
+        found = ranks.setdefault(rank, [])
+        for one in text.split(b"\n"):
+            with contextlib.suppress(msgspec.DecodeError):
+                found.append(decoder.decode(one))
+    return Trace(ranks)
 
 
 # --------------------------------------------------------------------------- comparing
@@ -84,40 +84,50 @@ def compare(reference: Trace, other: Trace, ignored: Ignored = frozenset()) -> l
 
 
 def _differences(rank: int, reference: list[Line], other: list[Line]) -> Iterable[Difference]:
-    known = {(line.kind, 0 if line.kind == "end" else line.tick): line for line in reference}
+    known = {_key(line): line for line in reference}
     changing = _changing(reference)
-    begun: dict[int, Line] = {}  # the first entry of each process
+    begun: dict[int, Line] = {}  # the first line of each process
     for line in other:
         first = begun.setdefault(line.pid, line)
-        expected = known.get((line.kind, 0 if line.kind == "end" else line.tick))
-
-        def differs(group: str, name: str, want: str, got: str, line: Line = line) -> Difference:
-            return Difference(
-                step=line.version,
-                tick=line.tick,
-                rank=rank,
-                group=group,
-                name=name,
-                expected=want,
-                found=got,
-            )
-
+        expected = known.get(_key(line))
         if expected is None:
-            yield differs("steps", "", "the end of the script", line.site or "the end")
-            continue
-        if line.kind == "end" and line.tick != expected.tick:
-            yield differs("steps", "", str(expected.version), str(line.version))
-            continue
-        if line.site != expected.site:
-            yield differs("order", "", expected.site, line.site)
-            continue
-        for group, name, want, got in _lines_differ(expected, line):
-            stale = line.kind != "end" and first.tick and got == _value(first, group, name)
-            if group == "variable" and (name not in changing or stale):
-                continue
-            if group == "mode" and not line.step:
-                continue  # sections set their own mode, and may be begun again in it
-            yield differs(group, name, want, got)
+            yield _difference(rank, line, "steps", "", "the end of the script", line.site)
+        elif line.tick != expected.tick:  # of the end
+            yield _difference(rank, line, "steps", "", str(expected.version), str(line.version))
+        elif line.site != expected.site:
+            yield _difference(rank, line, "order", "", expected.site, line.site)
+        else:
+            for group, name, want, got in _lines_differ(expected, line):
+                stale = line.kind != "end" and first.tick and got == _value(first, group, name)
+                if group == "variable" and (name not in changing or stale):
+                    continue
+                if group == "mode" and not line.step:
+                    continue  # sections set their own mode, and may be begun again in it
+                yield _difference(rank, line, group, name, want, got)
+    if any(line.kind == "end" for line in other):
+        seen = {line.tick for line in other}
+        end = max(line.tick for line in other)
+        for line in reference:
+            if line.kind == "entry" and line.tick < end and line.tick not in seen:
+                yield _difference(rank, line, "order", "", line.site, "nothing")
+
+
+def _key(line: Line) -> tuple[str, int]:
+    return line.kind, 0 if line.kind == "end" else line.tick
+
+
+def _difference(
+    rank: int, line: Line, group: str, name: str, expected: str, found: str
+) -> Difference:
+    return Difference(
+        step=line.version,
+        tick=line.tick,
+        rank=rank,
+        group=group,
+        name=name,
+        expected=expected,
+        found=found,
+    )
 
 
 def _lines_differ(expected: Line, line: Line) -> Iterable[tuple[str, str, str, str]]:

@@ -120,6 +120,7 @@ class Trace:
         )
         if self._file is None:
             self._file = (self._folder / model.file_name(seat.rank)).open("ab", buffering=0)
+            self._file.write(b"\n")  # whoever had this seat may have been killed within a line
         self._file.write(self._encoder.encode(line) + b"\n")
 
 

@@ -182,11 +182,21 @@ def _note(
             continue
         _note_one(plain, streams, prefix + name, value)
         # One level into the script's own objects: a Trainer keeps its counters in attributes.
-        own = getattr(value, "__dict__", None)
-        if type(own) is dict and _is_of_script(type(value)):
-            for attribute, item in list(own.items()):
+        if _is_of_script(type(value)):
+            for attribute, item in _attributes(value).items():
                 if not attribute.startswith("__"):
                     _note_one(plain, streams, f"{prefix}{name}.{attribute}", item)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    found = getattr(value, "__dict__", None)
+    found = dict(found) if type(found) is dict else {}
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(value, name):
+                found[name] = getattr(value, name)
+    return found
 
 
 def _note_one(plain: dict[str, str], streams: dict[str, str], name: str, value: Any) -> None:
@@ -198,6 +208,8 @@ def _note_one(plain: dict[str, str], streams: dict[str, str], name: str, value: 
 
 
 def _is_of_script(kind: type) -> bool:
+    if kind.__module__ == "builtins":
+        return False
     module = sys.modules.get(kind.__module__)
     path = getattr(module, "__file__", None)
     return kind.__module__ == "__main__" or (path is not None and not _is_library(path))
