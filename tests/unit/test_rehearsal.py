@@ -113,7 +113,7 @@ def test_only_variables_that_change_count() -> None:
     assert compare(run(), run(changed=slot, newcomer_at=5)) == []
     counted = {tick: {"variable": {"count": str(tick - 5)}} for tick in range(5, STEPS)}
     found = compare(run(), run(changed=counted, newcomer_at=5))
-    assert [(one.step, one.name, one.found) for one in found] == [(6, "count", "1")]
+    assert [(one.step, one.name, one.found) for one in found] == [(5, "count", "0")]
 
 
 def test_a_newcomers_variable_is_judged_once_the_script_has_assigned_it() -> None:
@@ -124,7 +124,7 @@ def test_a_newcomers_variable_is_judged_once_the_script_has_assigned_it() -> Non
 
 def test_a_variable_that_differed_before_training_did_is_named_as_the_cause() -> None:
     changed = {
-        tick: {"variable": {"count": str(tick - 5)}, "tensor": {"w": "x"} if tick > 7 else {}}
+        tick: {"variable": {"count": str(tick - 5)}, "tensor": {"w": "x"} if tick > 5 else {}}
         for tick in range(5, STEPS)
     }
     found = compare(run(), run(changed=changed, newcomer_at=5))

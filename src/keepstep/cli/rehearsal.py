@@ -87,6 +87,7 @@ def _differences(rank: int, reference: list[Line], other: list[Line]) -> Iterabl
     known = {_key(line): line for line in reference}
     changing = _changing(reference)
     begun: dict[int, Line] = {}  # the first line of each process
+    old: dict[str, Difference] = {}  # variables that a newcomer's script has not assigned yet
     for line in other:
         first = begun.setdefault(line.pid, line)
         expected = known.get(_key(line))
@@ -98,12 +99,18 @@ def _differences(rank: int, reference: list[Line], other: list[Line]) -> Iterabl
             yield _difference(rank, line, "order", "", expected.site, line.site)
         else:
             for group, name, want, got in _lines_differ(expected, line):
-                stale = line.kind != "end" and first.tick and got == _value(first, group, name)
-                if group == "variable" and (name not in changing or stale):
-                    continue
+                one = _difference(rank, line, group, name, want, got)
+                if group == "variable":
+                    stale = line.kind != "end" and first.tick and got == _value(first, group, name)
+                    if name not in changing:
+                        continue
+                    if stale:
+                        old.setdefault(name, one)
+                        continue
+                    one = old.pop(name, one)  # it was wrong from there on
                 if group == "mode" and not line.step:
                     continue  # sections set their own mode, and may be begun again in it
-                yield _difference(rank, line, group, name, want, got)
+                yield one
     if any(line.kind == "end" for line in other):
         seen = {line.tick for line in other}
         end = max(line.tick for line in other)

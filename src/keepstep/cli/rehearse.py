@@ -12,7 +12,6 @@ all are identical; 1: one is not, or the script is not reproducible; 2: it canno
 from __future__ import annotations
 
 import re
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -76,7 +75,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 )  # fmt: skip
 @click.option("--quick", is_flag=True, help="A few faults in one run instead of all of them.")
 @click.option(
-    "--stall-timeout", "--stall_timeout", "stall_s", type=float, default=60.0, show_default=True,
+    "--stall-timeout", "--stall_timeout", "stall_s", type=float, default=120.0, show_default=True,
     metavar="S", help="A step that stands still that long is a hang.",
 )  # fmt: skip
 @click.option(
@@ -142,7 +141,7 @@ def _scratch(
         if keep:
             say(f"kept: {place.base}")
         else:
-            shutil.rmtree(place.base, ignore_errors=True)
+            scratch.remove(place.base)
 
 
 # --------------------------------------------------------------------------- the runs

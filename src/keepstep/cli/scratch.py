@@ -18,6 +18,7 @@ by their own variables.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -105,7 +106,7 @@ def prepare(script: str, module: bool, args: Sequence[str], *, in_place: bool) -
     base = Path(tempfile.mkdtemp(prefix="ks-rehearse-", dir=_outside(folders.protected)))
     if in_place:
         return Scratch(base, "in-place", cwd, folders)
-    ways: list[Way] = ["mounts"] if os.geteuid() == 0 else ["user-mounts"]
+    ways: list[Way] = ["mounts", "user-mounts"] if os.geteuid() == 0 else ["user-mounts"]
     try:
         for way in ways:
             scratch = Scratch(base, way, cwd, folders)
@@ -115,9 +116,9 @@ def prepare(script: str, module: bool, args: Sequence[str], *, in_place: bool) -
         if cwd not in NEVER and start.is_relative_to(cwd) and size <= COPY_BYTES_MAX:
             return Scratch(base, "copy", cwd, folders)
     except BaseException:
-        shutil.rmtree(base, ignore_errors=True)
+        remove(base)
         raise
-    shutil.rmtree(base, ignore_errors=True)
+    remove(base)
     raise UsageError(
         f"what the script writes to {cwd} cannot be kept apart: overlay mounts are not allowed "
         f"here, and the folder is no small one that could be copied",
@@ -146,7 +147,7 @@ def protected(cwd: Path, start: Path, args: Sequence[str], environ: Mapping[str,
             folder = folder.parent
         if may_protect(folder):
             wanted.append(folder)
-        elif os.access(folder, os.W_OK):
+        elif os.access(folder, os.W_OK) and not _is_device(folder):
             left_open.append(argument)
     good = sorted({path.resolve() for path in wanted if path.is_dir()})
     good = [path for path in good if may_protect(path)]
@@ -162,6 +163,18 @@ def may_protect(folder: Path) -> bool:
         and not any(folder.is_relative_to(one) for one in NEVER_BELOW)
         and os.access(folder, os.W_OK)
     )
+
+
+def _is_device(folder: Path) -> bool:
+    return any(folder.is_relative_to(one) for one in ("/dev", "/proc", "/sys"))
+
+
+def remove(base: Path) -> None:
+    """The kernel leaves a folder in each overlay that not even its owner may look into."""
+    for closed in base.glob("*/mounts/*/top/work/*"):
+        with contextlib.suppress(OSError):
+            closed.chmod(0o700)
+    shutil.rmtree(base, ignore_errors=True)
 
 
 def mount_script(folders: Sequence[Path], mounts: Sequence[Path], base: Path, cwd: Path) -> str:
@@ -203,7 +216,7 @@ def _mounts() -> list[Path]:
 
 
 def _works(scratch: Scratch) -> bool:
-    run = scratch.base / "probe"
+    run = scratch.base / f"probe-{scratch.way}"
     mark = run / "mark"
     run.mkdir()
     command, cwd = scratch.command(run, ["sh", "-c", 'touch "$1" && echo made', "sh", str(mark)])
@@ -213,7 +226,7 @@ def _works(scratch: Scratch) -> bool:
         return False
     finally:
         made = mark.exists()  # the scratch folder itself is not hidden
-        shutil.rmtree(run, ignore_errors=True)
+        mark.unlink(missing_ok=True)
     return made and done.returncode == 0
 
 

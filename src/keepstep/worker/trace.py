@@ -34,6 +34,7 @@ import xxhash
 from keepstep.model import trace as model
 from keepstep.worker import rng, values
 from keepstep.worker.seat import Seat
+from keepstep.worker.state import flat
 
 GATE_POLL_S: Final = 0.02
 
@@ -146,7 +147,8 @@ def _hyper(seat: Seat) -> tuple[dict[str, str], dict[str, str]]:
                     rates |= values.parts(where, value)
                 elif key != "params":
                     others |= values.parts(f"{where} {key}", value)
-        for index, entry in enumerate(optimizer.state.values()):
+        for index, parameter in enumerate(flat(optimizer)):
+            entry = optimizer.state.get(parameter, {})
             for key, value in entry.items() if isinstance(entry, dict) else ():
                 if not isinstance(value, torch.Tensor):
                     others |= values.parts(f"optimizer {name} state {index} {key}", value)
