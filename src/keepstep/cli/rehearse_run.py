@@ -36,7 +36,8 @@ from keepstep.orchestrator.requests import MigrateRequest, Ok
 POLL_S = 0.05
 PACE_S = 0.4  # a step, during a planned move
 STEPS_BESIDE = 2  # of training while it is prepared
-MOVE_S = 120.0
+MOVE_S = 300.0
+GOES_ON = ("OPEN", "RESOLVED", "ABORTED")  # outcomes after which the job trains on
 STOP_S = 8.0
 WORDS_MAX = 8_000
 PR_SET_PDEATHSIG = 1
@@ -152,6 +153,10 @@ class Run:
             found = self._incidents()
             if len(found) > before:
                 self._opened[fault.id] = found[before].id
+                if found[before].outcome not in GOES_ON:
+                    # It ends by itself, or it holds for somebody to look at it.
+                    self._end_s = min(self._end_s, time.monotonic() + STOP_S)
+                    break
             if not done:
                 break
         self._gate(None)
