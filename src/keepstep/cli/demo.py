@@ -91,7 +91,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 def demo(as_json: bool) -> None:
     """Train a small GPT twice, the second time with faults, and compare every bit."""
     began_s = time.monotonic()
-    with _terminated_as_interrupt(), _temporary_home() as where:
+    with terminated_as_interrupt(), _temporary_home() as where:
         say(f"training a small GPT on {RANKS} ranks, each on its own local node, with 1 spare")
         say(f"run 1 of 2, undisturbed: {EPOCHS * STEPS_PER_EPOCH} steps")
         plain, plain_s, _ = train(where / "undisturbed", lambda run: run.hurry())
@@ -309,7 +309,7 @@ def _temporary_home() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _terminated_as_interrupt() -> Iterator[None]:
+def terminated_as_interrupt() -> Iterator[None]:
     """SIGTERM unwinds like Ctrl-C, through everything that must be ended."""
 
     def stop(number: int, _: object) -> None:

@@ -20,6 +20,7 @@ from keepstep.errors import KeepstepError, UsageError
 
 COMMANDS = {
     "run": "keepstep.cli.run:run",
+    "rehearse": "keepstep.cli.rehearse:rehearse",
     "status": "keepstep.cli.operate:status",
     "jobs": "keepstep.cli.operate:jobs",
     "nodes": "keepstep.cli.operate:nodes",

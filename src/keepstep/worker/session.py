@@ -15,7 +15,7 @@ import xxhash
 
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
-from keepstep.worker import alike, codec, cuda, fsdp, groups, results, roundtrip
+from keepstep.worker import alike, codec, cuda, fsdp, groups, results, roundtrip, trace
 from keepstep.worker.batches import Batches, Loop
 from keepstep.worker.collectives import Bare
 from keepstep.worker.newcomer import Newcomer
@@ -270,6 +270,8 @@ class Session(PlainSession):
     def _finish(self) -> None:
         self._recovery.refuse_debt()
         self._settle()
+        if trace.active is not None:
+            trace.active.end(self._seat)
         self._recovery.linger()
 
     def _settle(self) -> None:

@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
 )
 
 from keepstep.errors import KeepstepError, UsageError
-from keepstep.worker import cuda, fsdp, groups, guard, refusals, results
+from keepstep.worker import cuda, fsdp, groups, guard, refusals, results, trace
 from keepstep.worker.objects import Undo
 from keepstep.worker.pace import OwnTime
 from keepstep.worker.placements import GradientPlacement
@@ -209,6 +209,8 @@ class Transactions:
                 self.recovery.interrupted(None, in_fence=False, roll_back=None)
             self._refuse_alone(site)
             self._refuse_left_changed(site)
+            if trace.active is not None:
+                trace.active.entry(seat, site, step, function)
             self._function = function
             undo = self._begin(site, step)
             problem: BaseException | None = None
@@ -245,6 +247,8 @@ class Transactions:
                 self._interrupt(problem, undo)
                 problem = None
                 continue
+            if trace.active is not None:
+                trace.active.committed(seat, site, step, result)
             self._commit(site, step, result)
             return result
 
