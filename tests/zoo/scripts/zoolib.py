@@ -31,6 +31,7 @@ def start():
     args = parser.parse_args()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
+    seed_everything(0)
     return args, rank, world
 
 
