@@ -7,7 +7,7 @@ import shutil
 from typing import Any
 
 import pytest
-from zoo_harness import WORLD, Case, cases, judge, plain, start
+from zoo_harness import Case, cases, judge, start
 
 CASES = cases()
 
@@ -30,7 +30,6 @@ def test_every_script_says_what_it_is_and_is_killed_often(case: Case) -> None:
 @pytest.mark.cost(20)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_script(case: Case, outcome: dict[str, dict[str, Any]]) -> None:
-    assert len(plain(case)) == WORLD
     job = start(case)
     try:
         found = judge(case, job)
