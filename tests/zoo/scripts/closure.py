@@ -13,7 +13,7 @@ import keepstep
 
 
 def main():
-    args, rank, _ = zoolib.start()
+    args, _, _ = zoolib.start()
     torch.manual_seed(61)
     model = DistributedDataParallel(zoolib.mlp(dropout=0.0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

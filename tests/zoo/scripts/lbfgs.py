@@ -12,7 +12,7 @@ import keepstep
 
 
 def main():
-    args, rank, _ = zoolib.start()
+    args, _, _ = zoolib.start()
     torch.manual_seed(61)
     model = DistributedDataParallel(zoolib.mlp(dropout=0.0))
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
