@@ -158,7 +158,7 @@ def _judge(case: Case, job: Job) -> Outcome:
         job.status()
         if time.monotonic() > end:
             return Outcome("failed", f"no end within {DEADLINE_S:g} s: {job.stuck()}")
-        time.sleep(0.02)
+        time.sleep(0.1)
     code = job.process.returncode
     incidents = job.incidents() if job.job else []
     seen = [

@@ -63,8 +63,9 @@ def main():
             if rank == 0:
                 torch.save(model.state_dict(), best_path)
         if rank == 0:
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                        "scheduler": scheduler.state_dict(), "epoch": epoch, "best": best}, last)  # fmt: skip
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            state |= {"scheduler": scheduler.state_dict(), "epoch": epoch, "best": best}
+            torch.save(state, last)
         dist.barrier()
     model.load_state_dict(torch.load(best_path))
     zoolib.finish(args, losses, model=model, optimizer=optimizer, scheduler=scheduler, best=best)
