@@ -96,13 +96,74 @@ def test_optimizer_state_that_the_source_lacks_is_removed() -> None:
     assert not target.optimizer.state and "left" not in target.optimizer.param_groups[0]
 
 
-def test_gradients_become_absent_or_zero_as_in_the_source() -> None:
+def test_gradients_become_absent_zero_or_alive_as_in_the_source() -> None:
     source, target = Rank(1, 2), Rank(2, 2)
     source.net.small.grad = None
+    source.net.norm.bias.grad = torch.zeros_like(source.net.norm.bias)
     copy(source.set.export(), target.set)
     assert target.net.small.grad is None
-    weight = target.net.first.weight
-    assert weight.grad is not None and not weight.grad.any()
+    zero, alive = target.net.norm.bias.grad, target.net.first.weight.grad
+    assert zero is not None and not zero.any()
+    assert alive is not None and torch.equal(alive, source.net.first.weight.grad)
+
+
+def test_many_gradients_travel_only_where_they_are_known_to_outlive_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(states, "GRADIENT_BYTES_MAX", 10)
+    source = Rank(1, 2)
+    assert not any(name.startswith("grad/") for name in source.set.export().tensors)
+    source.set.outliving = lambda: True
+    assert "grad/model/net/first.weight" in source.set.export().tensors
+
+
+def test_what_is_the_ranks_own_stays_at_an_import() -> None:
+    source, target = Rank(1, 2), Rank(2, 2)
+    mean, gradient = target.net.norm.running_mean.clone(), target.net.first.weight.grad.clone()
+    target.set.own = frozenset({"model/net/norm.running_mean"})
+    exported = source.set.export()
+    landing = target.set.prepare_import(exported.meta)
+    assert "model/net/norm.running_mean" not in landing
+    for name, tensor in landing.items():
+        memory(tensor)[:] = memory(on_cpu(exported.tensors[name]))
+    target.set.finish_import()
+    assert torch.equal(target.net.norm.running_mean, mean)
+    assert torch.equal(target.net.first.weight.grad, gradient)
+    assert torch.equal(target.net.norm.running_var, source.net.norm.running_var)
+
+
+def test_parameter_groups_that_were_added_later_are_added_to_a_newcomer() -> None:
+    def make(added: bool) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        optimizer = torch.optim.SGD(net[0].parameters(), lr=0.5, momentum=0.9)
+        if added:
+            optimizer.add_param_group({"params": list(net[1].parameters()), "lr": 0.25})
+        for parameter in net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return net, optimizer
+
+    (net, optimizer), (other, twin) = make(True), make(False)
+    copy(
+        StateSet({"m": net}, {"o": optimizer}, {}).export(), StateSet({"m": other}, {"o": twin}, {})
+    )
+    assert [group["lr"] for group in twin.param_groups] == [0.5, 0.25]
+    assert torch.equal(
+        twin.state[other[1].weight]["momentum_buffer"],
+        optimizer.state[net[1].weight]["momentum_buffer"],
+    )
+
+
+def test_a_fingerprint_names_what_changed() -> None:
+    rank = Rank(1, 2)
+    before = rank.set.fingerprint()
+    assert rank.set.fingerprint() == before
+    rank.net.first.weight.data.mul_(0.5)
+    rank.optimizer.param_groups[0]["lr"] = 0.125
+    after = rank.set.fingerprint()
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {"model/net/first.weight", "meta"}
 
 
 def test_shared_tensors_and_second_names_of_a_model_travel_once() -> None:
@@ -159,28 +220,6 @@ def test_unserialisable_object_is_named() -> None:
     bad = StateSet({}, {}, {"bad": registered(lambda: {"f": object()}, lambda _: None)})
     with pytest.raises(UsageError, match=r"state\['f'\]"):
         bad.export()
-
-
-def test_buffers_that_forward_mutates_are_found_saved_and_restored() -> None:
-    rank = Rank(1, 0)
-    baseline = rank.set.buffer_versions()
-    assert set(baseline) == {
-        "model/net/gone",
-        *(
-            f"model/net/norm.{key}"
-            for key in ("running_mean", "running_var", "num_batches_tracked")
-        ),
-    }
-    assert rank.set.mutated_buffers(baseline) == []
-    before = rank.set.get_buffers(list(baseline))
-    rank.step()
-    mutated = rank.set.mutated_buffers(baseline)
-    assert "model/net/norm.running_mean" in mutated and "model/net/gone" not in mutated
-    rank.net.gone = torch.ones(2)  # replaced, not written to
-    assert "model/net/gone" in rank.set.mutated_buffers(baseline)
-    rank.set.set_buffers(before)
-    after = rank.set.get_buffers(list(baseline))
-    assert all(torch.equal(after[name], before[name]) for name in before)
 
 
 def test_dense_knows_permuted_and_holey_memory() -> None:

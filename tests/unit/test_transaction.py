@@ -10,18 +10,19 @@ import torch
 
 from keepstep.errors import UsageError
 from keepstep.worker import transaction
+from keepstep.worker.gradients import Gradients
 from keepstep.worker.position import Tracker
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.transaction import Transactions
 
 
 class Broken(Recovery):
-    """The first fence is interrupted and decided as told; debts are settled without a word."""
+    """The first fence is interrupted and decided as told; a hold ends at once."""
 
     def __init__(self, seat: Any, verdict: Literal["RETRY", "COMMIT"]) -> None:
         super().__init__(seat)
         self.verdict = verdict
-        self.settled = 0
+        self.held: list[int] = []
 
     def interrupted(self, error: Any, **given: Any) -> Literal["RETRY", "COMMIT"]:
         if self.verdict == "COMMIT":
@@ -30,9 +31,8 @@ class Broken(Recovery):
             given["roll_back"]()
         return self.verdict
 
-    def settle_debt(self) -> None:
-        self.owed = None
-        self.settled += 1
+    def hold(self, generation: int) -> None:
+        self.held.append(generation)
 
 
 @pytest.fixture
@@ -45,13 +45,12 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Any:
         sgd = torch.optim.SGD([parameter], lr=1.0)
         seat = MagicMock(
             tick=0, version=0, generation=0, alone=True, world=1, models={},
-            optimizers={"0": sgd}, parameters=[parameter], objects={}, loops=[], carrying=False,
-            tracker=Tracker(),
+            optimizers={"0": sgd}, parameters=[parameter], objects={}, loops=[],
+            tracker=Tracker(), gradients=Gradients([parameter]),
         )  # fmt: skip
         seat.injector.__bool__.return_value = False
         seat.aborted.return_value = False
         seat.channel.hold_generation = -1
-        seat.snapshot_buffers.return_value = {}
         seat.publish.side_effect = [OSError("the buddy is gone"), None, None]
         recovery = Broken(seat, verdict)
         transactions = Transactions(seat, recovery)
@@ -79,12 +78,15 @@ def test_a_committed_step_that_raises_is_not_mixed_with_the_next(world: Any) -> 
     assert not seat.committed.called
 
 
-def test_a_committed_step_settles_its_debt(world: Any) -> None:
+def test_a_committed_step_is_followed_by_a_hold_at_the_next_entry(world: Any) -> None:
+    """What the script does between the steps is part of the state that others then copy."""
     seat, recovery, transactions, sgd = world("COMMIT")
     transactions.run("train:1", True, sgd.step)
-    assert recovery.settled == 1 and seat.committed.call_count == 1
+    assert recovery.held == [] and seat.committed.call_count == 1
     transactions.run("train:1", True, sgd.step)
-    assert recovery.settled == 1 and seat.committed.call_count == 2
+    assert recovery.held == [7] and seat.committed.call_count == 2
+    transactions.settle()
+    assert recovery.held == [7]
 
 
 def test_a_retry_that_the_step_swallows_is_retried_all_the_same(world: Any) -> None:

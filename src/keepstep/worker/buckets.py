@@ -21,7 +21,7 @@ def _reducer_parameters(module: Any) -> list[torch.nn.Parameter]:
     return parameters
 
 
-def _modules(parameters: list[torch.nn.Parameter]) -> dict[str, Any]:
+def modules(parameters: list[torch.nn.Parameter]) -> dict[str, Any]:
     """DDP instances, named by the place of their first parameter among the attached ones."""
     place = {id(p): i for i, p in enumerate(parameters)}
     found = {}
@@ -46,7 +46,7 @@ def layouts(parameters: list[torch.nn.Parameter]) -> dict[str, Layout]:
             "buckets": native.get_buckets(module.reducer),
             "viewed": native.viewed_grads(module.reducer),
         }
-        for name, module in _modules(parameters).items()
+        for name, module in modules(parameters).items()
     }
 
 
@@ -54,7 +54,7 @@ def set_layouts(parameters: list[torch.nn.Parameter], wanted: dict[str, Layout])
     """On a newcomer, in solo mode, after its gradients were made absent or zero. Also forgets the
     warm-up's backward."""
     native = extension.load()
-    for name, module in _modules(parameters).items():
+    for name, module in modules(parameters).items():
         module.reducer._reset_state()
         if name not in wanted:
             continue

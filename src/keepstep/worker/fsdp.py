@@ -36,6 +36,11 @@ def modules(model: nn.Module) -> Iterator[Any]:
             yield module
 
 
+def groups(module: Any) -> list[Any]:
+    """The parameter groups of one FSDPModule."""
+    return _groups(module._get_fsdp_state())
+
+
 def reshard(model: nn.Module) -> None:
     """Show the shards again where a forward without a backward left parameters gathered."""
     for module in modules(model):

@@ -23,6 +23,7 @@ Threads: abort() from any; stage() in a builder thread; everything else in the m
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import socket
@@ -30,7 +31,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -138,6 +139,20 @@ def install_destroy() -> None:
                 pg._set_group_name(name)
         if whole:
             gloo.forget(gloo.installed())
+        original(group)
+
+    modules: tuple[Any, ...] = (c10d, torch.distributed)
+    for module in modules:
+        module.destroy_process_group = destroy
+
+
+def before_destroy(action: Callable[[], None]) -> None:
+    """`action` comes before the script takes its groups down."""
+    original = c10d.destroy_process_group
+
+    @functools.wraps(original)
+    def destroy(group: Any = None) -> None:
+        action()
         original(group)
 
     modules: tuple[Any, ...] = (c10d, torch.distributed)

@@ -5,7 +5,15 @@
     Position  the side state of the rank it replaces tells it which epoch, loop and batch to enter
     Ready     its first step call warms up: the user's function runs in solo mode on that batch
     Copy      state from holders, side state from the rank's agent or buddy; digests compared
+    Copied    said at the entry of the transaction that comes next
     Swap      the staged groups are put in place: from here on it is an ordinary rank
+
+State is installed where it was taken. What replicas share was taken at the entry of the transaction
+that comes next, behind whatever the script does between transactions. It is put in place when it
+arrives, inside the first call, so that the code on the way sees it; and again at that entry if the
+code has changed anything, since there it would be changed twice. What only this rank has was
+published in its last fence; it is put in place where that transaction returns in the newcomer's
+walk, and the code on the way then makes its draws and changes once.
 
 In a planned move the job trains on while the newcomer prepares, so the position it warmed up with
 is provisional. After Copy it is led on to the real one: the step call it stands in returns at
@@ -40,7 +48,13 @@ class Newcomer:
         self.recovery = recovery
         self.transactions = transactions
         self.assign = seat.line.assigned
+        self.installed = False  # state is here; the walk may go on
         self.joined = False
+        self._copy: tuple[m.Copy, m.Copied] | None = (
+            None  # what is installed, and what to say of it
+        )
+        self._fingerprint: dict[str, bytes] = {}
+        self._walking: dict[str, Any] | None = None  # side state for the end of the walk
         self._arrived_ns = 0
         self._warm_up_runs = 0
         self._position: dict[str, Any] | None = None  # None: not asked yet
@@ -62,7 +76,7 @@ class Newcomer:
         self._position = self._fetch(command.tick, command.holders) or NATURAL
         if self._position:
             seat.tracker.walk_to(self._position["position"])
-            seat.restore_after_walk = self._position["rng"]
+            self._walking = self._position
             seat.version = self._position["version"]
             seat.tick = self._position["tick"]
 
@@ -92,13 +106,20 @@ class Newcomer:
             stand_in = self._warm_up(warm_up, 2 if seat.version > 0 else 1)
         provisional = (self._position or {}).get("tick")
         self._site = site
-        self._join()
+        self._ready()
+        self._install()
         final = self._position or {}
         if final.get("tick") != provisional:
             self._lead_on(final)
             seat.tracker.results.setdefault(site, stand_in)
         elif seat.tracker.replay is None:  # nothing to walk past: this very call is the next one
             rng.restore(natural_rng)
+
+    def walked(self) -> None:
+        """The last transaction of the walk returns, as it returned in the rank that is replaced."""
+        side, self._walking = self._walking, None
+        if side is not None:
+            self.seat.apply_side_state(side)
 
     def _warm_up(self, function: Callable[[], Any], runs: int) -> Any:
         """Kernels, autograd and optimizer state; whatever it changes is overwritten by Copy."""
@@ -149,7 +170,7 @@ class Newcomer:
 
     # ------------------------------------------------------------------ joining
 
-    def _join(self) -> None:
+    def _ready(self) -> None:
         seat = self.seat
         arrived, now = self._arrived_ns, time.monotonic_ns()
         seat.channel.send(
@@ -160,18 +181,36 @@ class Newcomer:
                 classes=sorted(seat.state.classes()),
             )
         )
+
+    def _install(self) -> None:
+        self.seat.page.where("held")
+        while self._copy is None:
+            copy = self._next_copy()  # again after a failed one, or after an Abort
+            self._copy = self._copied(copy)
+        self.installed = True
+        self._fingerprint = self.seat.state.fingerprint()
+
+    def enter(self) -> None:
+        """At the entry of the transaction that comes next, or at the script's end."""
+        seat = self.seat
         seat.page.where("held")
         while True:
-            copy = self._next_copy()  # again after a failed one, or after an Abort
-            if not self._copied(copy):
+            if self._copy is None:
+                self._install()
+            assert self._copy is not None
+            copy, copied = self._copy
+            self._copy = None
+            if seat.state.fingerprint() != self._fingerprint and self._copied(copy) is None:
                 continue
+            seat.channel.send(copied)
             swap = self._await_swap(copy.generation)
             if isinstance(swap, m.Swap):
                 break
             if swap is not None:
                 self.recovery.leave()
         self.joined = True
-        seat.forget_buffers()
+        seat.state.own = None
+        seat.cells.forget()
         self.recovery.swap(swap)
 
     def _await_swap(self, generation: int) -> m.WorkerCommand | None:
@@ -189,16 +228,20 @@ class Newcomer:
             self.recovery.leave()
         return command
 
-    def _copied(self, copy: m.Copy) -> bool:
+    def _copied(self, copy: m.Copy) -> tuple[m.Copy, m.Copied] | None:
+        """Copies and installs what replicas share; None if that failed, and it was said."""
         seat = self.seat
         began = time.monotonic_ns()
+        # Behind the walk, what it did to this rank's own state stands.
+        behind = self.installed and seat.tracker.replay is None
+        seat.state.own = frozenset(seat.cells.own()) if behind else None
         try:
             if copy.checkpoint:
                 tick = checkpoint.tick_of(copy.checkpoint)
                 copy = msgspec.structs.replace(copy, tick=tick)
             kind, side = self._side_state(copy)
             if not self._acceptable(side, copy):
-                return False
+                return None
             if copy.checkpoint:
                 copied, missing = checkpoint.read_state(copy.checkpoint, seat.rank, seat.state)
                 sources: list[int] = []
@@ -206,38 +249,36 @@ class Newcomer:
                 result = transfer.pull(copy.sources, copy.tick, seat.welcome.token, seat.state)
                 copied, sources = result.bytes_copied, sorted(result.used)
                 missing = result.missing
-            restored = self._restore(missing, side, copy)
-            self._adopt(side, copy)
+            restored = self._restore(missing, side, copy) if not behind else ""
+            if not behind:
+                self._adopt(side, copy)
             seat.redundancy.took_over(copy.holders)
         except transfer.SourceLost as error:
             self._failed(copy, "source-lost", str(error), error.rank)
-            return False
+            return None
         except blobs.HoldersUnreachable as error:
             self._failed(copy, "side-state-unreachable", str(error))
-            return False
+            return None
         except ShardsMissing as error:
             self._failed(copy, "shards-missing", str(error))
-            return False
+            return None
         except transfer.DigestMismatch as error:
             kind = "checkpoint" if copy.checkpoint else "digest"
             self._failed(copy, kind, str(error), error.rank)
-            return False
+            return None
         except Exception as error:
             words = "".join(traceback.format_exception(error))[-4000:]
             self._failed(copy, "checkpoint" if copy.checkpoint else "error", words)
-            return False
-        seat.channel.send(
-            m.Copied(
-                generation=copy.generation,
-                tick=copy.tick,
-                bytes_copied=copied,
-                copy_ns=time.monotonic_ns() - began,
-                sources=sources,
-                side_state=kind,  # type: ignore[arg-type]
-                restored=restored,
-            )
+            return None
+        return copy, m.Copied(
+            generation=copy.generation,
+            tick=copy.tick,
+            bytes_copied=copied,
+            copy_ns=time.monotonic_ns() - began,
+            sources=sources,
+            side_state=kind,  # type: ignore[arg-type]
+            restored=restored,
         )
-        return True
 
     def _restore(self, missing: frozenset[str], side: dict[str, Any] | None, copy: m.Copy) -> str:
         """What no rank has; how it was restored, in words."""
@@ -298,11 +339,7 @@ class Newcomer:
             return
         seat.version = side["version"]
         seat.page.set("version", seat.version)
-        seat.apply_side_state(side)
-        moved_on = (self._position or {}).get("tick") != side["tick"]
-        self._position = side
-        if seat.tracker.replay is not None or moved_on:
-            seat.restore_after_walk = side["rng"]
+        self._position = self._walking = side
         seat.page.publish(copy.tick, codec.dumps_inline(side))
 
     def _failed(self, copy: m.Copy, reason: Any, error: str, source: int = -1) -> None:

@@ -77,50 +77,32 @@ def registered(name: str, target: Any, load: Any, *, per_rank: bool) -> Register
 
 
 class Undo:
-    """begin(k): everything a retry of the transaction must find as it was."""
+    """begin(k): what a retry of the transaction must find as it was, besides cells, gradients,
+    flags and the script's own variables, which know how to undo themselves."""
 
     def __init__(
         self,
-        rng: bytes,
-        parameters: list[torch.nn.Parameter],
+        streams: bytes,
         optimizers: list[torch.optim.Optimizer],
         objects: list[Registered],
-        buffers: dict[str, torch.Tensor],
-        carrying: bool = False,
+        flags: Any,
     ) -> None:
-        self.rng = rng
-        self.buffers = buffers
-        self._parameters = parameters
-        self._had_grad = [p.grad is not None for p in parameters]
-        # Gradients at a boundary are about to be zeroed, unless several steps add them up.
-        self._grads = [
-            p.grad.detach().clone() if carrying and p.grad is not None else None for p in parameters
-        ]
+        self.streams = streams
+        self.flags = flags
         self._groups = [
-            [{k: v for k, v in g.items() if k != "params"} for g in o.param_groups]
-            for o in optimizers
+            [({k: v for k, v in g.items() if k != "params"}, list(g["params"])) for g in groups]
+            for groups in (o.param_groups for o in optimizers)
         ]
         self._optimizers = optimizers
         self._objects = [(o, o.snapshot()) for o in objects]
 
-    def undo_gradients_and_objects(self) -> None:
-        for parameter, had, carried in zip(
-            self._parameters, self._had_grad, self._grads, strict=True
-        ):
-            if not had:
-                parameter.grad = None
-            elif carried is not None and parameter.grad is not None and parameter.grad._is_view():
-                parameter.grad.copy_(carried)  # of DDP's bucket, and to remain one (buckets.py)
-            elif carried is not None:
-                parameter.grad = carried.clone()
-            elif parameter.grad is not None:
-                if parameter.grad.grad_fn is not None:
-                    parameter.grad.detach_()
-                else:  # DDP's gradient_as_bucket_view: views cannot be detached in place
-                    parameter.grad.requires_grad_(False)
-                parameter.grad.zero_()
+    def undo(self) -> None:
         for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
-            for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            del optimizer.param_groups[len(groups) :]
+            for group, (saved, parameters) in zip(optimizer.param_groups, groups, strict=True):
+                for key in [key for key in group if key != "params" and key not in saved]:
+                    del group[key]
                 group.update(saved)
+                group["params"][:] = parameters
         for obj, snapshot in self._objects:
             obj.undo(snapshot)

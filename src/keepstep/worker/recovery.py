@@ -115,17 +115,17 @@ class Recovery:
                 "handle it inside the step",
             )
 
-    def settle_debt(self) -> None:
-        """After a transaction was applied because of COMMIT: hold at the boundary now reached."""
+    def pay_debt(self) -> int:
+        """A transaction was applied because of COMMIT: the generation to hold for at the next
+        entry."""
         assert self.owed is not None
         generation, self.owed = self.owed, None
-        newer = self._hold(generation)
-        if newer is not None:
-            self.interrupted(None, in_fence=False, roll_back=None)
+        return generation
 
     def hold(self, generation: int) -> None:
-        """Planned: the hold word was in the fence just passed. If it came from a peer, our own copy
-        of Hold is on its way, or its Release is here already and ends this at once."""
+        """At the boundary now reached. Planned: the hold word was in the last fence; if it came
+        from a peer, our own copy of Hold is on its way, or its Release is here already and ends
+        this at once. Unplanned: the last transaction was applied because of COMMIT."""
         newer = self._hold(generation)
         if newer is not None:
             self.interrupted(None, in_fence=False, roll_back=None)

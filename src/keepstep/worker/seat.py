@@ -7,7 +7,6 @@ sockets down and starts the builder thread of `Stager`.
 from __future__ import annotations
 
 import statistics
-import sys
 import threading
 import time
 from collections import deque
@@ -18,12 +17,15 @@ import torch
 
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
-from keepstep.worker import blobs, buckets, codec, cuda, groups, nccl, rng, shards
+from keepstep.worker import blobs, buckets, codec, cuda, groups, nccl, rng
 from keepstep.worker.ahead import Ahead
 from keepstep.worker.batches import Loop
+from keepstep.worker.cells import Cells
 from keepstep.worker.channel import Channel
 from keepstep.worker.collectives import Recorder
 from keepstep.worker.faults import Injector
+from keepstep.worker.flags import Flags
+from keepstep.worker.gradients import Gradients
 from keepstep.worker.objects import Registered
 from keepstep.worker.page import Page
 from keepstep.worker.position import Tracker
@@ -152,13 +154,10 @@ class Seat:
         self.ahead = Ahead()
         self.parameters = self._all_parameters()
         cuda.settle_in(self.parameters)
-        self.carrying = False  # gradients are added up over several steps: they are state now
-        self._carries_on = False  # ... if the fence passes
-        self._carry_warned = False
-        self._versions: dict[str, int] = {}
-        self._first: dict[str, torch.Tensor] | None = None
-        self.mutable_buffers: set[str] = set()
-        self.restore_after_walk: bytes | None = None
+        self.gradients = Gradients(self.parameters)
+        self._carries_on = False  # gradients are added up over several steps, if the fence passes
+        self.cells = Cells(models)
+        self.flags = Flags(models, self.parameters, lambda: buckets.modules(self.parameters))
         self.replicas = Replicas(rank, world)
         self.redundancy = Redundancy(self)
         self.natural = b""  # digest of what only this rank has, as the script built it
@@ -188,6 +187,7 @@ class Seat:
 
     def _new_state(self) -> StateSet:
         shared = {n: o for n, o in self.objects.items() if not o.per_rank}
+        shared["keepstep/flags"] = Registered("keepstep/flags", self._save_flags, self._load_flags)
         shared["keepstep/ddp"] = Registered(
             "keepstep/ddp",
             lambda: buckets.layouts(self.parameters),
@@ -199,7 +199,14 @@ class Seat:
         shared["keepstep/updates"] = Registered(
             "keepstep/updates", lambda: self.redundancy.updated, self._load_updates
         )
-        return StateSet(self.models, self.optimizers, shared, self.replicas, groups.ddp_modules)
+        return StateSet(
+            self.models,
+            self.optimizers,
+            shared,
+            self.replicas,
+            groups.ddp_modules,
+            lambda: bool(self.gradients.outliving) or self.gradients.carrying,
+        )
 
     def register(self, item: Registered) -> None:
         if item.name in self.objects or item.name.startswith("keepstep/"):
@@ -221,61 +228,46 @@ class Seat:
     def _load_results(self, results: dict[str, Any]) -> None:
         self.tracker.results = results
 
+    def _save_flags(self) -> dict[str, Any]:
+        return {
+            "flags": self.flags.save(),
+            "extra": self.cells.extra(),
+            "late": self.cells.export_late(),
+            "outliving": sorted(self.gradients.outliving),
+            "carrying": self.gradients.carrying,
+        }
+
+    def _load_flags(self, saved: dict[str, Any]) -> None:
+        self.flags.load(saved["flags"])
+        own = self.state.own or frozenset()
+        self.cells.import_late(saved["late"])
+        self.cells.put_extra({n: v for n, v in saved["extra"].items() if n not in own})
+        self.gradients.outliving |= set(saved["outliving"])
+        self.gradients.carrying = saved["carrying"]
+
     def _load_updates(self, updated: list[str]) -> None:
         self.redundancy.updated = updated
 
-    # ------------------------------------------------------------------ buffers
-
-    def snapshot_buffers(self) -> dict[str, torch.Tensor]:
-        """Copies of the buffers that are known to change. The others are equal to `_first`."""
-        if self._first is None:
-            self._versions = self.state.buffer_versions()
-            self._first = self.state.get_buffers(self._versions)
-        return self.state.get_buffers(self.mutable_buffers) if self.mutable_buffers else {}
-
-    def note_mutations(self) -> None:
-        """DDP writes every buffer at every forward, most with the value they have: only a changed
-        value makes a buffer part of the side state."""
-        assert self._first is not None
-        for name, version in self.state.buffer_versions().items():
-            if version == self._versions.get(name) or name in self.mutable_buffers:
-                continue
-            self._versions[name] = version
-            if not torch.equal(self.state.get_buffers([name])[name], self._first[name]):
-                self.mutable_buffers.add(name)
-
-    def undo_buffers(self, snapshot: dict[str, torch.Tensor]) -> None:
-        assert self._first is not None
-        changed = {n: v for n, v in self._first.items() if n not in snapshot}
-        self.state.set_buffers({**changed, **snapshot})
-
-    def forget_buffers(self) -> None:
-        """All state was replaced: look at the buffers afresh."""
-        self._first = None
-
     # ------------------------------------------------------------------ side state
 
-    def _carried(self) -> dict[int, torch.Tensor]:
-        """Gradients that a step without an update leaves for the next one, by parameter."""
-        found = {
-            i: shards.local(p.grad).detach()
-            for i, p in enumerate(self.parameters)
-            if p.grad is not None
-        }
-        found = {i: g for i, g in found.items() if not g.is_sparse and bool(g.any())}
-        self._carries_on = bool(found)
-        if sum(g.nbytes for g in found.values()) <= CARRIED_BYTES_MAX:
-            return found
-        if not self._carry_warned:
-            self._carry_warned = True
-            print(
-                "keepstep: gradients are added up over several @ks.step calls and are too large to "
-                "be published; a rank that is lost in between cannot be replaced exactly (hint: "
-                "one @ks.step call for all micro-batches of an update)",
-                file=sys.stderr,
-                flush=True,
+    def _carried(self, step: bool, updating: bool) -> dict[int, torch.Tensor]:
+        """Gradients that the next step may add to, by parameter."""
+        gradients = self.gradients
+        self._carries_on = False
+        if not updating and not step and not gradients.carrying:
+            return {}
+        if updating and not gradients.outliving:
+            return {}
+        found = gradients.to_carry(updating)
+        self._carries_on = bool(found) and not updating
+        size = sum(g.nbytes for g in found.values())
+        if size > CARRIED_BYTES_MAX:
+            raise UsageError(
+                f"gradients of {size >> 20} MiB outlive a step, more than can be published with "
+                "every step: a rank that is lost in between could not be replaced exactly",
+                hint="make one @ks.step call of all micro-batches of an update",
             )
-        return {}
+        return found
 
     def side_state(
         self, site: str, step: bool, updating: bool = True, position: Any = None
@@ -284,19 +276,15 @@ class Seat:
         `updating`: an optimizer is about to use up the gradients."""
         if position is None:
             position = self.tracker.position(site, step)
-        self.note_mutations()
-        self._carries_on = False
-        carried = self._carried() if not updating and (step or self.carrying) else {}
+        self.cells.fence()
         return codec.dumps_inline(
             {
-                "gradients": carried,
+                "gradients": self._carried(step, updating),
                 "tick": self.tick + 1,
                 "version": self.version + step,
-                "rng": rng.capture(),
+                "streams": rng.capture(),
                 "position": position,
-                "buffers": self.state.get_buffers(self.mutable_buffers)
-                if self.mutable_buffers
-                else {},
+                "cells": self.cells.side(),
                 "per_rank": {n: o.save() for n, o in self.objects.items() if o.per_rank},
             }
         )
@@ -373,9 +361,8 @@ class Seat:
         address = self.channel.buddy
         if address is None or not self.ahead.worthwhile():
             return
-        buffers = self._first or {}
         if any(o.per_rank for o in self.objects.values()) or any(
-            b.device.type != "cpu" for b in buffers.values()
+            tensor.device.type != "cpu" for tensor in self.cells.tensors()
         ):
             return
 
@@ -404,17 +391,10 @@ class Seat:
                 self.publish(tick, data)
 
     def apply_side_state(self, side: dict[str, Any]) -> None:
-        self.state.set_buffers(side["buffers"])
-        self.mutable_buffers |= set(side["buffers"])
-        carried = side.get("gradients", {})
-        self.carrying = bool(carried)
-        for index, gradient in carried.items():
-            parameter = self.parameters[index]
-            if parameter.grad is not None:  # maybe a view of a bucket, and to remain one
-                shards.local(parameter.grad).copy_(gradient)
-            else:
-                part = gradient.to(parameter.device)
-                parameter.grad = shards.wrap(part, shards.spec(parameter))
+        """On a newcomer, where the transaction that it was published for returns."""
+        self.cells.put(side["cells"])
+        self.gradients.put(side["gradients"])
+        rng.restore(side["streams"])
         for name, value in side["per_rank"].items():
             if name in self.objects:
                 self.objects[name].load(value)
@@ -450,7 +430,7 @@ class Seat:
         now = time.monotonic_ns()
         self.tick += 1
         self.version += step
-        self.carrying = self._carries_on
+        self.gradients.carrying = self._carries_on
         page = self.page
         page.set("tick", self.tick)
         page.set("version", self.version)

@@ -100,7 +100,7 @@ def _layouts(export: Exported) -> dict[str, bytes]:
 
 def of_one_source(name: str) -> bool:
     """Fits only the meta it came with."""
-    return name.startswith("object/") or "/group/" in name
+    return name.startswith(("object/", "grad/")) or "/group/" in name
 
 
 # ---------------------------------------------------------------------------------------- source

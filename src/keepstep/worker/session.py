@@ -15,7 +15,7 @@ import xxhash
 
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
-from keepstep.worker import cuda, fsdp, groups, rng
+from keepstep.worker import cuda, fsdp, groups
 from keepstep.worker.batches import Batches, Loop
 from keepstep.worker.newcomer import Newcomer
 from keepstep.worker.objects import registered
@@ -190,34 +190,38 @@ class Session(PlainSession):
                 )
             return function()
         self._begin()
-        if self._newcomer is not None and not self._newcomer.joined:
-            self._join(self._newcomer, site, step, function)
+        newcomer = self._newcomer
+        if newcomer is not None and newcomer.joined:
+            newcomer = None
+        if newcomer is not None:
+            self._lead(newcomer, site, step, function)
         known = self._replayed(site, step)
         if known is not MISSING:
             return known[0]
+        if newcomer is not None:
+            newcomer.enter()
         return transactions.run(site, step, function)
 
-    def _join(self, newcomer: Newcomer, site: str, step: bool, function: Callable[[], Any]) -> None:
+    def _lead(self, newcomer: Newcomer, site: str, step: bool, function: Callable[[], Any]) -> None:
         newcomer.arrive()
         replay = self._seat.tracker.replay
+        if newcomer.installed:
+            return
         if step:
             newcomer.first_call(site, function)
-        elif replay is None or replay.expected() is None:
+        elif replay is None or replay.ends_here():
             newcomer.first_call(site, None)
         # else a section that is done already: walk past it first
 
     def _replayed(self, site: str, step: bool) -> Any:
         """(result,) for a transaction the job has done already, MISSING for one to be run."""
-        seat = self._seat
-        if seat.tracker.replay is None:
-            seat.tracker.begin(site, step)
+        tracker = self._seat.tracker
+        walking = tracker.replay is not None
+        answer = tracker.begin(site, step)
+        if not walking or answer is MISSING:
             return MISSING
-        answer = seat.tracker.begin(site, step)
-        if answer is MISSING:
-            return MISSING
-        if seat.tracker.replay is None and seat.restore_after_walk is not None:
-            rng.restore(seat.restore_after_walk)
-            seat.restore_after_walk = None
+        if tracker.replay is None and self._newcomer is not None:
+            self._newcomer.walked()
         result = answer[0]
         return (None if result is MISSING else result,)
 
@@ -238,7 +242,15 @@ class Session(PlainSession):
 
     def _finish(self) -> None:
         self._recovery.refuse_debt()
+        self._settle()
         self._recovery.linger()
+
+    def _settle(self) -> None:
+        """The script ends, or takes its process groups down: the last boundary there is."""
+        newcomer = self._newcomer
+        if newcomer is not None and newcomer.installed and not newcomer.joined:
+            newcomer.enter()
+        self._transactions.settle()
 
 
 _warned: set[str] = set()
@@ -335,6 +347,7 @@ def announce(session: Session, line: Line) -> None:
         seat.natural = seat.redundancy.digest()
         seat.page.publish(-1, line.init_record)
     line.recorder.gate = session._gate
+    groups.before_destroy(session._settle)
     exported = seat.state.export()
     seat.page.where("outside")
     seat.channel.send(

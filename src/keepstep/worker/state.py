@@ -10,18 +10,17 @@ with the class that says which other ranks have the same part. Tensors that are 
 appear once, under the first name. A source exports references to its live tensors; a newcomer
 prepares a place for every byte (its own tensor where memory layouts agree), has them filled from
 outside, and finishes. Optimizers are filled directly and not by load_state_dict, which casts and so
-is not exact. Gradients do not travel: at a boundary they are absent or about to be zeroed, and only
-which of the two is kept.
+is not exact. Of gradients it is kept which are absent, zero or alive; those that outlive a step
+travel, too (gradients.py).
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -29,21 +28,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from keepstep.errors import UsageError
-from keepstep.worker import codec, fsdp, shards
+from keepstep.worker import codec, fsdp, gradients, shards
+from keepstep.worker.digest import digest
 from keepstep.worker.shards import PLAIN, Replicas
+
+LAST = ("keepstep/ddp",)  # objects that are loaded when gradients are there
 
 # dtype, shape and strides, kind of device, how it is spread, class
 Table = dict[str, tuple[str, tuple[int, ...], tuple[int, ...], str, Any, str]]
 
 
-HASHED_BYTES_MAX = 256 << 10
-_ticket = itertools.count()
-
-
-class _Place(NamedTuple):
-    name: str
-    tensors: dict[str, Any]  # a module's _buffers
-    key: str
+GRADIENT_BYTES_MAX = 256 << 20  # of gradients that travel although none is known to be used again
 
 
 class Registered(Protocol):
@@ -69,6 +64,7 @@ class Exported:
 class _Import:
     metas: list[dict[str, Any]]
     on_device: bool  # bytes may arrive on a GPU
+    keep_gradients: bool = False  # those that are here are this rank's own
     provider: dict[str, int] = field(default_factory=dict)  # class -> which of the metas
     missing: set[str] = field(default_factory=set)
     # where bytes arrive, and where they belong if that is another tensor
@@ -136,14 +132,18 @@ class StateSet:
         objects: Mapping[str, Registered],
         replicas: Replicas | None = None,
         ddp: Callable[[], Iterable[Any]] = tuple,
+        outliving: Callable[[], bool] = bool,
     ) -> None:
+        """`outliving`: whether gradients are known to outlive a step."""
         self.models = models
         self.optimizers = optimizers
         self.objects = objects
         self.replicas = replicas or Replicas(0, 1)
         self._ddp = ddp
+        self.outliving = outliving
+        # Tensors that an import leaves as they are, with gradients that are here, or None.
+        self.own: frozenset[str] | None = None
         self._import: _Import | None = None
-        self._buffers: list[_Place] | None = None
 
     # -- export
 
@@ -154,12 +154,30 @@ class StateSet:
         meta: dict[str, Any] = {
             "optimizers": {o: self._export_optimizer(o, tensors, classes) for o in self.optimizers},
             "objects": {name: self._export_object(name, tensors, classes) for name in self.objects},
-            "gradients": {name: p.grad is not None for name, p in self._parameters()},
         }
+        meta["gradients"] = self._export_gradients(tensors, classes)
         specs = {name: shards.spec(tensor) for name, tensor in tensors.items()}
         meta["table"] = {n: (*describe(t), specs[n], classes[n]) for n, t in tensors.items()}
         parts = {name: shards.local(tensor) for name, tensor in tensors.items()}
         return Exported(parts, codec.dumps_inline(meta), classes, specs)
+
+    def _export_gradients(
+        self, tensors: dict[str, Tensor], classes: dict[str, str]
+    ) -> dict[str, int]:
+        """Those that are alive travel if it is known that gradients outlive a step, or where it is
+        cheap: in the first steps it is not known yet."""
+        kinds = {name: gradients.kind(p.grad) for name, p in self._parameters()}
+        found = {
+            name: (p, p.grad)
+            for name, p in self._parameters()
+            if p.grad is not None and kinds[name] == gradients.ALIVE and not p.grad.is_sparse
+        }
+        size = sum(shards.local(gradient).nbytes for _, gradient in found.values())
+        for name, (parameter, gradient) in found.items():
+            if self.outliving() or size <= GRADIENT_BYTES_MAX:
+                tensors[f"grad/{name}"] = gradient
+                classes[f"grad/{name}"] = self.replicas.of(gradient, parameter)
+        return kinds
 
     def undescribed(self) -> dict[str, Tensor]:
         """Plain tensors of which nobody says how they are spread over the ranks."""
@@ -240,8 +258,26 @@ class StateSet:
         return {
             "entries": dict(sorted(entries.items())),
             "sizes": [len(group["params"]) for group in optimizer.param_groups],
+            "names": self._group_names(optimizer),
             "groups": {"data": data, "tensors": full},
         }
+
+    def _group_names(self, optimizer: Optimizer) -> list[list[str]]:
+        names = {id(p): name for name, p in self._parameters()}
+        return [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+
+    def _same_groups(self, name: str, theirs: dict[str, Any]) -> None:
+        """A newcomer walks past `add_param_group` of an earlier epoch: it is made up for here."""
+        optimizer = self.optimizers[name]
+        mine, wanted = self._group_names(optimizer), theirs.get("names")
+        known = dict(self._parameters())
+        if wanted is None or mine == wanted or len(mine) > len(wanted):
+            return
+        used = {one for group in mine for one in group}
+        more = [one for group in wanted[len(mine) :] for one in group]
+        if mine == wanted[: len(mine)] and all(one in known and one not in used for one in more):
+            for group in wanted[len(mine) :]:
+                optimizer.add_param_group({"params": [known[one] for one in group]})
 
     def _export_object(
         self, name: str, tensors: dict[str, Tensor], classes: dict[str, str]
@@ -263,12 +299,14 @@ class StateSet:
         Each class of this rank is taken from the first of `metas` that has it. What none of them
         has is named in `missing`, and is to be restored in another way."""
         parsed = [codec.loads_inline(m) for m in ([metas] if isinstance(metas, bytes) else metas)]
-        own = self._model_tensors()
-        shards.note_meshes(own.values())
+        tensors = self._model_tensors()
+        shards.note_meshes(tensors.values())
         self.replicas.wrapped_by_ddp(self._ddp())
-        pending = _Import(parsed, on_device)
+        pending = _Import(parsed, on_device, self.own is not None)
         pending.provider = _providers(parsed)
-        for name, tensor in own.items():
+        for name, tensor in tensors.items():
+            if self.own is not None and name in self.own:
+                continue
             name_class = self.replicas.of(tensor)
             at = pending.provider.get(name_class)
             if at is None:
@@ -276,11 +314,15 @@ class StateSet:
             else:
                 _require_same(name, tensor, parsed[at]["table"])
                 self._take(pending, name, at, tensor)
-        _require_no_more(own, parsed[0]["table"], self.classes())
+        _require_no_more(tensors, parsed[0]["table"], self.classes())
         for name in parsed[0]["optimizers"]:
             self._prepare_optimizer(pending, name)
         for name, entry in parsed[0]["objects"].items():
             self._prepare_object(pending, name, entry)
+        table, classes = parsed[0]["table"], self.classes()
+        for key in (f"grad/{name}" for name, _ in self._parameters()):
+            if key in table and table[key][5] in classes:
+                self._take(pending, key, 0, None)
         self._import = pending
         return dict(pending.landing)
 
@@ -309,6 +351,7 @@ class StateSet:
         optimizer = self.optimizers.get(name)
         if optimizer is None:
             raise UsageError(f"this rank has no optimizer {name!r}, but the source has one")
+        self._same_groups(name, pending.metas[0]["optimizers"][name])
         _require_same_groups(name, optimizer, pending.metas[0]["optimizers"][name])
         for i, parameter in enumerate(flat(optimizer)):
             at = pending.provider.get(self.replicas.of(parameter))
@@ -380,18 +423,45 @@ class StateSet:
                 else:
                     optimizer.state[parameter] = pending.tree(found)
             set_hyper(optimizer, pending.tree(entry["groups"]))
-        present = first["gradients"]
-        for name, parameter in self._parameters():
-            had = present.get(name, any(present.values()))
-            parameter.grad = torch.zeros_like(parameter) if had else None
         for name, entry in first["objects"].items():
-            if f"object/{name}" not in pending.missing:
+            if f"object/{name}" not in pending.missing and name not in LAST:
                 self.objects[name].load(pending.tree(entry))
+        self._finish_gradients(pending)
+
+    def _finish_gradients(self, pending: _Import) -> None:
+        first = pending.metas[0]
+        present = first["gradients"]
+        alive: list[tuple[nn.Parameter, Tensor]] = []
+        for name, parameter in self._parameters():
+            kind = present.get(name, gradients.ZERO if any(present.values()) else gradients.ABSENT)
+            key = f"grad/{name}"
+            if kind == gradients.ALIVE and pending.keep_gradients and parameter.grad is not None:
+                continue
+            parameter.grad = torch.zeros_like(parameter) if kind else None
+            if kind == gradients.ALIVE and key in pending.final:
+                alive.append((parameter, pending.final[key]))
+        for name in LAST:
+            if name in first["objects"]:
+                self.objects[name].load(pending.tree(first["objects"][name]))
+        for parameter, gradient in alive:
+            if parameter.grad is not None:  # maybe a view of a bucket
+                shards.local(parameter.grad).copy_(gradient)
 
     def abandon_import(self) -> None:
         self._import = None
 
     # -- digest
+
+    def fingerprint(self) -> dict[str, bytes]:
+        """Digests of everything a replica shares, by name; of what is no tensor under "meta"."""
+        exported = self.export()
+        found = {
+            name: digest(tensor)
+            if tensor.device.type != "cpu"
+            else xxhash.xxh3_128_digest(memory(on_cpu(tensor)))
+            for name, tensor in exported.tensors.items()
+        }
+        return {**found, "meta": xxhash.xxh3_128_digest(exported.meta)}
 
     def digest(self) -> str:
         """sha256 over everything, for tests and demonstrations."""
@@ -401,71 +471,6 @@ class StateSet:
             digest.update(name.encode())
             digest.update(memory(on_cpu(exported.tensors[name])))
         return digest.hexdigest()
-
-    # -- buffers that forward mutates: per-rank side state
-
-    def _buffer_places(self) -> list[_Place]:
-        # The dictionaries are cached, not the tensors: modules may assign a new one.
-        if self._buffers is None:
-            seen: set[tuple[int, str]] = set()
-            self._buffers = []
-            for model, root in self.models.items():
-                for prefix, module in root.named_modules():
-                    for key in module._buffers:
-                        if (id(module), key) not in seen:
-                            seen.add((id(module), key))
-                            name = (
-                                f"model/{model}/{prefix}.{key}"
-                                if prefix
-                                else f"model/{model}/{key}"
-                            )
-                            self._buffers.append(_Place(name, module._buffers, key))
-        return self._buffers
-
-    def buffer_versions(self) -> dict[str, int]:
-        """A number per buffer that changes when its content may have changed."""
-        return {
-            place.name: _version(place.tensors[place.key])
-            for place in self._buffer_places()
-            if place.tensors.get(place.key) is not None
-        }
-
-    def mutated_buffers(self, baseline: dict[str, int]) -> list[str]:
-        now = self.buffer_versions()
-        return [name for name, version in now.items() if baseline.get(name) != version]
-
-    def get_buffers(self, names: Iterable[str]) -> dict[str, Tensor]:
-        wanted = set(names)
-        return {
-            place.name: place.tensors[place.key].detach().clone()
-            for place in self._buffer_places()
-            if place.name in wanted
-        }
-
-    @torch.no_grad()
-    def set_buffers(self, values: dict[str, Tensor]) -> None:
-        for name, tensors, key in self._buffer_places():
-            if name not in values:
-                continue
-            own, value = tensors[key], values[name]
-            if own is not None and own.shape == value.shape and own.dtype == value.dtype:
-                own.copy_(value)
-            else:
-                tensors[key] = value.to(own.device if own is not None else value.device, copy=True)
-
-
-def _version(tensor: Tensor) -> int:
-    # Autograd's version counter is not enough: batch_norm writes its running statistics without
-    # touching it. So small buffers are compared by content, and those on a GPU, where looking
-    # would wait for the device, count as changed every time.
-    count = (id(tensor) << 64) + (tensor._version << 32)
-    if tensor.nbytes > HASHED_BYTES_MAX or tensor.nbytes == 0:
-        return count
-    if tensor.device.type != "cpu":
-        return count + next(_ticket)
-    if dense(tensor):
-        return count ^ xxhash.xxh3_64_intdigest(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
-    return count ^ xxhash.xxh3_64_intdigest(bytes(memory(on_cpu(tensor))))
 
 
 def flat(optimizer: Optimizer) -> list[Tensor]:

@@ -43,6 +43,7 @@ class Transactions:
         self._passed = False
         self._in_fence = False
         self._hold = self._snapshot = -1
+        self._pending: Callable[[], None] | None = None  # to be done at the next entry
         self._updated: list[str] = []  # optimizers, in the order of their updates
         self._backwards = 0
         self._usual: dict[str, int] = {}  # site -> backward passes of its last step
@@ -85,6 +86,7 @@ class Transactions:
             self._backwards += 1
             if self._backwards == 1:
                 self._own.meets()
+                self.seat.gradients.before_backward()
             last = self._backwards == self._usual.get(self.running)
             self.seat.redundancy.backward(last)
             if last:
@@ -117,6 +119,7 @@ class Transactions:
                 hint="optimizer updates belong into a @ks.step function",
             )
         name = self._attached[id(optimizer)]
+        self.seat.gradients.before_update()
         if self._fenced:
             self.seat.redundancy.before_update(name)
             self._insist()
@@ -166,6 +169,7 @@ class Transactions:
     def run(self, site: str, step: bool, function: Callable[[], Any]) -> Any:
         seat = self.seat
         self.recovery.refuse_debt()
+        self.settle()
         while True:
             if seat.aborted():
                 self.recovery.interrupted(None, in_fence=False, roll_back=None)
@@ -185,6 +189,7 @@ class Transactions:
                 self._insist()
                 if step:
                     seat.after_update()
+                seat.cells.exit()
             except Retry:
                 self._roll_back(undo)  # what the user's code did on its way out
                 self._end()
@@ -228,12 +233,12 @@ class Transactions:
         seat.page.where("compute" if step else "section")
         self._undo = Undo(
             rng.capture(),
-            seat.parameters,
             list(seat.optimizers.values()),
             list(seat.objects.values()),
-            seat.snapshot_buffers(),
-            seat.carrying,
+            seat.flags.save(),
         )
+        seat.cells.enter()
+        seat.gradients.enter()
         if step:
             seat.redundancy.begin()
             self._own.begins()
@@ -253,11 +258,13 @@ class Transactions:
         if undo_arguments is not None:
             undo_arguments()
         fsdp.reset(seat.models.values())
-        undo.undo_gradients_and_objects()
-        seat.undo_buffers(undo.buffers)
+        undo.undo()
+        seat.flags.load(undo.flags)
+        seat.gradients.undo()
+        seat.cells.undo()
         for loop in seat.loops:
             loop.retry()
-        rng.restore(undo.rng)
+        rng.restore(undo.streams)
 
     def _publish(self, updating: bool) -> None:
         seat = self.seat
@@ -362,14 +369,24 @@ class Transactions:
         if step and seat.injector:
             seat.injector.point("after_step", version)
         if self.recovery.owed is not None:
-            self.recovery.settle_debt()
-        elif hold >= 0:
-            self.recovery.hold(hold)
-        elif snapshot >= 0 and seat.periodic is not None:
-            seat.periodic.take(snapshot)
-        else:
-            return
-        self._own.disturbed()
+            hold = self.recovery.pay_debt()
+        if hold >= 0:
+            self._pending = lambda: self.recovery.hold(hold)
+        elif snapshot >= 0:
+            self._pending = lambda: self._take_checkpoint(snapshot)
+
+    def settle(self) -> None:
+        """What the last fence agreed on (a hold, a checkpoint) is done here: at the entry of the
+        next transaction, or where the script ends. Whatever the script does between transactions
+        has then been done, once, on every rank, and is part of the state that is copied."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending()
+            self._own.disturbed()
+
+    def _take_checkpoint(self, number: int) -> None:
+        if self.seat.periodic is not None and not self.seat.aborted():
+            self.seat.periodic.take(number)
 
     def _end(self) -> None:
         self._guard.close()

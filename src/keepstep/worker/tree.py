@@ -139,6 +139,15 @@ class Replay:
             return level.log[index]
         return level.child
 
+    def ends_here(self) -> bool:
+        """The transaction that comes next is the last of the walk."""
+        path, (level, index) = self.path, self.path[-1]
+        self.path = [*path[:-1], (level, index + 1)]
+        try:
+            return index < len(level.log) and self.seek is None and self.over()
+        finally:
+            self.path = path
+
     def advance(self) -> None:
         level, index = self.path[-1]
         self.path[-1] = (level, index + 1)
