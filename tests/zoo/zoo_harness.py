@@ -154,8 +154,12 @@ def judge(case: Case, job: Job) -> Outcome:
 
 def _judge(case: Case, job: Job) -> Outcome:
     end = time.monotonic() + DEADLINE_S
+    told = False
     while job.process.poll() is None:
-        job.status()
+        # A witness makes the job hold until somebody decides.
+        if job.status().get("divergence") and not told:
+            told = True
+            job.cli("stop", "--job", job.job)
         if time.monotonic() > end:
             return Outcome("failed", f"no end within {DEADLINE_S:g} s: {job.stuck()}")
         time.sleep(0.1)
