@@ -26,7 +26,7 @@ def test_every_script_says_what_it_is_and_is_killed_often(case: Case) -> None:
     assert "after_step" in {point for _, _, point in kills}
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.cost(20)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_script(case: Case, outcome: dict[str, dict[str, Any]]) -> None:
