@@ -17,7 +17,7 @@ from keepstep.model.page import (
     NEWEST,
     PAGE_BYTES,
     SLOT_HEADER,
-    TICKS_KEPT,
+    SLOTS,
     WHERE,
 )
 
@@ -50,7 +50,7 @@ def fd() -> Iterator[int]:
 
 
 def test_a_new_page_is_sized_and_empty(fd: int) -> None:
-    assert os.fstat(fd).st_size == PAGE_BYTES + (TICKS_KEPT + 1) * CAPACITY_DEFAULT
+    assert os.fstat(fd).st_size == PAGE_BYTES + SLOTS * CAPACITY_DEFAULT
     assert not os.get_inheritable(fd)
     reader = PageReader(fd)
     assert reader.sample() is None
@@ -157,7 +157,7 @@ def test_a_page_that_grows_while_it_is_read_is_read_again(fd: int, after: int) -
 
     def grow() -> None:
         writer.capacity *= 4
-        os.ftruncate(fd, PAGE_BYTES + (TICKS_KEPT + 1) * writer.capacity)
+        os.ftruncate(fd, PAGE_BYTES + SLOTS * writer.capacity)
         writer.publish(0, 6, b"6" * (writer.capacity - SLOT_HEADER.size))
         writer.publish(1, 5, b"five")
         writer.put("capacity", writer.capacity)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import threading
 from collections.abc import Iterable
 from typing import Any, get_args
 
@@ -21,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from keepstep.adapters.transport.stream import Stream, StreamClosed
+from keepstep.adapters.transport.threads import ThreadServer
 from keepstep.agent.blobs import BlobServer
 from keepstep.agent.channel import Channel
 from keepstep.errors import RemoteProtocolError
@@ -187,12 +187,10 @@ def served(parts: Iterable[bytes]) -> bytes:
     """What a rank's state server says to a peer that sends `parts`."""
     serving = pytest.importorskip("keepstep.worker.serving")
     server = object.__new__(serving.StateServer)
-    server._token, server._tick, server._lock = "the-token", 3, threading.Lock()
-    server._connections = set()
-    ours, theirs = socket.socketpair()
-    thread = threading.Thread(target=server._serve, args=(ours,))
-    thread.start()
-    with theirs:
+    server._token, server._tick = "the-token", 3
+    here = socket.create_server(("127.0.0.1", 0))
+    threads = ThreadServer("state", here, server._serve, pending_max=4, connections_max=4)
+    with socket.create_connection(here.getsockname(), 10) as theirs:
         with contextlib.suppress(OSError):
             for part in parts:
                 theirs.sendall(part)
@@ -201,8 +199,8 @@ def served(parts: Iterable[bytes]) -> bytes:
         with contextlib.suppress(OSError):
             while data := theirs.recv(1 << 16):
                 said += data
-    thread.join(10)
-    assert not thread.is_alive()
+    threads.close(10)
+    assert threads.connections == 0
     return said
 
 

@@ -13,6 +13,7 @@ from keepstep.worker import transaction
 from keepstep.worker.gradients import Gradients
 from keepstep.worker.position import Tracker
 from keepstep.worker.recovery import Recovery
+from keepstep.worker.script.streams import Streams
 from keepstep.worker.transaction import Transactions
 
 
@@ -46,7 +47,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Any:
         seat = MagicMock(
             tick=0, version=0, generation=0, alone=True, world=1, models={},
             optimizers={"0": sgd}, parameters=[parameter], objects={}, loops=[],
-            tracker=Tracker(), gradients=Gradients([parameter]),
+            tracker=Tracker(), gradients=Gradients([parameter]), streams=Streams(),
         )  # fmt: skip
         seat.injector.__bool__.return_value = False
         seat.aborted.return_value = False

@@ -358,7 +358,7 @@ def test_a_put_that_makes_no_sense_ends_the_connection(
             assert isinstance(frames.receive(), v.VaultOpened)
             with pytest.raises(ConnectionError):
                 frames.receive()
-        wait_until(lambda: not server._connections)
+        wait_until(lambda: not server.connections)
         assert re.search("makes? no sense", caplog.text) and "failed" not in caplog.text
         assert server.vault.held() == {2: (0, MB)}
 
@@ -737,7 +737,7 @@ def test_a_writer_that_says_anything_harms_nobody(parts: list[bytes]) -> None:
             with contextlib.suppress(ConnectionError):
                 while sock.recv(1 << 16):
                     pass
-        wait_until(lambda: len(server._connections) == 1)
+        wait_until(lambda: server.connections == 1)
         assert incoming(server) == 0
         held, reserved = server.vault.held()[2]
         shelf = server.vault._store._shelves[2]

@@ -132,7 +132,7 @@ def test_too_many_connections_are_refused_and_a_closed_one_makes_room(
         with socket.create_connection((address.host, address.port)) as refused:
             assert said(refused) == b""
         line.close()
-        while server._connections:
+        while server.connections:
             threading.Event().wait(0.01)
         line.put(address, 0, 1, b"y", lambda: False)
         line.close()

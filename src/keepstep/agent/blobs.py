@@ -5,6 +5,9 @@ forgotten, and copies that ranks of other nodes have put here as their buddy. A 
 acknowledged only when it is stored, because the sender's fence stands on that answer: every rank
 of the job waits for the slowest answer of all.
 
+A first request is read beyond its first bytes only if these show the token: whoever has none can
+make nobody wait or reserve memory, and has to go when there are many of its kind (`pending`).
+
 Threads: each connection has one, which stores and acknowledges without the event loop. Pages
 belong to the loop's thread, so it is asked for whatever is not a put. Copies are under a lock.
 """
@@ -13,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import itertools
 import logging
 import socket
 import ssl
@@ -24,8 +26,10 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from keepstep.adapters.transport.blocking import Frames, shut
+from keepstep.adapters.transport.blocking import Frames
+from keepstep.adapters.transport.pending import SHOWN_S_MAX, share_of_descriptors
 from keepstep.adapters.transport.stream import HANDSHAKE_S_MAX, SILENT_PEER_S, configure
+from keepstep.adapters.transport.threads import Caller, ThreadServer
 from keepstep.adapters.transport.tls import server_context
 from keepstep.agent.images import Images
 from keepstep.agent.page import PageReader
@@ -49,11 +53,13 @@ from keepstep.model.messages import (
 )
 from keepstep.model.page import INIT_TICK
 from keepstep.model.vault import VaultRequest
-from keepstep.model.wire import frame
+from keepstep.model.wire import frame, leading_token
 
 CONNECTIONS_MAX = 1024
-BACKLOG = 128
-FIRST_REQUEST_S = 10.0  # a connection that has not shown the token by then is closed
+PENDING_SHARE, PENDING_MAX = 8, 256  # of the descriptors; threads of strangers
+BACKLOG = 1024
+FIRST_REQUEST_S = SHOWN_S_MAX  # a connection that has not shown the token by then is closed
+FIRST_BYTES_MAX = 4096  # of a request whose token is not known to be right
 LOOP_S_MAX = 10.0  # longer than the event loop is ever busy
 _SEND_TIMEOUT = struct.pack("ll", SILENT_PEER_S, 0)
 
@@ -81,113 +87,90 @@ class BlobServer:
         self._copies = BlobStore()
         self._how: dict[int, dict[int, tuple[bool, int]]] = {}  # rank -> tick -> ahead, serial
         self._writers: dict[int, int] = {}  # rank -> number of the connection that put last
-        self._listener: socket.socket | None = None
-        self._connections: set[socket.socket] = set()
-        self._closed = False
+        self._server: ThreadServer | None = None
 
     async def start(self, host: str, port: int = 0) -> Address:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
-        self._listener, self._loop = listener, asyncio.get_running_loop()
-        threading.Thread(
-            target=self._accept, args=(listener,), name="keepstep-blobs", daemon=True
-        ).start()
+        self._loop = asyncio.get_running_loop()
+        self._server = ThreadServer(
+            "keepstep-blobs",
+            listener,
+            self._serve,
+            pending_max=share_of_descriptors(PENDING_SHARE, PENDING_MAX),
+            connections_max=CONNECTIONS_MAX,
+        )
         return Address(*listener.getsockname()[:2])
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            connections = list(self._connections)
-        if self._listener is not None:
-            shut(self._listener)
-            self._listener.close()
-        for connection in connections:
-            shut(connection)
+        if self._server is not None:
+            self._server.close()
+
+    @property
+    def connections(self) -> int:
+        return self._server.connections if self._server is not None else 0
 
     # ----------------------------------------------------------------- threads
 
-    def _accept(self, listener: socket.socket) -> None:
-        for number in itertools.count(1):
-            try:
-                connection, peer = listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                logger.exception("accepting failed; going on")
-                time.sleep(0.1)  # out of file descriptors: nothing tells when there is one again
-                continue
-            name = f"{peer[0]}:{peer[1]}"
-            with self._lock:
-                taken = not self._closed and len(self._connections) < CONNECTIONS_MAX
-                if taken:
-                    self._connections.add(connection)
-            if not taken:
-                logger.warning("refused %s: closed, or too many connections are open", name)
-                connection.close()
-                continue
-            threading.Thread(
-                target=self._run, args=(connection, name, number), name="keepstep-blob", daemon=True
-            ).start()
-
-    def _run(self, connection: socket.socket, peer: str, number: int) -> None:
-        """One connection to its end. Its errors end it and nothing else."""
+    def _serve(self, caller: Caller) -> None:
+        configure(caller.sock)
+        caller.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
+        deadline = time.monotonic() + FIRST_REQUEST_S
+        if self._tls is not None:
+            self._encrypt(self._tls, caller)
+        frames = Frames(caller.sock, self._decoder)
         try:
-            configure(connection)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
-            if self._tls is not None:
-                connection = self._encrypted(self._tls, connection)
-                connection.do_handshake()
-            self._serve(connection, peer, number)
-        except OSError as error:
-            logger.debug("blob connection of %s ended: %s", peer, error)
-        except RemoteProtocolError as error:
-            logger.warning("dropped %s: %s", peer, error)
-        except Exception:
-            logger.exception("blob connection of %s failed", peer)
-        finally:
-            with self._lock:
-                self._connections.discard(connection)
-            connection.close()
-
-    def _encrypted(self, tls: ssl.SSLContext, accepted: socket.socket) -> ssl.SSLSocket:
-        accepted.settimeout(HANDSHAKE_S_MAX)
-        connection = tls.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False)
-        with self._lock:  # the accepted one is an empty shell now
-            self._connections.discard(accepted)
-            self._connections.add(connection)
-            if self._closed:
-                shut(connection)
-        return connection
-
-    def _serve(self, connection: socket.socket, peer: str, number: int) -> None:
-        frames = Frames(connection, self._decoder)
-        try:
-            request = frames.receive(time.monotonic() + FIRST_REQUEST_S)
+            request = frames.receive_first(deadline, self._begins_with_token, FIRST_BYTES_MAX)
         except TimeoutError as error:
             raise RemoteProtocolError("no request came") from error
-        connection.settimeout(None)
+        if self._is_token(getattr(request, "token", "")):
+            caller.admit()
+        if isinstance(request, VaultRequest):
+            self.vault.serve(caller.sock, frames, request)
+        elif isinstance(request, ImageRequest):
+            if self._images is not None:
+                self._images.serve(caller.sock, request)
+        else:
+            self._serve_blobs(caller, frames, request)
+
+    def _encrypt(self, tls: ssl.SSLContext, caller: Caller) -> None:
+        caller.sock.settimeout(HANDSHAKE_S_MAX)
+        caller.wrap(
+            lambda sock: tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        )
+        assert isinstance(caller.sock, ssl.SSLSocket)
+        caller.sock.do_handshake()
+
+    def _serve_blobs(
+        self,
+        caller: Caller,
+        frames: Frames[BlobRequest | VaultRequest | ImageRequest],
+        request: BlobRequest | VaultRequest | ImageRequest,
+    ) -> None:
+        """Requests for blobs, until one is refused: whoever gets beyond the first has the token."""
         while True:
-            if isinstance(request, VaultRequest):
-                self.vault.serve(connection, frames, request)
-                return
-            if isinstance(request, ImageRequest):
-                if self._images is not None:
-                    self._images.serve(connection, request)
-                return
             if isinstance(request, BlobConfirm):
                 self.confirm(request)
                 request = frames.receive()
                 continue
-            if isinstance(request, BlobPut):
-                reply = self.answer(request, number)
-            else:
+            if isinstance(request, BlobGet) and self._is_token(request.token):
                 future = asyncio.run_coroutine_threadsafe(self._from_pages(request), self._loop)
                 reply = future.result(LOOP_S_MAX)
-            connection.sendall(frame(reply))
+            elif isinstance(request, BlobPut | BlobGet):
+                reply = self.answer(request, caller.number)
+            else:
+                raise RemoteProtocolError(f"{type(request).__name__} came among blobs")
+            caller.sock.sendall(frame(reply))
             if isinstance(reply, BlobRefused):
-                logger.warning("refused a blob request of %s: %s", peer, reply.error)
+                logger.warning("refused a blob request of %s: %s", caller.peer, reply.error)
                 return
             request = frames.receive()
+
+    def _is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), self._token)
+
+    def _begins_with_token(self, beginning: bytes) -> bool:
+        return self._is_token(leading_token(beginning) or "")
 
     # ----------------------------------------------------------------- requests
 
@@ -195,7 +178,7 @@ class BlobServer:
         return self.answer(request)
 
     def confirm(self, request: BlobConfirm) -> None:
-        if not hmac.compare_digest(request.token.encode(), self._token):
+        if not self._is_token(request.token):
             raise RemoteProtocolError("wrong token")
         with self._lock:
             how = self._how.get(request.rank, {})
@@ -214,7 +197,7 @@ class BlobServer:
     def answer(self, request: BlobPut | BlobGet, connection: int = 0) -> BlobReply:
         """`connection` counts up: what a rank had sent over one that it has given up may be read
         after what it has put over the next, and must not take its place."""
-        if not hmac.compare_digest(request.token.encode(), self._token):
+        if not self._is_token(request.token):
             return BlobRefused(error="wrong token")
         if not isinstance(request, BlobPut):
             return self._get(request)

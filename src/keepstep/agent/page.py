@@ -18,12 +18,11 @@ from keepstep.model.page import (
     NEWEST,
     PAGE_BYTES,
     SLOT_HEADER,
-    TICKS_KEPT,
+    SLOTS,
     WHERE,
     Sample,
 )
 
-_SLOTS = TICKS_KEPT + 1
 _U64 = struct.Struct("<Q")
 _HEADER_BYTES = max(FIELDS.values()) + _U64.size
 _ATTEMPTS = 20  # to catch a live worker between two writes of one slot
@@ -33,7 +32,7 @@ _CAPACITY_MAX = 1 << 34
 def create_page(name: str) -> int:
     """A new page, all zero, as a file descriptor that children do not inherit by default."""
     fd = os.memfd_create(f"keepstep-{name}")
-    os.ftruncate(fd, PAGE_BYTES + _SLOTS * CAPACITY_DEFAULT)
+    os.ftruncate(fd, PAGE_BYTES + SLOTS * CAPACITY_DEFAULT)
     return fd
 
 
@@ -98,7 +97,7 @@ class PageReader:
             capacity = fields["capacity"] if fields is not None else 0
             if not SLOT_HEADER.size <= capacity <= _CAPACITY_MAX:
                 return []
-            found = [self._slot(index, capacity) for index in range(_SLOTS)]
+            found = [self._slot(index, capacity) for index in range(SLOTS)]
             again = self._fields()
             # The slots move when the worker enlarges its page; what was read in between is void.
             if again is not None and again["capacity"] == capacity:

@@ -325,7 +325,15 @@ class Workers:
         for timer in worker.timers:
             timer.cancel()
         tail = log_tail(worker.log, worker.killed_because)
-        worker.exited = WorkerExited(worker=worker.name, rank=worker.rank, code=code, tail=tail)
+        last = worker.page.sample()
+        worker.exited = WorkerExited(
+            worker=worker.name,
+            rank=worker.rank,
+            code=code,
+            tail=tail,
+            version=last.version if last is not None else 0,
+            tick=last.tick if last is not None else 0,
+        )
         logger.info("%s (rank %d) ended with %d", worker.name, worker.rank, code)
         if worker.rank < 0:
             worker.page.close()  # a standby has no side state

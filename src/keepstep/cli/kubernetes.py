@@ -19,7 +19,7 @@ from keepstep.model.schedule import Lease, Provision
 AS_SLURM = {
     *("nproc", "spare_nodes", "idle", "preempt", "spare_s", "replenish", "within", "priority"),
     *("yields", "grace_s", "back", "quiet_s", "back_s", "stall_s", "resume", "checkpoint_dir"),
-    *("rebalance", "stragglers", "straggler_factor", "straggler_s"),
+    *("rebalance", "stragglers", "straggler_factor", "straggler_s", "on_divergence"),
     *("interval", "job_id", "quiet", "module"),
 }
 F = TypeVar("F", bound=Callable[..., Any])

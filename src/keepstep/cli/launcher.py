@@ -5,8 +5,9 @@ there is one way for a job to be run. It owns what the orchestrator cannot know 
 agents' processes. When one ends, its session is swept and only then is the node reported dead.
 
 Ends: the job ends (the agents are told by the orchestrator and exit); a signal cancels it (kill
-after 3 s, at once on the second signal); an embedded orchestrator fails (nothing could be decided
-any more). An *external* orchestrator that does not answer ends nothing: training goes on.
+after 3 s, at once on the second signal; SIGTERM waits for a checkpoint, where the job writes any);
+an embedded orchestrator fails (nothing could be decided any more). An *external* orchestrator that
+does not answer ends nothing: training goes on.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from keepstep.orchestrator.requests import CancelRequest, Ok, Watch
 
 CANCEL_GRACE_S = 3.0
 CANCEL_POST_S = 1.0
+STOP_S_MIN = 60.0  # what the core gives a stop with a checkpoint, at least: Job.build_ns
 AGENTS_END_S = 15.0  # after the job's end; agents give their workers less than that
 TAIL_S = 0.1
 PROGRESS_S = 0.5
@@ -306,6 +308,9 @@ class Launcher:
         if view.state != "held":
             self._held_said.clear()
             return
+        if view.divergence:
+            self._say_diverged(view)
+            return
         if "held" not in self._held_said:
             self._held_said.add("held")
             spare = f"a spare appears: keepstep agent --job {view.job} --slots 1"
@@ -319,6 +324,20 @@ class Launcher:
         if view.checkpoint and view.checkpoint not in self._held_said:
             self._held_said.add(view.checkpoint)
             self._output.words(f"just-in-time checkpoint: {view.checkpoint}", always=True)
+
+    def _say_diverged(self, view: JobView) -> None:
+        """At once and in any case: whoever does not look has `hold_ns` to."""
+        if view.divergence in self._held_said or self._spec.policy.on_divergence != "hold":
+            return
+        self._held_said.add(view.divergence)
+        hold_s = self._spec.policy.hold_ns / 1e9
+        limit = f"; it ends in {hold_s:g} s if nobody does" if hold_s else ""
+        self._output.words(
+            f"job {view.job} holds, because numbers differ: {view.divergence}. Nothing is lost or "
+            f"written. `keepstep stop --job {view.job}` ends it, `keepstep proceed --job "
+            f"{view.job}` goes on all the same{limit}",
+            always=True,
+        )
 
     async def _follow_logs(self) -> None:
         loop = asyncio.get_running_loop()
@@ -356,12 +375,18 @@ class Launcher:
             return
         self._signal = number
         name = signal.Signals(number).name
-        self._output.words(f"{name}: ending the job (again: kill at once)", always=True)
-        asyncio.get_running_loop().call_later(CANCEL_GRACE_S, self._over.set)
-        self._spawn(self._cancel(name, 128 + number))
+        # Somebody at a terminal wants it to end now; a scheduler's signal comes with some time.
+        save = number == signal.SIGTERM and bool(self._spec.checkpoints)
+        grace_s = CANCEL_GRACE_S
+        if save:
+            grace_s += max(self._spec.stall_timeout_ns / 1e9, STOP_S_MIN)
+        what = "writing a checkpoint and ending the job" if save else "ending the job"
+        self._output.words(f"{name}: {what} (again: kill at once)", always=True)
+        asyncio.get_running_loop().call_later(grace_s, self._over.set)
+        self._spawn(self._cancel(name, 128 + number, save))
 
-    async def _cancel(self, name: str, exit_code: int) -> None:
-        asked = CancelRequest(reason=name, exit_code=exit_code)
+    async def _cancel(self, name: str, exit_code: int, save: bool) -> None:
+        asked = CancelRequest(reason=name, exit_code=exit_code, checkpoint=save)
         try:
             async with asyncio.timeout(CANCEL_POST_S):
                 await self._client.post(f"/v1/jobs/{self._spec.job}/cancel", asked, Ok)
@@ -383,7 +408,8 @@ class Launcher:
         if (view.checkpoint or periodic) and failed:
             command = resume_command(self._spec, view.checkpoint or periodic)
             # A job that went on after it was held has left its checkpoint behind.
-            older = "" if self._state_before_end == "held" else "an older checkpoint exists: "
+            exact = self._state_before_end == "held" or view.checkpoint in view.reason
+            older = "" if view.checkpoint and exact else "an older checkpoint exists: "
             self._output.words(f"hint: {older}{command}", always=True)
         if self._signal is not None:
             return 128 + self._signal

@@ -27,6 +27,8 @@ COMMANDS = {
     "migrate": "keepstep.cli.operate:migrate",
     "drain": "keepstep.cli.operate:drain",
     "rebalance": "keepstep.cli.operate:rebalance",
+    "proceed": "keepstep.cli.operate:proceed",
+    "stop": "keepstep.cli.operate:stop",
     "taint": "keepstep.cli.operate:taint",
     "untaint": "keepstep.cli.operate:untaint",
     "spares": "keepstep.cli.operate:spares",

@@ -22,7 +22,7 @@ from keepstep.orchestrator.requests import Asked, Watch
 
 WATCH_S = 5.0  # also how late the reason of a wait is shown: it is no durable change
 RETRY_S = 0.5
-EXIT_CODES = {"RESOLVED": 0, "ABORTED": 1, "FAILED": 3, "FELL_BACK": 4}
+EXIT_CODES = {"RESOLVED": 0, "ABORTED": 1, "FAILED": 3, "FELL_BACK": 4, "DIVERGED": 5}
 
 
 def ask(found: Found, verb: str, body: Any, said: str, *, wait: bool, as_json: bool) -> None:

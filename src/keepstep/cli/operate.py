@@ -27,9 +27,11 @@ from keepstep.model.views import IncidentView, JobView
 from keepstep.orchestrator.main import ENDED
 from keepstep.orchestrator.overview import job_lines, node_lines, spare_lines
 from keepstep.orchestrator.requests import (
+    CancelRequest,
     DrainRequest,
     MigrateRequest,
     Ok,
+    ProceedRequest,
     RebalanceRequest,
     TaintRequest,
     UntaintRequest,
@@ -251,6 +253,26 @@ def rebalance(no_wait: bool, plan_only: bool, which: find.Which, as_json: bool) 
         moves.plan(found, "rebalance", body, as_json=as_json)
         return
     moves.ask(found, "rebalance", body, "rebalancing", wait=not no_wait, as_json=as_json)
+
+
+@click.command()
+@which_options
+@json_option
+def proceed(which: find.Which, as_json: bool) -> None:
+    """Let a job go on that stands because numbers differ between its ranks.
+
+    The ledger keeps it as an exception to the guarantee."""
+    _ask(which, "proceed", ProceedRequest(), as_json, "goes on with numbers that differ")
+
+
+@click.command()
+@click.option("--now", is_flag=True, help="Do not wait for a checkpoint.")
+@which_options
+@json_option
+def stop(now: bool, which: find.Which, as_json: bool) -> None:
+    """End a job. One that writes checkpoints writes one of the step it is at first."""
+    body = CancelRequest(reason="stopped by an operator", checkpoint=not now)
+    _ask(which, "cancel", body, as_json, "ends")
 
 
 @click.command()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -33,6 +35,11 @@ OPTIONS = (
         "--straggler-after", "straggler_s", type=float, default=60.0, show_default=True,
         metavar="S", help="And has done so for so long.",
     ),
+    click.option(
+        "--on-divergence", type=click.Choice(("hold", "fall-back", "continue")), default="hold",
+        show_default=True,
+        help="Numbers differ between ranks: hold, go back to a checkpoint, or train on regardless.",
+    ),
 )  # fmt: skip
 
 
@@ -40,6 +47,13 @@ def policy_options(command: F) -> F:
     for option in reversed(OPTIONS):
         command = option(command)
     return command
+
+
+def hold_ns(stall_s: float) -> int:
+    """How long a job stands for a divergence before it ends. Somebody at a terminal sees it, and
+    decides; where nobody looks, a job must not stand for ever."""
+    watched = sys.stderr.isatty() and not os.environ.get("CI")
+    return 0 if watched else int(stall_s * 1e9)
 
 
 def check_policy(factor: float, after_s: float, quiet_s: float) -> None:

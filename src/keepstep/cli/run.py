@@ -23,7 +23,7 @@ from keepstep.cli.home import home
 from keepstep.cli.launcher import Launcher
 from keepstep.cli.layout import check_counts, compose_job_id, lay_out, parse_inject
 from keepstep.cli.output import Output
-from keepstep.cli.policies import check_policy, policy_options
+from keepstep.cli.policies import check_policy, hold_ns, policy_options
 from keepstep.core.placement import parity_trouble
 from keepstep.errors import UsageError
 from keepstep.model.job import InjectSpec, JobSpec
@@ -150,6 +150,7 @@ def run(
     stragglers: Literal["off", "report", "move"],
     straggler_factor: float,
     straggler_s: float,
+    on_divergence: Literal["hold", "fall-back", "continue"],
     resume: str | None,
     checkpoint_dir: str | None,
     interval: str,
@@ -189,6 +190,10 @@ def run(
     layout = lay_out(local_nodes=rank_nodes, nproc=nproc, spares=spares, spare_nodes=spare_nodes)
     check_injects(injects, layout.world, [node.name for node in layout.nodes])
     resume = check_resume(resume, layout.world)
+    if on_divergence == "fall-back" and checkpoint_dir is None:
+        raise UsageError(
+            "--on-divergence fall-back: there are no checkpoints", hint="--checkpoint-dir DIR"
+        )
     periodic = check_periodic(checkpoint_dir, interval, mttf_h, job, resume)
     spec = JobSpec(
         job=job,
@@ -215,6 +220,8 @@ def run(
             stragglers=stragglers,
             straggler_factor=straggler_factor,
             straggler_after_ns=int(straggler_s * 1e9),
+            on_divergence=on_divergence,
+            hold_ns=hold_ns(stall_s),
         ),
     )
     trouble = parity_trouble(spec) if redundancy == "parity" else ""

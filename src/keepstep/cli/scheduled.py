@@ -23,7 +23,7 @@ from keepstep.cli.find import Reached, external
 from keepstep.cli.home import home
 from keepstep.cli.layout import Layout, check_counts, lay_out
 from keepstep.cli.output import Output
-from keepstep.cli.policies import check_policy
+from keepstep.cli.policies import check_policy, hold_ns
 from keepstep.cli.run import attend, embed, new_job_id
 from keepstep.core.operator import check_spec
 from keepstep.errors import KeepstepError, UsageError
@@ -91,6 +91,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     stragglers: Literal["off", "report", "move"]
     straggler_factor: float
     straggler_s: float
+    on_divergence: Literal["hold", "fall-back", "continue"]
     queue_s: float | None
     stall_s: float
     orchestrator: str | None
@@ -143,6 +144,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             stragglers=self.stragglers,
             straggler_factor=self.straggler_factor,
             straggler_after_ns=int(self.straggler_s * 1e9),
+            on_divergence=self.on_divergence,
+            hold_ns=hold_ns(self.stall_s),
         )
 
 

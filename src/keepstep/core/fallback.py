@@ -20,7 +20,7 @@ times, the job ends.
 
 from __future__ import annotations
 
-from keepstep.core.incidents import close_incident, end_job
+from keepstep.core.incidents import EXIT_DIVERGED, close_incident, end_job
 from keepstep.core.processes import close_stores
 from keepstep.core.saves import Complete
 from keepstep.core.state import Incident, Job, Out
@@ -36,14 +36,14 @@ def fall_back(job: Job, out: Out, reason: str, reached: int = 0) -> None:
     """`reached`: the step, if no rank is there that knows it."""
     newest, incident = job.saves.newest, job.unplanned()
     if newest is None or incident is None:
-        end_job(job, out, "fell_back", EXIT_FELL_BACK, reason)
+        _end(job, out, incident, reason)
         return
     tick, times = job.saves.fallen
     times = times + 1 if tick == newest.tick else 1
     job.saves.fallen = (newest.tick, times)
     if times > RETURNS_MAX:
         why = f"{reason}; the job went back to {newest.path} {RETURNS_MAX} times before"
-        end_job(job, out, "fell_back", EXIT_FELL_BACK, why)
+        _end(job, out, incident, why)
         return
     version = max((worker.version for worker in job.seated()), default=reached)
     lost = max(0, version - newest.version)
@@ -74,6 +74,13 @@ def fall_back(job: Job, out: Out, reason: str, reached: int = 0) -> None:
         out.send(name, Forget(workers=[], before=job.saves.fallen_before))
 
 
+def _end(job: Job, out: Out, incident: Incident | None, reason: str) -> None:
+    if incident is not None and incident.diverged:
+        end_job(job, out, "diverged", EXIT_DIVERGED, reason)
+    else:
+        end_job(job, out, "fell_back", EXIT_FELL_BACK, reason)
+
+
 def further_back(job: Job, out: Out, rank: int, why: str, *, surely: bool = False) -> bool:
     """A newcomer of a job that fell back cannot read the checkpoint; True: it is not the first, or
     so many have failed that it is `surely` of no use, and the job goes further back."""
@@ -97,7 +104,7 @@ def fallen(job: Job, incident: Incident, to: Complete, lost: int, generation: in
     job.causes.clear()
     job.deaths.clear()
     job.reconnects = (-1, 0)
-    job.alarm = job.judge_at = job.release_due = None
+    job.alarm = job.judge_at = job.release_due = job.divergence = None
     job.checkpoint, job.checkpoint_tick = "", None
     job.saves.now = job.saves.due_at = None
     job.saves.unreadable.clear()

@@ -8,7 +8,6 @@ Planned ones queue behind it. Closing writes the whole story as one record.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from keepstep.core.project import incident_view, job_view
 from keepstep.core.state import SECOND, Incident, Job, Out
@@ -22,9 +21,13 @@ from keepstep.model.records import (
     Trigger,
     Warned,
 )
-from keepstep.model.views import JobState
+from keepstep.model.views import JobState, Outcome
 
 STOP_GRACE_NS = 3 * SECOND
+EXIT_DIVERGED = 5
+NEVER_ATTACHED = (
+    "the script never called keepstep.attach, so its progress is unknown and it started again"
+)
 
 
 def open_incident(
@@ -91,12 +94,16 @@ def close_incident(
     job: Job,
     out: Out,
     incident: Incident,
-    outcome: Literal["RESOLVED", "ABORTED", "FELL_BACK", "FAILED"],
+    outcome: Outcome,
     reason: str,
 ) -> None:
     """`reason` is added to why it was opened."""
     lost = incident.steps_lost
-    if incident.fell_back and outcome in ("RESOLVED", "ABORTED"):
+    if incident.cause == "start" and outcome == "RESOLVED" and not _attached(job):
+        outcome, reason = "FELL_BACK", NEVER_ATTACHED
+    if incident.diverged:
+        outcome = "DIVERGED"  # whether it went on, went back or ended
+    elif incident.fell_back and outcome in ("RESOLVED", "ABORTED"):
         outcome = "FELL_BACK"  # it went on, but the steps are lost all the same
     elif outcome == "FELL_BACK" and not incident.fell_back:
         lost = max((worker.version for _, worker in job.owning()), default=0)
@@ -107,6 +114,11 @@ def close_incident(
     out.record(IncidentClosed(job=job.id, at_ns=out.now, view=view))
 
 
+def _attached(job: Job) -> bool:
+    """Some rank has, and then all have: its attach waits for them."""
+    return any(worker.attached for worker in job.seated())
+
+
 def warn(job: Job, out: Out, message: str) -> None:
     out.record(Warned(job=job.id, at_ns=out.now, message=message))
 
@@ -115,17 +127,18 @@ def end_job(job: Job, out: Out, state: JobState, exit_code: int, reason: str) ->
     """Whatever is open is closed with it, and every agent is told to stop."""
     if job.ended is not None:
         return
-    outcomes: dict[str, Literal["RESOLVED", "ABORTED", "FELL_BACK", "FAILED"]] = {
+    outcomes: dict[str, Outcome] = {
         "done": "RESOLVED",
         "cancelled": "ABORTED",
         "fell_back": "FELL_BACK",
+        "diverged": "DIVERGED",
     }
     for incident in list(job.incidents):
         outcome = outcomes.get(state, "FAILED")
         if incident.trigger != "unplanned" and incident.pending and outcome == "RESOLVED":
             outcome = "ABORTED"
         close_incident(job, out, incident, outcome, reason)
-    job.attempt = None
+    job.attempt = job.divergence = None
     job.reason = reason
     job.ended = job_view(job, state=state, exit_code=exit_code)
     out.record(JobEnded(job=job.id, at_ns=out.now, view=job.ended))

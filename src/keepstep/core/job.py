@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from keepstep.core import (
     checkpoints,
+    divergence,
     fallback,
     faults,
     operator,
@@ -18,6 +19,7 @@ from keepstep.core import (
     recovery,
     rewire,
     start,
+    stopping,
     stragglers,
     understudies,
 )
@@ -71,6 +73,9 @@ def _step(job: Job, out: Out) -> bool:
     """One look. True: something changed, look again."""
     if job.replayed:
         return agents_are_back(job, out)
+    if job.divergence is not None:
+        divergence.advance(job, out)
+        return job.divergence is None
     attempt = job.attempt
     if len(job.owners) == job.spec.world and all(worker.done for worker in job.seated()):
         end_job(job, out, "done", 0, "all ranks finished")
@@ -83,6 +88,9 @@ def _step(job: Job, out: Out) -> bool:
     if faults.broken(job):
         faults.recover_from(job, out)
         return True
+    if attempt is None and job.stopping is not None:
+        stopping.advance(job, out)
+        return False
     if attempt is None:
         planned.next_move(job, out)
         if job.attempt is None:
@@ -398,6 +406,8 @@ def _worker_exited(job: Job, out: Out, worker: Worker, message: WorkerExited) ->
     tail = message.tail.strip().splitlines()
     how = f"signal {-message.code}" if message.code < 0 else f"code {message.code}"
     why = f"ended with {how}"
+    worker.version = max(worker.version, message.version)
+    worker.tick = max(worker.tick, message.tick)
     starting = job.mode == "starting" and job.attempt is None and worker.role == "rank"
     processes.worker_ended(job, out, worker, message.code, why, "process-exit")
     if starting:

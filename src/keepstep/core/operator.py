@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from keepstep.core import breaker, processes
+from keepstep.core import breaker, divergence, processes, stopping
 from keepstep.core.faults import newcomer_failed
 from keepstep.core.incidents import close_incident, end_job, open_incident
 from keepstep.core.recovery import apply_taint, tell_buddy
@@ -27,6 +27,7 @@ from keepstep.model.job import (
     JobSpec,
     Migrate,
     Note,
+    ProceedAnyway,
     Taint,
     Untaint,
 )
@@ -99,6 +100,10 @@ def _check_policy(spec: JobSpec, refuse: Callable[[str, str], None]) -> None:
         refuse("spare nodes or priority are out of range", f"priorities are up to {PRIORITY_MAX}")
     if not 0 <= policy.grace_ns <= STALL_NS_MAX or not 0 <= policy.quiet_ns <= STALL_NS_MAX:
         refuse("grace or quiet time are out of range", "give them in seconds")
+    if not 0 <= policy.hold_ns <= STALL_NS_MAX:
+        refuse("the time to hold for a divergence is out of range", "give it in seconds")
+    if policy.on_divergence == "fall-back" and not spec.checkpoints:
+        refuse("it cannot fall back without checkpoints", "--checkpoint-dir DIR")
     if not 1.0 < policy.straggler_factor <= 1000.0:
         refuse(f"a straggler takes {policy.straggler_factor:g} times the median", "more than 1")
     if not 0 < policy.straggler_after_ns <= STALL_NS_MAX:
@@ -365,8 +370,14 @@ def inject(job: Job, out: Out, request: InjectNow) -> None:
         processes.signal_now(out, worker, spec.action, spec.seconds)
 
 
+def proceed(job: Job, out: Out, request: ProceedAnyway) -> None:
+    check_open(job)
+    divergence.proceed(job, out, request.by)
+
+
 def cancel(job: Job, out: Out, request: Cancel) -> None:
     check_open(job)
     if not 0 <= request.exit_code <= 255:
         raise UsageError(f"{request.exit_code} is no exit code", hint="0 to 255 are possible")
-    end_job(job, out, "cancelled", request.exit_code, request.reason)
+    if not request.checkpoint or not stopping.begin(job, out, request):
+        end_job(job, out, "cancelled", request.exit_code, request.reason)

@@ -39,6 +39,7 @@ from keepstep.model.job import (
     Note,
     PlaceHealthy,
     PlaceReturned,
+    ProceedAnyway,
     Rebalance,
     SpareGranted,
     SpareRefused,
@@ -234,6 +235,8 @@ class Core:
             operator.untaint(job, out, event)
         elif isinstance(event, InjectNow):
             operator.inject(job, out, event)
+        elif isinstance(event, ProceedAnyway):
+            operator.proceed(job, out, event)
         elif isinstance(event, Cancel):
             operator.cancel(job, out, event)
 

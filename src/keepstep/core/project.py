@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from keepstep.core import parities
 from keepstep.core.capacity import Capacity
 from keepstep.core.interval import HOUR
@@ -17,6 +15,7 @@ from keepstep.model.views import (
     JobState,
     JobView,
     NodeView,
+    Outcome,
     RankView,
     SpareView,
     UnderstudyView,
@@ -26,6 +25,8 @@ from keepstep.model.views import (
 def job_state(job: Job) -> JobState:
     if job.ended is not None:
         return job.ended.state
+    if job.divergence is not None:
+        return "held"
     if any(incident.fell_back for incident in job.incidents):
         return "recovering"
     if job.mode != "running":
@@ -44,6 +45,8 @@ def rank_state(job: Job, rank: int, worker: Worker) -> str:
         return "done"
     if not worker.usable:
         return "dead"
+    if job.divergence is not None and worker.id in job.divergence.waiting:
+        return "holding"
     attempt = job.attempt
     if attempt is not None and not attempt.committed:
         held = worker.held
@@ -93,7 +96,14 @@ def job_view(job: Job, state: JobState | None = None, exit_code: int | None = No
         checkpoints=checkpoints_view(job) if job.spec.checkpoints else None,
         priority=job.spec.policy.priority,
         stragglers=[slow.said for slow in job.pace.slow.values() if slow.said],
+        divergence=divergence_text(job),
     )
+
+
+def divergence_text(job: Job) -> str:
+    if job.divergence is None:
+        return ""
+    return job.divergence.text or "numbers differ between ranks: finding out which"
 
 
 def checkpoints_view(job: Job) -> CheckpointsView:
@@ -114,6 +124,8 @@ def checkpoints_view(job: Job) -> CheckpointsView:
 
 
 def state_reason(job: Job) -> str:
+    if job.divergence is not None:
+        return divergence_text(job)
     if job.attempt is not None and job.attempt.no_spare:
         return job.attempt.no_spare
     if job.reason:
@@ -207,6 +219,8 @@ def protection_of(job: Job) -> tuple[bool, str]:
     owners = [worker for _, worker in job.owning() if worker.usable]
     if not owners:
         return False, "no rank is running"
+    if job.mode != "running" and not all(worker.attached for worker in owners):
+        return False, "nothing is protected before every rank has called keepstep.attach"
     if not all(worker.redundant for worker in owners):
         return False, "some state has no replica on another rank: its rank's loss falls back"
     kept = sum(worker.kept_bytes for worker in owners)
@@ -238,7 +252,7 @@ def incident_view(
     job: Job,
     incident: Incident,
     now: int,
-    outcome: Literal["OPEN", "RESOLVED", "ABORTED", "FELL_BACK", "FAILED"] = "OPEN",
+    outcome: Outcome = "OPEN",
     steps_lost: int | None = None,
 ) -> IncidentView:
     timeline = incident.timeline

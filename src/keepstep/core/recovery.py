@@ -7,12 +7,13 @@ happened since. In between (`Job.replayed`) the core only collects. Then:
 * an unplanned incident was open, or a committed one not yet resumed: the answers that were on
   their way are lost, so a fresh attempt asks all ranks again under a larger generation. Ranks
   that may have missed their Swap get it first: a newcomer reports only once it is a rank;
-* a planned attempt was open: it is undone, and its incident waits for the next one.
+* a planned attempt was open: it is undone, and its incident waits for the next one;
+* the job stood because numbers differ: it stands on, and who waits says so again.
 """
 
 from __future__ import annotations
 
-from keepstep.core import parities, provision
+from keepstep.core import divergence, parities, provision, stopping
 from keepstep.core.fallback import fallen
 from keepstep.core.incidents import close_incident
 from keepstep.core.processes import give_buddy
@@ -28,6 +29,8 @@ from keepstep.model.records import (
     Committed,
     Decided,
     Deferred,
+    DivergenceAccepted,
+    DivergenceFound,
     FellBack,
     IncidentClosed,
     IncidentOpened,
@@ -41,6 +44,7 @@ from keepstep.model.records import (
     Placed,
     Record,
     StartBegun,
+    StopBegun,
     Tainted,
     Untainted,
     WorkerEnded,
@@ -96,6 +100,10 @@ def apply(jobs: dict[str, Job], record: Record) -> None:
         job.saves.sealed(complete, record.snapshot_ns, record.write_ns)
     elif isinstance(record, FellBack):
         _apply_fall_back(job, record)
+    elif isinstance(record, DivergenceFound | DivergenceAccepted):
+        divergence.replayed(job, record)
+    elif isinstance(record, StopBegun):
+        stopping.replayed(job, record)
     elif isinstance(record, InjectDone):
         job.fired.append(record.inject)
     elif isinstance(record, JobEnded):
@@ -251,6 +259,10 @@ def agents_are_back(job: Job, out: Out) -> bool:
         return False
     job.rejoin_until = None
     job.replayed = False
+    if job.divergence is not None:
+        job.divergence.named_at = out.now  # operators could say nothing meanwhile
+    if job.stopping is not None:
+        job.stopping.since = out.now
     if job.mode != "running":
         _start_over(job, out)
         return True
@@ -289,6 +301,8 @@ def _reopen(job: Job, out: Out, incident: Incident) -> None:
     why = f"the orchestrator was restarted during incident {incident.id}"
     unplanned = incident.trigger == "unplanned"
     open_attempt = incident.attempt_generation > (incident.committed or -1)
+    if job.divergence is not None and job.divergence.incident == incident.id and not open_attempt:
+        return  # every rank is where it was, and waits
     if unplanned or (incident.committed is not None and not open_attempt):
         job.alarm = ("connection", why)
         if not unplanned and not incident.pending:

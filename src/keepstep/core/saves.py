@@ -36,6 +36,19 @@ class Complete:
 
 
 @dataclass(slots=True)
+class Stopping:
+    """The job is to end with a checkpoint (stopping.py)."""
+
+    reason: str
+    exit_code: int
+    since: int
+    generation: int = -1  # of the Hold; -1: nobody was asked yet
+    held: dict[int, tuple[int, int]] = field(default_factory=dict)  # rank -> tick, version
+    written: set[int] = field(default_factory=set)
+    failed: str = ""
+
+
+@dataclass(slots=True)
 class Saves:
     spec: JobSpec
     now: Saving | None = None

@@ -35,6 +35,7 @@ BY_SCRIPT = {"user": EXIT_USER, "usage": EXIT_USAGE}  # the latter says more
 RESTARTS_MAX = 3
 STORE_FAILURES_MAX = 3
 JOIN_SPARES_NS = 2 * SECOND
+STARTED_AGAIN = "started again from scratch: no step had been made"
 
 
 def advance_start(job: Job, out: Out) -> None:
@@ -232,7 +233,7 @@ def _watch(job: Job, out: Out) -> None:
     killed = [w for w in dead if w.rank in job.causes]
     if killed:
         _cause, why = job.causes[killed[0].rank]
-        restart(job, out, why)
+        restart(job, out, f"{why}, {_how_early(job, out)}")
     elif fault is not None and out.now >= fault[0] + SECOND:
         _, kind, why, traceback = fault
         if kind in BY_SCRIPT:
@@ -251,6 +252,13 @@ def _watch(job: Job, out: Out) -> None:
             started(job, out)
 
 
+def _how_early(job: Job, out: Out) -> str:
+    """How far the script is nobody knows; how long it has run is known."""
+    began = job.ranks_started_at  # 0: before a restart of the orchestrator
+    after = f"{(out.now - began) // SECOND} s after the start and " if began else ""
+    return f"{after}before all ranks had called keepstep.attach"
+
+
 def started(job: Job, out: Out) -> None:
     job.mode = "running"
     job.start_fault = None
@@ -259,9 +267,7 @@ def started(job: Job, out: Out) -> None:
     for incident in list(job.incidents):
         if incident.cause == "start":
             incident.generation = job.generation
-            close_incident(
-                job, out, incident, "RESOLVED", "started again from scratch: no step had been made"
-            )
+            close_incident(job, out, incident, "RESOLVED", STARTED_AGAIN)
 
 
 def rank_exited(job: Job, out: Out, worker: Worker, code: int, tail: str) -> None:

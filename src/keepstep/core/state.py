@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from keepstep.core.capacity import Capacity
+from keepstep.core.differences import Divergence
 from keepstep.core.pace import Pace
 from keepstep.core.ranks import Ranks, Tally, Told
-from keepstep.core.saves import Saves
+from keepstep.core.saves import Saves, Stopping
 from keepstep.core.timeline import Timeline
 from keepstep.model.job import InjectSpec, JobSpec
 from keepstep.model.messages import (
@@ -225,6 +226,7 @@ class Incident:
     decision: str = ""
     steps_recomputed: int = 0
     fell_back: bool = False  # all ranks start again from a checkpoint
+    diverged: bool = False  # numbers differed in it: it is never resolved
     steps_lost: int = 0
     source: str = ""
     sticky_tick: int | None = None  # a decision stays valid until it is committed
@@ -332,9 +334,12 @@ class Job:
     checkpoint: str = ""
     checkpoint_tick: int | None = None
     resume: str = ""  # checkpoint that all ranks are to be started from
+    stopping: Stopping | None = None  # it is to end with a checkpoint
     saves: Saves = field(init=False)
     capacity: Capacity = field(init=False)
     causes: dict[int, tuple[str, str]] = field(default_factory=dict)  # dead rank -> (cause, why)
+    divergence: Divergence | None = None  # numbers differ: nothing else is decided meanwhile
+    accepted: dict[tuple[str, str, int], None] = field(default_factory=dict)  # see divergence.py
     alarm: tuple[str, str] | None = None  # a rank's exception: (cause, why), until an attempt
     deaths: dict[int, tuple[int, set[str]]] = field(default_factory=dict)  # rank -> tick, workers
     reconnects: tuple[int, int] = (-1, 0)  # tick, losses without any victim at it

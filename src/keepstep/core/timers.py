@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-from keepstep.core import balance, breaker, checkpoints, provision, turns, understudies
+from keepstep.core import (
+    balance,
+    breaker,
+    checkpoints,
+    divergence,
+    provision,
+    stopping,
+    turns,
+    understudies,
+)
 from keepstep.core.faults import (
     ALL_SILENT_NS,
     FENCE_SLACK_NS,
@@ -46,6 +55,10 @@ def timers(job: Job) -> list[Timer]:
     if job.ended is not None:
         return []
     rows: list[Timer] = []
+    stands_until = divergence.deadline(job)
+    if stands_until is not None:
+        named = job.divergence is not None and job.divergence.text
+        rows.append((stands_until, "divergence" if named else "settle", ""))
     for node in job.nodes.values():
         if node.state == "disconnected":
             rows += _gone_timer(job, node)
@@ -63,6 +76,11 @@ def timers(job: Job) -> list[Timer]:
         elif worker.role == "understudy" and worker.ready is None:
             due = understudies.due(job, worker, PARK_NS)
             rows += [(due, "rehearse", worker.id)] if due is not None else []
+    stop_by = stopping.deadline(job)
+    if stop_by is not None:
+        rows.append((stop_by, "stop", ""))
+    if job.divergence is not None:  # whatever else there is to do waits
+        return rows + ([(job.rejoin_until, "rejoin", "")] if job.rejoin_until is not None else [])
     if job.mode in ("waiting", "opening", "starting"):
         rows += _start_timers(job)
     deferred = breaker.deadline(job)
@@ -250,6 +268,10 @@ def _fire_one(job: Job, out: Out, what: str, subject: str) -> None:
     elif what == "breaker":
         job.preempted = [one for one in job.preempted if one[0] + breaker.WINDOW_NS > out.now]
         retry_deferred(job, out)
+    elif what == "stop":
+        stopping.late(job, out)
+    elif what == "divergence":
+        divergence.late(job, out)
     elif what == "balance":
         balance.look(job, out)
     elif what == "rejoin":

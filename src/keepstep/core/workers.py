@@ -6,7 +6,7 @@ Arrived and Ready count for any generation, because its process outlives attempt
 
 from __future__ import annotations
 
-from keepstep.core import checkpoints, start, understudies
+from keepstep.core import checkpoints, divergence, start, stopping, understudies
 from keepstep.core.fallback import fall_back, further_back
 from keepstep.core.faults import newcomer_failed, repeat_attempt, stage_failed
 from keepstep.core.incidents import end_job, warn
@@ -36,6 +36,7 @@ from keepstep.model.messages import (
     CheckpointFailed,
     Copied,
     CopyFailed,
+    Diverged,
     Done,
     Failure,
     Held,
@@ -70,6 +71,9 @@ def worker_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> None
             worker.parked = said.where or "unknown"
     elif worker.role == "understudy":
         understudies.said(job, out, worker, said)
+    elif isinstance(said, Diverged):
+        if worker.role in ("rank", "newcomer"):
+            divergence.said(job, out, worker, said)
     elif isinstance(said, InjectFired):
         _inject_fired(job, out, worker, said)
     elif isinstance(said, BuddyLost):
@@ -143,6 +147,8 @@ def _rank_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> None:
         _resumed(job, out, worker, said)
     elif isinstance(said, Saved | SaveFailed | Sealed):
         checkpoints.said(job, out, worker, said)
+    elif attempt is None and isinstance(said, Held | Checkpointed | CheckpointFailed):
+        stopping.said(job, out, worker, said)
     elif attempt is not None and not attempt.committed and worker.rank in attempt.members:
         _member_said(job, out, attempt, worker, said)
 

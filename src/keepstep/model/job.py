@@ -191,12 +191,20 @@ class InjectNow(Input, frozen=True):
     inject: InjectSpec
 
 
+class ProceedAnyway(Input, frozen=True):
+    """Numbers differ, and the job is to go on with them."""
+
+    job: str
+    by: str = "an operator"
+
+
 class Cancel(Input, frozen=True):
     """End the job; everything is stopped."""
 
     job: str
     reason: str
     exit_code: int
+    checkpoint: bool = False  # write one first, if the job writes checkpoints and can
 
 
 CoreInput = (
@@ -217,5 +225,6 @@ CoreInput = (
     | Note
     | Untaint
     | InjectNow
+    | ProceedAnyway
     | Cancel
 )

@@ -232,6 +232,34 @@ class BuddyLost(Message, frozen=True):
     parity: Address | None = None
 
 
+Witness = Literal[
+    "inputs", "update", "collectives", "learning-rate", "replicas", "results", "script"
+]
+TABLE_ENTRIES_MAX = 4096
+TABLE_NAME_CHARS_MAX = 256
+TABLE_VALUE_CHARS_MAX = 64
+
+
+class Diverged(Message, frozen=True):
+    """A witness of this rank found that numbers differ which must be equal. The rank stands where
+    it found it, before anything of it is committed, and waits for Proceed. Every rank that takes
+    part in the comparison says so; a newcomer that finds it before it joins says it alone.
+
+    `table` has what this rank has, as "class|name" -> a short value or a digest: of two ranks the
+    entries of the same class are compared. `number` counts what this process has found, and is
+    said again with every repetition."""
+
+    generation: int
+    tick: int
+    version: int
+    agreed: int  # last version at which all ranks are known to have agreed; -1: not known
+    witness: Witness
+    site: str  # step or section
+    words: str = ""  # a whole sentence, if the finder knows by itself what differs
+    table: dict[str, str] = {}
+    number: int = 0
+
+
 class Done(Message, frozen=True):
     """The user's script ended. The process stays until Finish."""
 
@@ -303,6 +331,7 @@ WorkerMessage = (
     | SaveFailed
     | Sealed
     | BuddyLost
+    | Diverged
     | Done
     | Inspected
     | Offloaded
@@ -473,6 +502,13 @@ class Seal(Message, frozen=True):
     keep: list[str] = []
 
 
+class Proceed(Message, frozen=True):
+    """Numbers differ, as this rank said in its Diverged `number`, and it goes on all the same."""
+
+    generation: int
+    number: int
+
+
 class Leave(Message, frozen=True):
     """The rank has moved elsewhere: exit quietly."""
 
@@ -523,6 +559,7 @@ WorkerCommand = (
     | Checkpoint
     | Snapshot
     | Seal
+    | Proceed
     | Leave
     | Inspect
     | Offload
@@ -584,6 +621,8 @@ class WorkerExited(Message, frozen=True):
     rank: int
     code: int
     tail: str  # last lines it wrote
+    version: int = 0  # as its page says, which outlives it
+    tick: int = 0
 
 
 class WorkerSaid(Message, frozen=True):

@@ -6,6 +6,8 @@ for the own node costs a system call, and both outlive a kill -9 of the worker.
     0     header   fixed fields below, little endian, each written whole (8-byte aligned)
     4096  slots 0 to 2, capacity bytes each: side state of a tick in slot tick % 3
     4096+3*capacity  init record (tick -1), capacity bytes
+    4096+4*capacity  slots 4 to 6: what became of side states at the end of their transactions
+                     (`late_tick`), capacity bytes each
 
 Three ticks are kept, here and by the buddy. A rank that has passed the fence of tick t - 1 makes
 step t and publishes t + 1 while others may still wait in that fence. If it is lost now, all of
@@ -30,6 +32,25 @@ CAPACITY_DEFAULT = 256 << 10
 TICKS_KEPT = 3
 INIT_TICK = -1  # record of a rank's init-time collectives
 NEWEST = -2  # asks for the highest tick there is
+SLOTS = 2 * TICKS_KEPT + 1
+_LATE = -16
+
+
+def late_tick(tick: int) -> int:
+    """Under which number the late part of a side state is kept: what its rank knew only when the
+    transaction had ended (its result, what changed behind the fence)."""
+    return _LATE - tick
+
+
+def is_late(tick: int) -> bool:
+    return tick <= _LATE
+
+
+def slot_of(tick: int) -> int:
+    if is_late(tick):
+        return TICKS_KEPT + 1 + (_LATE - tick) % TICKS_KEPT
+    return TICKS_KEPT if tick < 0 else tick % TICKS_KEPT
+
 
 # name -> offset in the header; all are unsigned 64-bit
 FIELDS = {
@@ -67,6 +88,7 @@ WHERE = (
     "held",
     "done",
     "attaching",  # waits in attach for the other ranks
+    "diverged",  # a witness found that numbers differ: it waits for what is to be done
 )
 
 

@@ -238,6 +238,14 @@ class CheckpointSealed(BaseRecord, frozen=True, kw_only=True):
     write_ns: int
 
 
+class StopBegun(BaseRecord, frozen=True, kw_only=True):
+    """The ranks are asked to hold, under this generation, to write a checkpoint and to end."""
+
+    generation: int
+    reason: str
+    exit_code: int
+
+
 class FellBack(BaseRecord, frozen=True, kw_only=True):
     """State is lost that nobody holds any more: all ranks are ended and will be started from this
     checkpoint."""
@@ -248,6 +256,30 @@ class FellBack(BaseRecord, frozen=True, kw_only=True):
     steps_lost: int
     generation: int  # whatever was put for ranks of a lower one is of no use
     reason: str
+
+
+class DivergenceFound(BaseRecord, frozen=True, kw_only=True):
+    """Numbers differ between ranks that must be equal. The ranks that found it wait."""
+
+    incident: str
+    witness: str
+    site: str
+    tick: int
+    version: int
+    agreed: int  # last step at which all are known to have agreed; -1: not known
+    text: str
+    checkpoint: str = ""  # newest one of a step at which all agreed
+    move: str = ""  # incident of a planned move that was in progress
+
+
+class DivergenceAccepted(BaseRecord, frozen=True, kw_only=True):
+    """They go on all the same: an exception to the guarantee. tick -1: also at later ticks."""
+
+    incident: str
+    witness: str
+    site: str
+    tick: int
+    by: str
 
 
 class InjectDone(BaseRecord, frozen=True, kw_only=True):
@@ -289,7 +321,10 @@ Record = (
     | Warned
     | CheckpointWritten
     | CheckpointSealed
+    | StopBegun
     | FellBack
+    | DivergenceFound
+    | DivergenceAccepted
     | InjectDone
     | JobEnded
 )

@@ -60,6 +60,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     stragglers: Literal["off", "report", "move"] = "report"
     straggler_factor: float = 1.5
     straggler_after_ns: int = 60_000_000_000
+    # Numbers differ that must be equal: stand, go back to a checkpoint at which they were, or go on
+    on_divergence: Literal["hold", "fall-back", "continue"] = "hold"
+    hold_ns: int = 0  # a job that stands for it ends after so long; 0: when somebody says so
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):

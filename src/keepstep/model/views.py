@@ -9,8 +9,17 @@ import msgspec
 from keepstep.model.network import PathView
 
 JobState = Literal[
-    "starting", "running", "recovering", "held", "done", "failed", "fell_back", "cancelled"
+    "starting",
+    "running",
+    "recovering",
+    "held",
+    "done",
+    "failed",
+    "fell_back",
+    "diverged",
+    "cancelled",
 ]
+Outcome = Literal["OPEN", "RESOLVED", "ABORTED", "FELL_BACK", "FAILED", "DIVERGED"]
 
 
 class RankView(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +82,7 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     trigger: Literal["planned", "pre-emptive", "unplanned"]
     # process-exit, node-lost, hang, device-error, connection, user, preempted; drain, migrate,
     # rebalance, straggler, taint, resume;
-    # start
+    # start; divergence
     cause: str
     victims: list[int]
     moves: list[str]  # "rank 2: n0/1 -> n1/0"
@@ -88,7 +97,7 @@ class IncidentView(msgspec.Struct, frozen=True, kw_only=True):
     pause_ms: float
     steps_lost: int
     steps_recomputed: int
-    outcome: Literal["OPEN", "RESOLVED", "ABORTED", "FELL_BACK", "FAILED"]
+    outcome: Outcome
     reason: str
     attempts: int = 1
 
@@ -170,3 +179,4 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: CheckpointsView | None = None
     priority: int = 0  # among the jobs of one orchestrator
     stragglers: list[str] = []  # a sentence for each
+    divergence: str = ""  # it stands because numbers differ between ranks: which

@@ -46,3 +46,41 @@ def decode(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
         return decoder.decode(body)
     except MALFORMED as error:
         raise RemoteProtocolError(f"malformed frame: {error}") from error
+
+
+def leading_token(beginning: bytes) -> str | None:
+    """The token of a message of which only the beginning has come: its first field, behind the
+    tag. None: these bytes have none there."""
+    try:
+        at = _map(beginning)
+        for expected in ("type", None, "token"):
+            text, at = _text(beginning, at)
+            if expected is not None and text != expected:
+                return None
+        return _text(beginning, at)[0]
+    except (ValueError, IndexError):  # UnicodeDecodeError is a ValueError
+        return None
+
+
+def _map(data: bytes) -> int:
+    """Where the first key of a msgpack map stands."""
+    if 0x80 <= data[0] <= 0x8F:
+        return 1
+    if data[0] == 0xDE:
+        return 3
+    raise ValueError("no map")
+
+
+def _text(data: bytes, at: int) -> tuple[str, int]:
+    """A msgpack string, and where the next value stands."""
+    kind = data[at]
+    if 0xA0 <= kind <= 0xBF:
+        start, size = at + 1, kind & 0x1F
+    elif kind in (0xD9, 0xDA):
+        start = at + 1 + (kind - 0xD8)
+        size = int.from_bytes(data[at + 1 : start])
+    else:
+        raise ValueError("no string")
+    if start + size > len(data):
+        raise ValueError("cut off")
+    return data[start : start + size].decode(), start + size

@@ -31,7 +31,7 @@ from keepstep.model.records import IncidentOpened
 from keepstep.model.schedule import Ask
 from keepstep.model.views import IncidentView, JobView, OfferView, PlanView
 from keepstep.model.wire import MALFORMED
-from keepstep.orchestrator import overview, registry
+from keepstep.orchestrator import overview, registry, web
 from keepstep.orchestrator import requests as bodies
 from keepstep.runtime.driver import Driver
 
@@ -61,6 +61,7 @@ STRUCTS = (
     bodies.TaintRequest,
     bodies.UntaintRequest,
     bodies.CancelRequest,
+    bodies.ProceedRequest,
     bodies.SignalRequest,
     bodies.JoinRequest,
     bodies.Joined,
@@ -258,8 +259,19 @@ def _add_operating(add: Routes, driver: Driver) -> None:
     async def cancel(request: Request, job: str) -> Response:
         check(driver, job)
         asked = await read(request, bodies.CancelRequest)
-        given = inputs.Cancel(job=job, reason=asked.reason, exit_code=asked.exit_code)
+        given = inputs.Cancel(
+            job=job,
+            reason=asked.reason,
+            exit_code=asked.exit_code,
+            checkpoint=asked.checkpoint,
+        )
         return done(driver, given)
+
+    @add("POST", "/v1/jobs/{job}/proceed", body=bodies.ProceedRequest, answer=bodies.Ok)
+    async def proceed(request: Request, job: str) -> Response:
+        check(driver, job)
+        asked = await read(request, bodies.ProceedRequest)
+        return done(driver, inputs.ProceedAnyway(job=job, by=asked.by))
 
 
 def _add_nodes(add: Routes, driver: Driver) -> None:
@@ -296,6 +308,7 @@ def _add_joining(
             await operator(request)
         elif kept is None and not await asyncio.to_thread(desk.is_operator, asked.token):
             raise Unauthorized("the token is wrong or has expired", hint=NEW_TOKEN)
+        web.admit(request.scope)
         await decides()
         joined = desk.join(asked, kept)
         log.info("%s: node %s may join", joined.job, joined.node)
@@ -412,6 +425,7 @@ def bearer(token: str, desk: Desk | None, *, nodes: bool = False) -> Guard:
                 hint="send 'Authorization: Bearer TOKEN' with the token of "
                 "KEEPSTEP_HOME/orchestrators/<id>.json",
             )
+        web.admit(request.scope)
 
     return check
 

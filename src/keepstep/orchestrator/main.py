@@ -26,11 +26,9 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
-
-import uvicorn
 
 from keepstep.adapters.identity.tokens import Folder, Tokens
 from keepstep.adapters.store.sqlite import SqliteLedger, lock_file, lock_path
@@ -46,6 +44,7 @@ from keepstep.orchestrator.broker import Broker
 from keepstep.orchestrator.requests import Info, Peer
 from keepstep.orchestrator.server import AgentServer
 from keepstep.orchestrator.terms import Terms, enroll
+from keepstep.orchestrator.web import Web
 from keepstep.ports.election import Election
 from keepstep.ports.ledger import LedgerStore, Member
 from keepstep.ports.schedule import Scheduler
@@ -57,18 +56,9 @@ if TYPE_CHECKING:  # an orchestrator on loopback does without cryptography
 
 log = logging.getLogger("keepstep.orchestrator")
 
-ENDED = frozenset({"done", "failed", "fell_back", "cancelled"})
-STOP_S_MAX = 3
+ENDED = frozenset({"done", "failed", "fell_back", "diverged", "cancelled"})
 LEASE_S = 10.0
 AGENT_TOKEN_NS = 600 * 10**9  # to join with; whoever has joined has a certificate
-
-
-class _Web(uvicorn.Server):
-    """uvicorn without its signal handlers: signals belong to whoever owns the process."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def open_store(home: Path, id: str, store: str, lease_s: float) -> LedgerStore:
@@ -136,8 +126,7 @@ class Orchestrator:
             self.broker = Broker(self.driver, scheduler, self.agent_start)
         self._brokering: asyncio.Task[None] | None = None
         self._office: asyncio.Task[None] | None = None
-        self._web: _Web | None = None
-        self._web_task: asyncio.Task[None] | None = None
+        self._web: Web | None = None
         self._registrar: asyncio.Task[None] | None = None
 
     @classmethod
@@ -228,9 +217,8 @@ class Orchestrator:
                 await asyncio.gather(task, return_exceptions=True)
         self.driver.close()
         await self._agents.stop()
-        if self._web is not None and self._web_task is not None:
-            self._web.should_exit = True
-            await asyncio.gather(self._web_task, return_exceptions=True)
+        if self._web is not None:
+            await self._web.stop()
         self._store.release()
         self._store.close()
         if self._election is not None:
@@ -244,32 +232,17 @@ class Orchestrator:
 
     async def _serve(self, rest: socket.socket, stream: socket.socket) -> None:
         await self._agents.start(stream, self.driver)
-        config = uvicorn.Config(
-            api.build(
-                self.driver,
-                self.token,
-                self._info,
-                self._desk(),
-                self._agents.examine,
-                self.broker.offers if self.broker is not None else None,
-            ),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=STOP_S_MAX,
-            ws="none",
-            server_header=False,
+        app = api.build(
+            self.driver,
+            self.token,
+            self._info,
+            self._desk(),
+            self._agents.examine,
+            self.broker.offers if self.broker is not None else None,
         )
-        config.load()
-        if self._tls is not None:
-            config.ssl = server_context(self._tls, clients=False)
-        self._web = _Web(config)
-        self._web_task = asyncio.create_task(self._web.serve(sockets=[rest]))
-        while not self._web.started:
-            if self._web_task.done():
-                await self._web_task  # raises what stopped it
-                raise UsageError(f"the REST server at {self.url} did not start")
-            await asyncio.sleep(0.005)
+        tls = server_context(self._tls, clients=False) if self._tls is not None else None
+        self._web = Web(app, tls)
+        await self._web.start(rest)
         self._write_entry()
         self._registrar = asyncio.create_task(self._keep_entry())
         self._office = asyncio.create_task(self.terms.run())

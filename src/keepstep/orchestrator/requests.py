@@ -40,6 +40,13 @@ class UntaintRequest(Request, frozen=True, kw_only=True):
 class CancelRequest(Request, frozen=True, kw_only=True):
     reason: str = "cancelled by an operator"
     exit_code: int = 3
+    checkpoint: bool = False  # write one first, if the job writes checkpoints
+
+
+class ProceedRequest(Request, frozen=True, kw_only=True):
+    """Numbers differ between ranks, and the job is to go on with them."""
+
+    by: str = "an operator"
 
 
 class SignalRequest(Request, frozen=True, kw_only=True):

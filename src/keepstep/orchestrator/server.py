@@ -2,7 +2,8 @@
 
 A stream begins with Hello. Until that is checked (token, protocol, job; between machines also
 that the peer's certificate is the one of the node it claims to be) the peer may only send one
-small frame and only for a short time. From then on every frame is an AgentMessage; a malformed or
+small frame, only for a short time, and may have to go for a later one (adapters.transport.pending).
+From then on every frame is an AgentMessage; a malformed or
 oversized one closes that stream and nothing else, and the agent connects again with an inventory.
 
 A lost stream is not a dead node (AgentGone, not NodeDead): training does not need us. Commands to
@@ -12,15 +13,18 @@ a node without a stream are dropped, because the core issues what still matters 
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import logging
 import socket
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import msgspec
 
 from keepstep.adapters.identity.tokens import node_secret
+from keepstep.adapters.transport.pending import share_of_descriptors
+from keepstep.adapters.transport.reception import Reception, Visitor
 from keepstep.adapters.transport.stream import READ_BUFFER_BYTES, Stream, StreamClosed
 from keepstep.adapters.transport.tls import node_of, server_context
 from keepstep.core.orchestrator import EVERY_NODE, Send
@@ -44,12 +48,30 @@ from keepstep.runtime.driver import Driver
 log = logging.getLogger("keepstep.server")
 
 HELLO_BYTES_MAX = 1 << 20
-HELLO_S_MAX = 10.0
 EXAMINE_S_MAX = 20.0
 CONNECTIONS_MAX = 1 << 15  # a job of 131,072 ranks has 16,384 agents of 8
 
 AgentStream = Stream[AgentMessage]
 NodeKey = tuple[str, str]  # job, node
+PENDING_SHARE = 4  # of the descriptors: all agents of a job may come back at once
+
+
+class _Accepted(asyncio.StreamReaderProtocol):
+    """As start_server makes it; tells the reception of the connection's end."""
+
+    def __init__(
+        self,
+        visitor: Visitor,
+        run: Callable[[Visitor, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=READ_BUFFER_BYTES, loop=loop)
+        super().__init__(reader, functools.partial(run, visitor), loop=loop)
+        self._visitor = visitor
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._visitor.leave()
+        super().connection_lost(exc)
 
 
 class AgentServer:
@@ -58,7 +80,7 @@ class AgentServer:
         self._tls = tls
         self._decoder: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(AgentMessage)
         self._driver: Driver | None = None
-        self._server: asyncio.Server | None = None
+        self._reception: Reception | None = None
         self._peers: dict[NodeKey, tuple[Hello, AgentStream]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._examinations = 0
@@ -68,17 +90,18 @@ class AgentServer:
     async def start(self, listener: socket.socket, driver: Driver) -> None:
         self._driver = driver
         tls = self._tls
-        self._server = await asyncio.start_server(
-            self._on_connect,
-            sock=listener,
-            limit=READ_BUFFER_BYTES,
-            ssl=server_context(tls, clients=True) if tls is not None else None,
-            ssl_handshake_timeout=HELLO_S_MAX if tls is not None else None,
+        self._reception = Reception(
+            "agents' port",
+            listener,
+            lambda visitor: _Accepted(visitor, self._on_connect),
+            limit=share_of_descriptors(PENDING_SHARE),
+            tls=server_context(tls, clients=True) if tls is not None else None,
         )
 
     async def stop(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        if self._reception is not None:
+            self._reception.close()
+            await self._reception.wait_closed()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -138,7 +161,9 @@ class AgentServer:
         except StreamClosed as error:
             log.warning("%s: %s", job, error.message)  # its reader ends and says AgentGone
 
-    async def _on_connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _on_connect(
+        self, visitor: Visitor, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -148,14 +173,13 @@ class AgentServer:
             if len(self._tasks) > CONNECTIONS_MAX:
                 log.warning("refused %s: %d connections are open", stream.peer, len(self._tasks))
             elif (hello := await self._greet(stream)) is not None:
+                visitor.admit()
                 stream.limit = FRAME_BYTES_MAX
                 await self._serve(stream, hello)
         except RemoteProtocolError as error:
             log.warning("closed the stream of %s: %s", stream.peer, error.message)
         except StreamClosed as error:
             log.info("%s", error.message)
-        except TimeoutError:
-            log.warning("closed the stream of %s: no Hello in %g s", stream.peer, HELLO_S_MAX)
         except asyncio.CancelledError:
             stream.abort()  # our own stop; nobody awaits this task
         except Exception:
@@ -164,8 +188,7 @@ class AgentServer:
             stream.close()
 
     async def _greet(self, stream: AgentStream) -> Hello | None:
-        async with asyncio.timeout(HELLO_S_MAX):
-            hello = await stream.receive()
+        hello = await stream.receive()
         refused = self._judge(hello, stream.certificate)
         if refused is None:
             assert isinstance(hello, Hello)

@@ -326,7 +326,14 @@ class SimNode:
     def _process_ended(self, process: Process, code: int, tail: str) -> None:
         if process.rank < 0:
             self.pages.pop(process.id, None)
-        exited = m.WorkerExited(worker=process.id, rank=process.rank, code=code, tail=tail)
+        exited = m.WorkerExited(
+            worker=process.id,
+            rank=process.rank,
+            code=code,
+            tail=tail,
+            version=process.version,
+            tick=process.tick,
+        )
         self.handle(core.Exited(exited))
 
     def publish(self, process: Process, blob: Blob) -> None:

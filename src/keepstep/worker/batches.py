@@ -1,19 +1,41 @@
-"""ks.batches: one pass over a loader, from the committed position, exact after any fault."""
+"""ks.batches: one pass over a loader, from the committed position, exact after any fault.
+
+Theory of operation
+-------------------
+A newcomer must see the batches that the rank it replaces would have seen, sample by sample. The
+position of a loop therefore holds, besides counts, all random streams of the rank (script/) at two
+moments:
+
+    entry   when the iterator was made: whatever shuffles, shuffles again in the same way
+    drawn   before the batch was fetched that the script's own loop holds: a dataset that draws in
+            this process draws the same again, and so does the script until its next step
+
+A newcomer sets the streams of `entry`, makes the iterator and passes over the earlier batches:
+
+    map-style, no workers     the sampler runs, no sample is fetched
+    map-style, with workers   likewise; workers begin with the streams of those they replace
+    iterables                 are read; what is read is dropped, and draws as it did
+
+and then sets the streams of `drawn`. An iterable whose own streams are elsewhere by then shares
+them with other code, and no reading alone repeats its order: it is refused.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from keepstep.errors import UsageError
 from keepstep.worker import codec, rng
 from keepstep.worker.position import Tracker
-from keepstep.worker.rng import torch_state
+from keepstep.worker.script import workers
+from keepstep.worker.script.streams import Streams
 from keepstep.worker.tree import Level, LoopPos
 
 
@@ -21,6 +43,7 @@ class _Pulled(NamedTuple):
     batch: Any
     rng: bytes | None  # right after it was fetched by a step: fetching may draw
     before: Any  # stateful loaders: state before it was fetched
+    drawn: bytes | None  # streams before it was fetched by the script's own loop
     error: Exception | None = None  # what the loader raised instead; the end, if StopIteration
 
 
@@ -28,24 +51,31 @@ class Loop:
     """One ks.batches loop of this process: hands out batches and serves again those that an
     aborted step had pulled itself, with the end of the loader if it came to that."""
 
-    def __init__(self, tracker: Tracker, loader: Iterable[Any]) -> None:
+    def __init__(
+        self, tracker: Tracker, loader: Iterable[Any], streams: Streams | None = None
+    ) -> None:
         _refuse_races(loader)
         self.loader = loader
         self.tracker = tracker
+        self.streams = streams if streams is not None else Streams()
         self.level: Level
         self.level, self.pos, self.target = tracker.open_loop()
         self.pulled: list[_Pulled] = []  # by the transaction in progress
         self.again: list[_Pulled] = []  # to be served again
         self.fetched = 0
+        self._thread = threading.get_ident()
         self._watched = not isinstance(loader, DataLoader) and not hasattr(loader, "state_dict")
         self._iterator: Iterator[Any] | None = None
         self._owed = False  # the target's batch must be handed out (again) before anything else
+        self._led_to: LoopPos | None = None  # the last target
         if self.target is not None:
             self.aim(self.target)
             self.pos.yields, self.pos.outside = self.target.yields, self.target.outside
             self.pos.entry, self.pos.before = self.target.entry, self.target.before
+            self.pos.drawn, self.pos.workers = self.target.drawn, self.target.workers
 
     def next(self) -> Any:
+        self._refuse_other_thread()
         if self.pos.closed or self.tracker.over(self.level):
             self.close()
             raise StopIteration
@@ -56,7 +86,7 @@ class Loop:
         if self.again:
             item = self.again.pop(0)
             if in_txn and item.rng is not None:
-                rng.restore(item.rng)
+                self.streams.restore(item.rng)
         else:
             item = self._fetch(self._iterator)
         if in_txn:
@@ -67,7 +97,7 @@ class Loop:
             raise item.error
         if not in_txn:
             self._owed = False
-            self.pos.before = item.before
+            self.pos.before, self.pos.drawn = item.before, item.drawn
         self.tracker.yielded(self.level, self.pos)
         return item.batch
 
@@ -75,60 +105,169 @@ class Loop:
         state_of = getattr(self.loader, "state_dict", None)
         before = state_of() if state_of is not None else None
         batch, error = None, None
-        drawn = rng.capture() if self._watched and self.fetched else None
+        in_txn = self.tracker.in_txn
+        if self._owed and self.target is not None and self.target.drawn is not None:
+            self._go_to(self.target.drawn)
+        drawn = None if in_txn else self.streams.capture()
+        watched = rng.capture() if self._watched and self.fetched else None
         try:
             batch = next(iterator)
             self.fetched += 1
         except Exception as raised:  # an iterator that raised may be finished: do not ask again
             error = raised
-        if drawn is not None and rng.capture() != drawn:
+        if watched is not None and rng.capture() != watched:
             self._watched = False
             _warn_of_draws(self.loader)
-        return _Pulled(batch, rng.capture() if self.tracker.in_txn else None, before, error)
+        after = self.streams.capture() if in_txn else None
+        return _Pulled(batch, after, before, drawn, error)
 
     def close(self) -> None:
+        left = not self.pos.closed
         self.tracker.close_loop(self.level, self.pos)
         if not self.tracker.in_txn:
-            self._iterator = None  # with its DataLoader workers
+            if left and self._iterator is not None and not sys.is_finalizing():
+                workers.drain(self._iterator)
+            self._release()
+
+    def _release(self) -> None:
+        self._iterator = None  # with its DataLoader workers
+        self.pos.told = None
 
     def aim(self, target: LoopPos) -> None:
         """A newcomer inside this loop is led on to a later batch."""
-        self.target = target
+        self.target = self._led_to = target
         self._owed = target.outside > self.pos.outside
         self.again = [item._replace(rng=None) for item in self.again]
 
     def retry(self, *, other_rng: bool = False) -> None:
         """`other_rng`: pulled by a warm-up, whose random numbers are not those of the job."""
-        if other_rng:
-            self.pulled = [item._replace(rng=None) for item in self.pulled]
+        pulled, self.pulled = self.pulled, []
         self.tracker.reopen()
-        self.again = self.pulled + self.again
-        self.pos.yields -= sum(item.error is None for item in self.pulled)
-        self.pulled = []
+        self.pos.yields -= sum(item.error is None for item in pulled)
+        if not other_rng:
+            self.again = pulled + self.again
+        elif pulled and self._iterator is self.loader:  # cannot be made a second time
+            self.again = [item._replace(rng=None) for item in pulled] + self.again
+        elif pulled:
+            self._release()
+            self.again, self.fetched, self.target = [], 0, self._led_to
+            if self.target is None:
+                self.pos.entry = None
 
     def settle(self) -> None:
         """The transaction is over, one way or the other: what it has pulled is gone."""
         self.pulled.clear()
         if self.pos.closed:
-            self._iterator = None
+            self._release()
+        record = workers.record_of(self._iterator)
+        if record is not None:
+            record.forget(self._first_fetched(self.pos.begin))
 
-    # ------------------------------------------------------------------ newcomer
+    def _refuse_other_thread(self) -> None:
+        if threading.get_ident() != self._thread:
+            raise UsageError(
+                f"ks.batches is pulled by another thread ({threading.current_thread().name}) than "
+                "the one that called it: which batch a step trains on would depend on timing",
+                hint="pull batches in the main thread; for prefetching give the DataLoader workers "
+                "(num_workers)",
+            )
+
+    # ------------------------------------------------------------------ opening
 
     def _open(self) -> Iterator[Any]:
+        self.streams.loop_opens()
         target = self.target
-        if target is not None and target.entry is not None:
-            _set_generators(self.loader, target.entry)
-        self.pos.entry = _generators(self.loader)
-        if target is None:
-            return iter(self.loader)
-        skip = max(target.outside - 1, 0) if target.outside else target.yields
+        if target is None or target.entry is None:
+            self.pos.entry = self._entry()
+            iterator = workers.open_iterator(self.loader)
+            self._listen(iterator, 0)
+            return iterator
+        before = self.streams.capture()
         if target.before is not None and hasattr(self.loader, "load_state_dict"):
+            self._go_to(codec.loads_inline(target.entry)["streams"])
             self.loader.load_state_dict(target.before)
             iterator = iter(self.loader)
+            self.fetched = target.begin
         else:
-            iterator = _iterate_from(self.loader, skip)
-        self.fetched = self.pos.yields = skip
+            iterator = self._open_at(target)
+            if self._owed and target.drawn is not None:
+                self._refuse_shared(target.drawn)
+        if not self._owed:
+            if self.tracker.replay is None:
+                self._refuse_shared(before)
+            self.streams.restore(before, others=True)
+        self.pos.yields = self.fetched
         return iterator
+
+    def _entry(self) -> bytes:
+        kept = workers.kept(self.loader) if workers.keeps_workers(self.loader) else None
+        return codec.dumps_inline({"streams": self.streams.capture(), "kept": kept})
+
+    def _open_at(self, target: LoopPos) -> Iterator[Any]:
+        """A newcomer: the iterator as it was before the batch to be handed out next."""
+        loader: Any = self.loader
+        assert target.entry is not None
+        entry = codec.loads_inline(target.entry)
+        begin = self._first_fetched(target.begin)
+        passing = _Passing(loader, begin) if _is_map_style(loader) else None
+        if workers.keeps_workers(loader):
+            loader._iterator = None  # of another epoch: nothing of it is left
+            if entry["kept"] is not None:
+                base_seed, states = entry["kept"]
+                stand_in = workers.keep(loader, (base_seed, target.workers or states))
+                assert stand_in is not None
+                stand_in.replacement = passing
+        self._go_to(entry["streams"])
+        with _sampler_replaced(loader, passing):
+            iterator = workers.open_iterator(loader, None, target.workers)
+        if passing is not None:
+            passing.pass_over()
+        self._listen(iterator, begin)
+        goal = target.begin if self._owed else target.yields
+        for _ in itertools.islice(iterator, goal - begin):
+            pass
+        self.fetched = goal
+        return iterator
+
+    def _first_fetched(self, batch: int) -> int:
+        """The first that a newcomer fetches to hand out this one. Workers take turns, and the
+        first turn is always the first worker's."""
+        loader: Any = self.loader
+        if not _is_map_style(loader):
+            return 0
+        return batch - batch % loader.num_workers if loader.num_workers else batch
+
+    def _listen(self, iterator: Any, offset: int) -> None:
+        """The streams of map-style workers belong to the position. Those of iterables do not: a
+        newcomer's workers read them from the begin of the epoch."""
+        record = workers.record_of(iterator)
+        if record is not None:
+            record.offset = offset
+            if _is_map_style(self.loader):
+                self.pos.told = lambda batch: record.before(self._first_fetched(batch))
+
+    def _go_to(self, state: bytes) -> None:
+        """All streams as in this state. A sampler or dataset may make its own when it is first
+        asked: then it is asked once, and what that does is undone with the rest."""
+        loader: Any = self.loader
+        if isinstance(loader, DataLoader) and self.streams.missing(state):
+            next(iter(loader._index_sampler if loader.num_workers else loader), None)
+        self.streams.restore(state, others=True)
+
+    def _refuse_shared(self, expected: bytes) -> None:
+        """An iterable was read from its begin: its own streams must be where they were."""
+        if _is_map_style(self.loader) or workers.is_parallel(self.loader):
+            return
+        theirs = self.streams.of_loader(expected, self.loader)
+        mine = self.streams.of_loader(self.streams.capture(), self.loader)
+        other = sorted(path for path in theirs if mine.get(path, theirs[path]) != theirs[path])
+        if other:
+            raise UsageError(
+                f"{other[0]} is drawn from by a {type(self.loader).__name__} that is iterated and "
+                "by other code too: no other process can repeat the order of its batches",
+                hint="give what is iterated a generator of its own, or state_dict and "
+                "load_state_dict",
+            )
 
     def _skip_to_target(self, iterator: Iterator[Any]) -> None:
         """Drop batches up to the target: first the one the script's own loop had last, and after
@@ -138,7 +277,7 @@ class Loop:
             return
         goal = target.outside - 1 if self._owed else target.yields
         if self.fetched - len(self.again) < goal:
-            state = rng.capture()
+            state = self.streams.capture()
             while self.fetched - len(self.again) < goal:
                 if self.again:
                     del self.again[0]
@@ -146,7 +285,7 @@ class Loop:
                 next(iterator, None)
                 self.fetched += 1
             self.pos.yields = goal
-            rng.restore(state)
+            self.streams.restore(state, others=True)
         if not self._owed and self.fetched - len(self.again) >= target.yields:
             self.target = None
 
@@ -172,17 +311,31 @@ class Batches(Iterator[Any]):
         self.close()
 
 
-class _SkipOnce:
+class _Passing:
     """A sampler that begins later the first time it is iterated; persistent DataLoader workers
     keep it, and later epochs start at the beginning."""
 
-    def __init__(self, sampler: Any, skip: int) -> None:
-        self._sampler = sampler
-        self._skip = skip
+    def __init__(self, loader: Any, count: int) -> None:
+        self._sampler = loader._index_sampler
+        self._count = count
+        self._iterator: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        skip, self._skip = self._skip, 0
-        yield from itertools.islice(iter(self._sampler), skip, None)
+        if self._iterator is not None:
+            return iter(self._sampler)
+        self._iterator = iter(self._sampler)
+        return self._first_pass()
+
+    def _first_pass(self) -> Iterator[Any]:
+        assert self._iterator is not None
+        self.pass_over()
+        yield from self._iterator
+
+    def pass_over(self) -> None:
+        """Not when it is iterated: the iterator of the loader draws before it asks its sampler."""
+        count, self._count = self._count, 0
+        for _ in itertools.islice(self._iterator or (), count):
+            pass
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -191,43 +344,23 @@ class _SkipOnce:
         return getattr(self._sampler, name)
 
 
-def _iterate_from(loader: Iterable[Any], skip: int) -> Iterator[Any]:
-    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        original = getattr(loader, name)
-        # DataLoader refuses assignment to these after construction, and rightly so for users.
-        loader.__dict__[name] = _SkipOnce(original, skip)
-        try:
-            return iter(loader)
-        finally:
-            loader.__dict__[name] = original
-    iterator = iter(loader)
-    for _ in itertools.islice(iterator, skip):
-        pass
-    return iterator
+@contextlib.contextmanager
+def _sampler_replaced(loader: Any, stand_in: Any) -> Iterator[None]:
+    if stand_in is None:
+        yield
+        return
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    original = getattr(loader, name)
+    # DataLoader refuses assignment to these after construction, and rightly so for users.
+    loader.__dict__[name] = stand_in
+    try:
+        yield
+    finally:
+        loader.__dict__[name] = original
 
 
-def _own_generators(loader: Any) -> list[torch.Generator]:
-    found = [getattr(loader, "generator", None), getattr(_sampler_of(loader), "generator", None)]
-    return [g for g in found if isinstance(g, torch.Generator)]
-
-
-def _sampler_of(loader: Any) -> Any:
-    return getattr(loader, "sampler", None)
-
-
-def _generators(loader: Any) -> bytes:
-    """The random state from which an iterator over this loader draws: a sampler may shuffle with
-    any of the process's generators."""
-    own = [g.get_state().numpy().tobytes() for g in _own_generators(loader)]
-    return codec.dumps_inline({"global": rng.capture(), "own": own})
-
-
-def _set_generators(loader: Any, encoded: bytes) -> None:
-    states = codec.loads_inline(encoded)
-    rng.restore(states["global"])
-    for generator, state in zip(_own_generators(loader), states["own"], strict=False):
-        generator.set_state(torch_state(state))
+def _is_map_style(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
 # ---------------------------------------------------------------------- orders that nobody repeats

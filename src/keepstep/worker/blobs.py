@@ -39,6 +39,7 @@ class BuddyLine:
         self._interrupted = False
         self._ahead: tuple[int, bytes] | None = None  # sent, and its answer not read yet
         self.generation = 0
+        self._unread = 0  # answers to `send_late`
         self._sent = 0
         self._lock = threading.Lock()
 
@@ -66,7 +67,9 @@ class BuddyLine:
         try:
             if not guessed:
                 self._send(rank, tick, data)
-            replies = [self._frames.receive() for _ in range((ahead is not None) + (not guessed))]
+            unread, self._unread = self._unread, 0
+            due = (ahead is not None) + (not guessed) + unread
+            replies = [self._frames.receive() for _ in range(due)]
             if guessed and self._connection is not None:
                 confirm = m.BlobConfirm(token=self._token, rank=rank, tick=tick)
                 self._connection.sendall(wire.frame(confirm))
@@ -84,6 +87,16 @@ class BuddyLine:
         try:
             self._send(rank, tick, data, ahead=True)
             self._ahead = (tick, data)
+        except OSError:
+            self.close()
+
+    def send_late(self, address: m.Address, rank: int, tick: int, data: bytes) -> None:
+        """A put whose answer is read with that of the next one. Errors are left to that."""
+        if address != self._address or self._ahead is not None or self._interrupted:
+            return
+        try:
+            self._send(rank, tick, data)
+            self._unread += 1
         except OSError:
             self.close()
 
@@ -116,6 +129,7 @@ class BuddyLine:
             if self._connection is not None:
                 self._connection.close()
             self._connection = self._address = self._ahead = None
+            self._unread = 0
             self._interrupted = False
 
 

@@ -1,8 +1,9 @@
 """Just-in-time checkpoints: written by held ranks when no spare is left; reading any checkpoint.
 
-A directory with `state` (replicated state, one file), `rank-N.side` (side state of the held tick)
-and `rank-N.init` (record of init-time collectives) for every rank, dead ones too, and
-`manifest.json`. Without the manifest and the side state of all ranks it is not a checkpoint.
+A directory with `state` (replicated state, one file) and, for every rank, dead ones too,
+`rank-N.side` (side state of the held tick), `rank-N.late` (what its rank added to it at the
+transaction's end) and `rank-N.init` (record of init-time collectives), and `manifest.json`. Without
+the manifest and the side state of all ranks it is not a checkpoint.
 
 Where ranks have different shards there is no `state`, but `rank-N.state` and `rank-N.classes` (what
 is in it) of as many ranks as it takes, and `rank-N.vault` of dead ones whose shards nobody else
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from keepstep.errors import PermanentError, UsageError
 from keepstep.model import messages as m
+from keepstep.model.page import late_tick
 from keepstep.worker import blobs, statefile, vault, vaultfile
 
 if TYPE_CHECKING:
@@ -49,7 +51,9 @@ def write(seat: Seat, command: m.Checkpoint) -> None:
         written = statefile.write_file(directory / "state", seat.state.export())
     for rank in command.dead:
         _write_dead(directory, seat, rank, command)
-    _write_side(directory, seat.rank, seat.page.held(-1), seat.page.held(command.tick))
+    held = seat.page.held
+    late = held(late_tick(command.tick))
+    _write_side(directory, seat.rank, held(-1), late, held(command.tick))
     if command.lead:
         manifest = {
             "format": FORMAT,
@@ -82,11 +86,12 @@ def _write_shards(directory: Path, seat: Seat, command: m.Checkpoint) -> int:
     return written
 
 
-def _write_side(directory: Path, rank: int, init: bytes | None, side: bytes | None) -> None:
-    if init is not None:
-        put(directory / f"rank-{rank}.init", init)
-    if side is not None:
-        put(directory / f"rank-{rank}.side", side)
+def _write_side(
+    directory: Path, rank: int, init: bytes | None, late: bytes | None, side: bytes | None
+) -> None:
+    for kind, data in (("init", init), ("late", late), ("side", side)):
+        if data is not None:
+            put(directory / f"rank-{rank}.{kind}", data)
 
 
 def _write_dead(directory: Path, seat: Seat, rank: int, command: m.Checkpoint) -> None:
@@ -95,7 +100,9 @@ def _write_dead(directory: Path, seat: Seat, rank: int, command: m.Checkpoint) -
     side = blobs.fetch(holders, token, rank, tick, everybody=False) if tick else None
     if tick and side is None:
         raise PermanentError(f"side state {tick} of rank {rank} is held by nobody")
-    _write_side(directory, rank, init.data if init else None, side.data if side else None)
+    late = blobs.fetch(holders, token, rank, late_tick(tick), patience_s=0.0)
+    data = [blob.data if blob else None for blob in (init, late, side)]
+    _write_side(directory, rank, *data)
 
 
 def read_side(directory: str, rank: int, kind: str) -> bytes | None:

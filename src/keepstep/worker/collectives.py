@@ -6,7 +6,7 @@ computes with the values that the job really agreed on. Object collectives are m
 collectives, so recording those covers them.
 
 After `attach`, the same wrappers count as progress, refuse a collective after the fence of a step,
-and make a bare barrier a section of its own.
+and make a bare collective between steps a section of its own (`Bare`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,49 @@ _OUTPUTS: dict[str, tuple[int, str] | None] = {
     "send": None,
 }
 
-Gate = Callable[[str, Callable[[], Any]], Any]
+# These meet one peer, which may be in another transaction.
+_POINT_TO_POINT = frozenset({"send", "recv", "isend", "irecv"})
+
+Gate = Callable[[str, Callable[[], Any], Any, Any], Any]
+
+
+class Bare:
+    """A collective between steps, as the function of a section: its result is what it writes into
+    the tensors it was given, so that a newcomer that walks past it gets the same."""
+
+    def __init__(self, name: str, call: Callable[[], Any], args: Any, kwargs: Any) -> None:
+        self._call = call
+        where = "outside of @ks.step and @ks.section"
+        cure = "put it into a function with @ks.section"
+        if name in _POINT_TO_POINT:
+            raise UsageError(f"{name} {where}: it does not concern all ranks", hint=cure)
+        if kwargs.get("async_op") or any(arg is True for arg in args[2:]):
+            raise UsageError(f"{name} with async_op=True {where}", hint=f"wait for it, or {cure}")
+        self._outputs = _outputs(name, args, kwargs) if _OUTPUTS[name] is not None else []
+        size = sum(tensor.nbytes for tensor in self._outputs)
+        if size > RESULT_BYTES_MAX:
+            raise UsageError(
+                f"{name} {where} has a result of {size} bytes, and a newcomer must get it too",
+                hint=f"the limit is {RESULT_BYTES_MAX} bytes: {cure} that returns less",
+            )
+        self._before = [tensor.detach().clone() for tensor in self._outputs]
+        self._answer: Any = None
+
+    def __call__(self) -> Any:
+        self._answer = self._call()
+        return [tensor.detach().cpu() for tensor in self._outputs]
+
+    def undo(self) -> None:
+        """A retry must not reduce what is half reduced."""
+        with torch.no_grad():
+            for tensor, before in zip(self._outputs, self._before, strict=True):
+                tensor.copy_(before)
+
+    def give(self, values: Any) -> Any:
+        with torch.no_grad():
+            for tensor, value in zip(self._outputs, values, strict=True):
+                tensor.copy_(value)
+        return self._answer
 
 
 class Recorder:
@@ -85,7 +127,7 @@ class Recorder:
             here.inside = True
             try:
                 if self.gate is not None:
-                    return self.gate(name, lambda: function(*args, **kwargs))
+                    return self.gate(name, lambda: function(*args, **kwargs), args, kwargs)
                 return self._before_attach(name, function, args, kwargs)
             finally:
                 here.inside = False

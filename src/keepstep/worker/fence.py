@@ -8,6 +8,10 @@ hearing of a rank twice then changes nothing, and N need not be a power of two. 
 connections of its own: a rank that is already in the next fence can not be mistaken for one that
 is still in this.
 
+Whoever reaches the listener may connect to it. All connections are heard at once, and one that has
+not shown the listener's cookie may have to go for a later one (adapters.transport.pending): a
+stranger, silent or slow, holds nobody up.
+
 It does not use the process groups: gloo's all-reduce takes 2(N - 1) hops and hands the work to
 another thread and back, for 80 bytes.
 
@@ -19,17 +23,21 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import selectors
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from keepstep.adapters.transport.pending import EXHAUSTED, Pending
 from keepstep.errors import LocalProtocolError
 from keepstep.worker import gloo
 
 WORDS = 5
+STRANGERS_MAX = 64  # whose connections are open while it is built
 CONNECT_TIMEOUT_S = 60.0
 _MESSAGE = struct.Struct(f"<{2 * WORDS}q")
 _HELLO = struct.Struct("<16sQ")  # cookie of the listener, round
@@ -65,7 +73,6 @@ class Fence:
 
     def connect(self, store: Any, timeout_s: float) -> None:
         """Find the neighbours through the store and connect; `interrupt` frees whoever waits."""
-        self._listener.settimeout(timeout_s)
         place = json.dumps([*self._address, self._cookie.hex()])
         store.set(f"fence/{self._rank}", place)
         for step in range(self._rounds):
@@ -74,26 +81,20 @@ class Fence:
             sock = self._own(socket.create_connection((host, port), CONNECT_TIMEOUT_S))
             sock.sendall(_HELLO.pack(bytes.fromhex(cookie), step))
             self._outgoing.append(_ready(sock))
-        incoming: dict[int, socket.socket] = {}
-        while len(incoming) < self._rounds:
-            sock, turn = self._accept()
-            if turn is not None and turn not in incoming:
-                incoming[turn] = _ready(sock)
-        self._incoming = [incoming[step] for step in range(self._rounds)]
+        incoming = _Gathering(self, timeout_s).members()
+        self._incoming = [_ready(incoming[step]) for step in range(self._rounds)]
         self._listener.close()
 
-    def _accept(self) -> tuple[socket.socket, int | None]:
-        """A stranger's connection is closed and costs nothing but its time limit."""
-        sock = self._own(self._listener.accept()[0])
-        sock.settimeout(CONNECT_TIMEOUT_S)
-        with contextlib.suppress(OSError):
-            hello = sock.recv(_HELLO.size, socket.MSG_WAITALL)
-            if len(hello) == _HELLO.size:
-                cookie, step = _HELLO.unpack(hello)
-                if secrets.compare_digest(cookie, self._cookie) and step < self._rounds:
-                    return sock, step
-        sock.close()
-        return sock, None
+    def _disown(self, sock: socket.socket) -> None:
+        with _lock:
+            self._sockets.remove(sock)
+            sock.close()
+
+    def turn_of(self, hello: bytes) -> int | None:
+        """The round that a member connects for; None: a stranger."""
+        cookie, step = _HELLO.unpack(hello)
+        known = secrets.compare_digest(cookie, self._cookie)
+        return int(step) if known and step < self._rounds else None
 
     # ------------------------------------------------------------------ meeting
 
@@ -122,15 +123,95 @@ class Fence:
     def interrupt(self) -> None:
         with _lock:
             self._interrupted = True
-            sockets = list(self._sockets)
-        for sock in sockets:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+            for sock in self._sockets:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.interrupt()
         for sock in self._sockets:
             sock.close()
+
+
+class _Gathering:
+    """Accepts until there is a connection for each round."""
+
+    def __init__(self, fence: Fence, timeout_s: float) -> None:
+        self._fence, self._timeout_s = fence, timeout_s
+        self._pending: Pending[socket.socket] = Pending(STRANGERS_MAX)
+        self._heard: dict[socket.socket, bytes] = {}  # of each that is pending
+        self._members: dict[int, socket.socket] = {}
+        self._selector = selectors.DefaultSelector()
+
+    def members(self) -> dict[int, socket.socket]:
+        """By round. TimeoutError: none came for so long; an interruption is an OSError too."""
+        listener = self._fence._listener
+        listener.setblocking(False)
+        deadline, found = time.monotonic() + self._timeout_s, 0
+        with self._selector:
+            self._selector.register(listener, selectors.EVENT_READ)
+            while len(self._members) < self._fence._rounds:
+                if len(self._members) > found:
+                    deadline, found = time.monotonic() + self._timeout_s, len(self._members)
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError("the fence: not all ranks have connected")
+                for key, _ in self._selector.select(left_s):
+                    sock = key.fileobj
+                    if sock is listener:
+                        self._accept(listener)
+                    elif sock in self._heard:  # not dropped in this very turn
+                        self._hear(sock)  # type: ignore[arg-type]
+            for stranger in list(self._heard):
+                self._drop(stranger)
+        return self._members
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            accepted, peer = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            crowd = self._pending.pick_half() if error.errno in EXHAUSTED else []
+            for stranger in crowd:
+                self._drop(stranger)
+            if not crowd:  # no descriptor even so, or interrupted
+                raise
+            return
+        sock = self._fence._own(accepted)
+        sock.setblocking(False)
+        gone = self._pending.enter(sock, str(peer[0]))
+        if gone is not None:
+            self._drop(gone)
+        self._heard[sock] = b""
+        self._selector.register(sock, selectors.EVENT_READ)
+
+    def _hear(self, sock: socket.socket) -> None:
+        heard = self._heard[sock]
+        try:
+            part = sock.recv(_HELLO.size - len(heard))
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        self._heard[sock] = heard = heard + part
+        if part and len(heard) < _HELLO.size:
+            return
+        turn = self._fence.turn_of(heard) if len(heard) == _HELLO.size else None
+        if turn is None or turn in self._members:
+            self._drop(sock)
+            return
+        self._forget(sock)
+        self._members[turn] = sock
+
+    def _drop(self, sock: socket.socket) -> None:
+        self._forget(sock)
+        self._fence._disown(sock)
+
+    def _forget(self, sock: socket.socket) -> None:
+        self._pending.leave(sock)
+        del self._heard[sock]
+        self._selector.unregister(sock)
 
 
 def _ready(sock: socket.socket) -> socket.socket:

@@ -161,10 +161,11 @@ def forget_sockets(numbers: Iterable[int]) -> None:
 
 
 def listen(bind: str) -> socket.socket:
-    """A listener of our own, which cannot be taken for one of gloo's."""
+    """A listener of our own, which cannot be taken for one of gloo's. Its queue is long: a peer
+    that finds it full, of strangers maybe, tries again after a second at the earliest."""
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
     with _listeners:
-        return socket.create_server((bind, 0), family=family, backlog=64)
+        return socket.create_server((bind, 0), family=family, backlog=1024)
 
 
 def _listener_inodes() -> dict[int, Address]:

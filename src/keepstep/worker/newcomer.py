@@ -29,9 +29,10 @@ from typing import Any
 
 import msgspec
 
-from keepstep.errors import KeepstepError
+from keepstep.errors import KeepstepError, UsageError
 from keepstep.model import messages as m
-from keepstep.worker import blobs, checkpoint, codec, fsdp, groups, rng, transfer, vault
+from keepstep.model.page import late_tick
+from keepstep.worker import blobs, checkpoint, codec, fsdp, groups, transfer, vault
 from keepstep.worker.objects import Registered
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.redundancy import ShardsMissing
@@ -55,6 +56,7 @@ class Newcomer:
         )
         self._fingerprint: dict[str, bytes] = {}
         self._walking: dict[str, Any] | None = None  # side state for the end of the walk
+        self._late: dict[str, Any] = {}  # what the rank added to it when its transaction had ended
         self._arrived_ns = 0
         self._warm_up_runs = 0
         self._position: dict[str, Any] | None = None  # None: not asked yet
@@ -99,7 +101,8 @@ class Newcomer:
         is not over already. Afterwards the call begins as on any rank."""
         self.arrive()
         seat = self.seat
-        natural_rng = rng.capture()
+        seat.streams.discover()
+        natural_rng = seat.streams.capture()
         self._per_rank = [(o, o.snapshot()) for o in seat.objects.values() if o.per_rank]
         stand_in = None
         if warm_up is not None and (seat.version > 0 or not seat.redundancy.needed):
@@ -113,13 +116,24 @@ class Newcomer:
             self._lead_on(final)
             seat.tracker.results.setdefault(site, stand_in)
         elif seat.tracker.replay is None:  # nothing to walk past: this very call is the next one
-            rng.restore(natural_rng)
+            seat.streams.restore(natural_rng)
 
-    def walked(self) -> None:
-        """The last transaction of the walk returns, as it returned in the rank that is replaced."""
+    def walked(self) -> bytes | None:
+        """The last transaction of the walk returns, as it returned in the rank that is replaced.
+        Gives its encoded result, if that was published."""
         side, self._walking = self._walking, None
-        if side is not None:
-            self.seat.apply_side_state(side)
+        if side is None:
+            return None
+        late, missing = self._late, sorted(set(side["late"]) - self._late.keys())
+        if missing:
+            raise UsageError(
+                f"rank {self.seat.rank} was lost inside a step in which it draws random numbers "
+                "behind its optimizer's update: how many it drew is not known",
+                hint="draw before the update, or between steps",
+            )
+        self.seat.apply_side_state(side, late)
+        result: bytes | None = late.get("result")
+        return result
 
     def _warm_up(self, function: Callable[[], Any], runs: int) -> Any:
         """Kernels, autograd and optimizer state; whatever it changes is overwritten by Copy."""
@@ -307,6 +321,19 @@ class Newcomer:
             return "missing", None
         return "own-agent" if blob.own else "buddy", codec.loads_inline(blob.data)
 
+    def _fetch_late(self, copy: m.Copy) -> dict[str, Any]:
+        """Empty if the rank was lost before the transaction had ended."""
+        if copy.checkpoint:
+            data = checkpoint.read_side(copy.checkpoint, self.seat.rank, "late")
+        else:
+            token, tick = self.seat.welcome.token, late_tick(copy.tick)
+            blob = blobs.fetch(copy.holders, token, self.seat.rank, tick, patience_s=0.0)
+            data = blob.data if blob is not None else None
+        late: dict[str, Any] = codec.loads_inline(data) if data is not None else {}
+        if data is not None:
+            self.seat.page.publish(late_tick(copy.tick), data)
+        return late
+
     def _acceptable(self, side: dict[str, Any] | None, copy: m.Copy) -> bool:
         seat = self.seat
         if side is None and copy.tick != 0:
@@ -340,6 +367,7 @@ class Newcomer:
         seat.version = side["version"]
         seat.page.set("version", seat.version)
         self._position = self._walking = side
+        self._late = self._fetch_late(copy)
         seat.page.publish(copy.tick, codec.dumps_inline(side))
 
     def _failed(self, copy: m.Copy, reason: Any, error: str, source: int = -1) -> None:

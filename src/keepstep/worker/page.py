@@ -13,17 +13,13 @@ from keepstep.model.page import (
     MAGIC,
     PAGE_BYTES,
     SLOT_HEADER,
-    TICKS_KEPT,
+    SLOTS,
     WHERE,
+    slot_of,
 )
 
 _INDEX = {name: offset // 8 for name, offset in FIELDS.items()}
-_SLOTS = TICKS_KEPT + 1  # the last one has the init record
 _WHERE = {name: index for index, name in enumerate(WHERE)}
-
-
-def _slot(tick: int) -> int:
-    return TICKS_KEPT if tick < 0 else tick % TICKS_KEPT
 
 
 class Page:
@@ -32,15 +28,15 @@ class Page:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.capacity = CAPACITY_DEFAULT
-        self._sequence = [0] * _SLOTS
-        self._data: list[tuple[int, bytes] | None] = [None] * _SLOTS
+        self._sequence = [0] * SLOTS
+        self._data: list[tuple[int, bytes] | None] = [None] * SLOTS
         self._map()
         self._words[_INDEX["capacity"]] = self.capacity
         self._words[_INDEX["magic"]] = MAGIC
         self._marks = 0
 
     def _map(self) -> None:
-        size = PAGE_BYTES + _SLOTS * self._slot_bytes()
+        size = PAGE_BYTES + SLOTS * self._slot_bytes()
         os.ftruncate(self.fd, size)
         memory = mmap.mmap(self.fd, size)
         self._words, self._memory = memoryview(memory)[:PAGE_BYTES].cast("Q"), memory
@@ -73,7 +69,7 @@ class Page:
 
     def publish(self, tick: int, data: bytes) -> None:
         """Keep `data` as the side state of `tick` (-1: the init record) for the own agent."""
-        slot = _slot(tick)
+        slot = slot_of(tick)
         self._data[slot] = (tick, data)
         if SLOT_HEADER.size + len(data) > self.capacity:
             self._grow(SLOT_HEADER.size + len(data))
@@ -81,7 +77,7 @@ class Page:
             self._write(slot, tick, data)
 
     def held(self, tick: int) -> bytes | None:
-        entry = self._data[_slot(tick)]
+        entry = self._data[slot_of(tick)]
         return entry[1] if entry is not None and entry[0] == tick else None
 
     def _write(self, slot: int, tick: int, data: bytes) -> None:

@@ -3,7 +3,7 @@
     <directory>/checkpoint-<tick>/
         state/              a torch.distributed.checkpoint: __<rank>_0.distcp, .metadata
         rank-<n>.part       what rank n has, and which of it is in its file
-        rank-<n>.meta, .side, .init
+        rank-<n>.meta, .side, .late, .init
         index               where each piece is, with its digest
         manifest.json       written last: without it this is no checkpoint
 
@@ -68,6 +68,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from keepstep.errors import KeepstepError, PermanentError
 from keepstep.model import messages as m
+from keepstep.model.page import late_tick
 from keepstep.worker import codec, shards
 from keepstep.worker.checkpoint import FORMAT, put
 from keepstep.worker.state import StateSet, describe, memory
@@ -135,7 +136,7 @@ class Snapshot:
         self.number, self.tick, self.version = number, tick, version
         self.needs: dict[str, Chunk] = {}
         self.tensors: dict[MetadataIndex, tuple[Chunk, Tensor]] = {}  # to be written here
-        self.files: dict[str, bytes] = {}  # meta, side, init
+        self.files: dict[str, bytes] = {}  # meta, side, late, init
         self.snapshot_ns = 0
 
 
@@ -240,7 +241,7 @@ class Periodic:
             torch.cuda.synchronize()
         self._host = {name: self._host[name] for name in snapshot.needs if name in self._host}
         snapshot.files["meta"] = exported.meta
-        for kind, tick in (("side", seat.tick), ("init", -1)):
+        for kind, tick in (("side", seat.tick), ("late", late_tick(seat.tick)), ("init", -1)):
             data = seat.page.held(tick)
             if data is not None:
                 snapshot.files[kind] = data

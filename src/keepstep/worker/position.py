@@ -30,9 +30,21 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 from keepstep.errors import UsageError
-from keepstep.worker.tree import MISSING, Level, LoopPos, Replay, Scope, Seek, Tree, Txn, level_from
+from keepstep.worker.tree import (
+    MISSING,
+    Encoded,
+    Level,
+    LoopPos,
+    Replay,
+    Scope,
+    Seek,
+    Tree,
+    Txn,
+    level_from,
+)
 
 LOG_ENTRIES_MAX: Final = 10_000
+LOG_BYTES_MAX: Final = 4 << 20  # of results: they are part of every position
 
 
 class _Before(NamedTuple):
@@ -54,6 +66,7 @@ class Tracker:
         self.replay: Replay | None = None
         self.in_txn = False
         self.results: dict[str, Any] = {}  # newest of every step and section, by site
+        self.unkept: dict[str, str] = {}  # site -> why its result cannot travel
         self._siblings_to_skip = 0
         self._frozen: Scope | None = None
         self._before: _Before | None = None
@@ -67,12 +80,23 @@ class Tracker:
             return self._replay_txn(site, step)
         if step:
             self._truncate(site)
-        if len(self.stack[-1].log) >= LOG_ENTRIES_MAX:
+        self._refuse_too_much(site)
+        return MISSING
+
+    def _refuse_too_much(self, site: str) -> None:
+        log = self.stack[-1].log
+        size = sum(len(x.result) for x in log if isinstance(x, Txn) and x.result is not None)
+        if size > LOG_BYTES_MAX:
+            raise UsageError(
+                f"results of {size >> 20} MiB of transactions inside one batch or epoch at {site}: "
+                "a newcomer must get all of them",
+                hint="return less, or put the loop around these sections into one section",
+            )
+        if len(log) >= LOG_ENTRIES_MAX:
             raise UsageError(
                 f"more than {LOG_ENTRIES_MAX} transactions inside one batch or epoch at {site}",
                 hint="iterate with ks.batches or ks.epochs so that positions stay small",
             )
-        return MISSING
 
     def _truncate(self, site: str) -> None:
         """A loop that is not ours (`while ks.committed_step < n`) runs the same step again: only
@@ -86,13 +110,14 @@ class Tracker:
                 del level.log[index:]
                 return
 
-    def position(self, site: str, step: bool) -> Tree:
-        """The tree as it will be when the transaction in progress has committed."""
+    def position(self, site: str, step: bool, result: bytes | None = None) -> Tree:
+        """The tree as it will be when the transaction in progress has committed; with its encoded
+        result, if that is known already."""
         level = self.stack[-1]
         frozen, self_frozen = self._frozen, None
         if step and frozen is not None:
             self_frozen, frozen.frozen = frozen.frozen, None
-        level.log.append(Txn(site, step))
+        level.log.append(Txn(site, step, result))
         try:
             return self.root.tree()
         finally:
@@ -100,9 +125,9 @@ class Tracker:
             if step and frozen is not None:
                 frozen.frozen = self_frozen
 
-    def commit(self, site: str, step: bool, result: Any) -> None:
+    def commit(self, site: str, step: bool, result: Any, encoded: bytes | None = None) -> None:
         self._before = None
-        self.stack[-1].log.append(Txn(site, step, result))
+        self.stack[-1].log.append(Txn(site, step, encoded))
         self.results.pop(site, None)
         if result is not MISSING:
             self.results[site] = result
@@ -350,12 +375,13 @@ class Tracker:
             return (self.results.get(site, MISSING),)
         if isinstance(entry, Txn) and entry.site == site:
             replay.advance()
-            # The dead rank's own last result is lost with it: a replica's stands in.
-            result = self.results.get(site, MISSING) if entry.result is MISSING else entry.result
-            self.stack[-1].log.append(Txn(site, step, result))
+            self.stack[-1].log.append(Txn(site, step, entry.result))
             if replay.over():
                 self.replay = None
-            return (result,)
+            if entry.result is not None:
+                return (Encoded(entry.result),)
+            # It was too large to be published, or is lost with the rank: a replica's stands in.
+            return (self.results.get(site, MISSING),)
         raise self._mismatch(f"{'step' if step else 'section'} {site}", entry)
 
     def _replay_scope(self, kind: str) -> Level | None:

@@ -6,6 +6,8 @@
         -> Swap: new groups in place, go on     -> Release: go on as before
         -> Leave: this process is no longer the rank
         -> a newer Abort: report again, from the boundary reached
+    a witness finds that numbers differ -> Diverged -> Proceed: go on all the same
+                                                    -> Abort, as anywhere else in a fence
 
 The main thread walks this path; the daemon thread only makes it possible to leave a collective
 (Abort shuts the sockets down) and builds new groups beside it (Stage). Nothing of the old
@@ -19,7 +21,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, NoReturn
 
 from keepstep.errors import KeepstepError, LocalProtocolError, UsageError
@@ -29,6 +31,14 @@ from keepstep.worker.seat import Seat
 from keepstep.worker.serving import StateServer
 
 FAILURE_AGAIN_S = 5.0
+DIVERGED_AGAIN_S = 5
+TEXT_CHARS_MAX = 2000
+
+
+def _bounded(table: Mapping[str, str]) -> dict[str, str]:
+    """The same names on all ranks of a class, however many there are."""
+    kept = sorted(table)[: m.TABLE_ENTRIES_MAX]
+    return {name[: m.TABLE_NAME_CHARS_MAX]: table[name][: m.TABLE_VALUE_CHARS_MAX] for name in kept}
 
 
 class Retry(BaseException):
@@ -46,6 +56,7 @@ class Recovery:
         self.seat = seat
         self.owed: int | None = None  # COMMIT was decided in this generation: hold after applying
         self.owed_by = ""  # the step or section it was decided for
+        self._divergences = 0  # found by this process
 
     # ------------------------------------------------------------------ entry points
 
@@ -129,6 +140,71 @@ class Recovery:
         newer = self._hold(generation)
         if newer is not None:
             self.interrupted(None, in_fence=False, roll_back=None)
+
+    def diverged(
+        self,
+        witness: m.Witness,
+        site: str,
+        words: str = "",
+        table: Mapping[str, str] | None = None,
+        agreed: int = -1,
+    ) -> None:
+        """Main thread: numbers differ that must be equal. Returns when the job is to go on all the
+        same. Called inside a fence, at the same tick by every rank, before the update; an Abort
+        raises ConnectionAbortedError there, as it does in the fence itself. Or in a newcomer that
+        has not joined; those who hold for it wait meanwhile."""
+        seat = self.seat
+        assigned = seat.line.assigned
+        joining = assigned is not None and seat.generation < assigned.generation
+        self._divergences += 1
+        number = self._divergences
+        self._say_diverged(
+            m.Diverged(
+                generation=assigned.generation if joining and assigned else seat.generation,
+                tick=seat.tick,
+                version=seat.version,
+                agreed=agreed,
+                witness=witness,
+                site=site[:TEXT_CHARS_MAX],
+                words=words[:TEXT_CHARS_MAX],
+                table=_bounded(table or {}),
+                number=number,
+            ),
+            interruptible=not joining,
+        )
+
+    def _say_diverged(self, word: m.Diverged, *, interruptible: bool) -> None:
+        seat = self.seat
+        found: list[m.WorkerCommand] = []
+
+        def answered() -> bool:
+            """Under the channel's lock. An answer to an earlier number was said twice."""
+            inbox = seat.channel.inbox
+            for command in [c for c in inbox if isinstance(c, m.Proceed | m.Finish | m.Leave)]:
+                inbox.remove(command)
+                if not isinstance(command, m.Proceed) or command.number == word.number:
+                    found.append(command)
+            return bool(found) or (interruptible and seat.aborted())
+
+        was = seat.page.get("where")
+        seat.page.where("diverged")
+        try:
+            while not found:
+                seat.channel.send(word)  # again: it may be lost with the agent's stream
+                for _ in range(DIVERGED_AGAIN_S):
+                    seat.page.set("asked_ns", time.monotonic_ns())
+                    seat.page.set("hold", 1)
+                    if seat.channel.wait_until(answered, 1.0):
+                        break
+                if not found and interruptible and seat.aborted():
+                    raise ConnectionAbortedError("aborted while numbers differed")
+        finally:
+            seat.page.set("where", was)
+            seat.page.mark()
+            seat.page.set("hold", 0)
+            seat.page.set("asked_ns", 0)
+        if any(isinstance(command, m.Finish | m.Leave) for command in found):
+            self.leave()
 
     # ------------------------------------------------------------------ parts
 

@@ -1,12 +1,20 @@
 """What is kept of the results of steps and sections, for a newcomer that walks past them.
 
 Kept is a copy: without the graph that led to it (which would hold a step's activations until the
-next), and untouched by whatever the script does with the original. What could not travel to
-another process, or is too large to go along with every fence, is not kept at all.
+next), and untouched by whatever the script does with the original. A small one goes, encoded, into
+the rank's own position. A large one is kept as it is, by reference, and reaches a newcomer from a
+replica together with the state. What cannot travel at all is named once, when it is first returned;
+a newcomer that needs it is stopped.
+
+A step's result is known only at its end, behind the fence; a rank that is lost in between takes it
+along. But as a rule it is a local variable of the step function that has its value at the fence
+already (`return loss.detach()`). `Foresight` learns which one, and the fence publishes it.
 """
 
 from __future__ import annotations
 
+import sys
+from types import CodeType, FrameType
 from typing import Any, Final
 
 import torch
@@ -16,29 +24,176 @@ from keepstep.worker import codec
 from keepstep.worker.tree import MISSING
 
 RESULT_BYTES_MAX: Final = 64 << 10
+FORESEEN_ITEMS_MAX: Final = 16
+NUMBERS = (bool, int, float)
 
 
-def keep(result: Any) -> Any:
-    """A copy of `result`, or MISSING."""
-    if result is None or type(result) in (bool, int, float):
-        return result
-    if _bytes_of(result) > RESULT_BYTES_MAX:
-        return MISSING
-    if type(result) is torch.Tensor and result.layout is torch.strided:
-        return result.detach().clone()
+class Lost:
+    """Stands in for a result that could not be carried to this process: whoever uses it is told
+    why. A script that does not look at it goes on."""
+
+    def __init__(self, site: str, why: str) -> None:
+        self.__dict__.update(_site=site, _why=why)
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise UsageError(
+            f"the result of {self._site!r} is used on a newcomer and could not be carried there: "
+            f"{self._why}",
+            hint="return numbers, strings, tensors, and lists, tuples or dicts of them",
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return self._refuse()
+
+
+_USES = """bool float int len iter next getitem setitem contains call add radd sub rsub mul rmul
+truediv rtruediv lt le gt ge format index neg abs"""
+for _name in _USES.split():
+    setattr(Lost, f"__{_name}__", Lost._refuse)
+
+
+def keep(result: Any) -> tuple[Any, bytes | None, str]:
+    """A copy of `result`, its encoded form if that is small and takes no waiting, and why there is
+    none, neither copy (which is MISSING) nor encoded, if it cannot travel."""
+    if result is None or type(result) in NUMBERS:
+        return result, codec.dumps_inline(result), ""
+    size, waits = _survey(result)
     try:
+        if waits or size > RESULT_BYTES_MAX:
+            codec.dumps(result)
+            return _copied(result, clone=size <= RESULT_BYTES_MAX), None, ""
         data = codec.dumps_inline(result)
-    except UsageError:
-        return MISSING
-    return codec.loads_inline(data) if len(data) <= RESULT_BYTES_MAX else MISSING
+    except UsageError as error:
+        return MISSING, None, error.message
+    if len(data) > RESULT_BYTES_MAX:
+        return _copied(result, clone=False), None, ""
+    return codec.loads_inline(data), data, ""
 
 
-def _bytes_of(node: Any, depth: int = 0) -> int:
-    """Of its tensors, so that nothing large is encoded only to be found too large."""
+def _copied(node: Any, clone: bool) -> Any:
     if isinstance(node, torch.Tensor):
-        return node.numel() * node.element_size()
+        return node.detach().clone() if clone else node.detach()
+    if isinstance(node, dict):
+        return type(node)((key, _copied(value, clone)) for key, value in node.items())
+    if isinstance(node, list | tuple):
+        return type(node)(_copied(item, clone) for item in node)
+    return node
+
+
+def _survey(node: Any, depth: int = 0) -> tuple[int, bool]:
+    """Bytes of its tensors, and whether some are on a device, where reading them would wait."""
+    if isinstance(node, torch.Tensor):
+        return node.numel() * node.element_size(), node.device.type != "cpu"
     if isinstance(node, dict):
         node = list(node.values())
     if not isinstance(node, list | tuple) or depth > codec.DEPTH_MAX:  # the codec refuses that
-        return 0
-    return sum(_bytes_of(item, depth + 1) for item in node)
+        return 0, False
+    found = [_survey(item, depth + 1) for item in node]
+    return sum(size for size, _ in found), any(waits for _, waits in found)
+
+
+class _Leaf:
+    """One number or tensor of a result: the local variable that has it at the fence."""
+
+    def __init__(self, name: str, item: bool) -> None:
+        self.name, self.item = name, item
+
+    def of(self, values: dict[str, Any]) -> Any:
+        value = values[self.name]
+        return value.item() if self.item else value
+
+
+class Foresight:
+    """Of one step function. The plan is dropped for good when it was wrong once."""
+
+    def __init__(self) -> None:
+        self._plan: Any = None
+        self._given_up = False
+        self._values: dict[str, Any] = {}
+        self._foreseen: bytes | None = None
+
+    def at_fence(self, code: CodeType | None) -> bytes | None:
+        """The encoded result, if it can be foreseen."""
+        self._values, self._foreseen = {}, None
+        frame = _frame_of(code) if code is not None and not self._given_up else None
+        if frame is None:
+            return None
+        self._values = {n: v for n, v in frame.f_locals.items() if _plain(v)}
+        if self._plan is not None:
+            try:
+                self._foreseen = codec.dumps_inline(_follow(self._plan, self._values))
+            except (KeyError, UsageError, RuntimeError):
+                self._given_up = True
+        return self._foreseen
+
+    def at_end(self, result: Any, encoded: bytes | None) -> None:
+        values, self._values = self._values, {}
+        if self._given_up:
+            return
+        if self._foreseen is not None:
+            self._given_up = self._foreseen != encoded
+        elif encoded is None:
+            self._given_up = True
+        elif self._plan is None and values:
+            self._plan = _plan(result, values, 0)
+            self._given_up = self._plan is None
+
+
+def _frame_of(code: CodeType) -> FrameType | None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame
+
+
+def _plain(value: Any) -> bool:
+    if type(value) in NUMBERS:
+        return True
+    if not isinstance(value, torch.Tensor) or type(value) is not torch.Tensor:
+        return False
+    small = value.numel() * value.element_size() <= RESULT_BYTES_MAX
+    return small and value.device.type == "cpu" and value.layout is torch.strided
+
+
+def _plan(node: Any, values: dict[str, Any], depth: int) -> Any:
+    """The result with a leaf for every number and tensor; None if one is nowhere."""
+    if node is None or isinstance(node, str):
+        return node if node is not None else ()
+    if isinstance(node, torch.Tensor) or type(node) in NUMBERS:
+        return _leaf(node, values)
+    if depth > 2 or type(node) not in (list, tuple, dict) or len(node) > FORESEEN_ITEMS_MAX:
+        return None
+    items = node.items() if isinstance(node, dict) else enumerate(node)
+    planned = {key: _plan(item, values, depth + 1) for key, item in items}
+    if any(item is None for item in planned.values()):
+        return None
+    return planned if isinstance(node, dict) else type(node)(planned.values())
+
+
+def _leaf(node: Any, values: dict[str, Any]) -> _Leaf | None:
+    for name, value in values.items():
+        if isinstance(node, torch.Tensor):
+            if isinstance(value, torch.Tensor) and _same(node, value):
+                return _Leaf(name, False)
+        elif type(value) is type(node) and value == node:
+            return _Leaf(name, False)
+        elif isinstance(value, torch.Tensor) and value.numel() == 1 and value.item() == node:
+            return _Leaf(name, True)
+    return None
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    alike = one.dtype == other.dtype and one.shape == other.shape
+    return alike and torch.equal(one.detach(), other.detach())
+
+
+def _follow(plan: Any, values: dict[str, Any]) -> Any:
+    if isinstance(plan, _Leaf):
+        return plan.of(values)
+    if isinstance(plan, dict):
+        return {key: _follow(item, values) for key, item in plan.items()}
+    if plan == ():
+        return None
+    if isinstance(plan, list | tuple):
+        return type(plan)(_follow(item, values) for item in plan)
+    return plan

@@ -7,6 +7,7 @@ sockets down and starts the builder thread of `Stager`.
 from __future__ import annotations
 
 import statistics
+import sys
 import threading
 import time
 from collections import deque
@@ -17,7 +18,8 @@ import torch
 
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
-from keepstep.worker import blobs, buckets, codec, cuda, groups, nccl, rng
+from keepstep.model.page import late_tick
+from keepstep.worker import blobs, buckets, codec, cuda, groups, nccl
 from keepstep.worker.ahead import Ahead
 from keepstep.worker.batches import Loop
 from keepstep.worker.cells import Cells
@@ -30,6 +32,8 @@ from keepstep.worker.objects import Registered
 from keepstep.worker.page import Page
 from keepstep.worker.position import Tracker
 from keepstep.worker.redundancy import Redundancy
+from keepstep.worker.script.roots import Roots, script_roots
+from keepstep.worker.script.streams import Streams
 from keepstep.worker.shards import Replicas
 from keepstep.worker.state import StateSet
 
@@ -139,6 +143,8 @@ class Seat:
         self.objects: dict[str, Registered] = {}
         self.tracker = Tracker()
         self.loops: list[Loop] = []
+        self.functions: dict[str, Any] = {}  # steps and sections, by site
+        self.streams = Streams(self.roots)
         self.tick = 0
         self.version = 0
         self.generation = 0
@@ -156,6 +162,8 @@ class Seat:
         cuda.settle_in(self.parameters)
         self.gradients = Gradients(self.parameters)
         self._carries_on = False  # gradients are added up over several steps, if the fence passes
+        self._streams = b""  # as published at the last fence
+        self._late: dict[str, set[str]] = {}  # site -> what changes behind its fences
         self.cells = Cells(models)
         self.flags = Flags(models, self.parameters, lambda: buckets.modules(self.parameters))
         self.replicas = Replicas(rank, world)
@@ -216,6 +224,14 @@ class Seat:
         self.objects[item.name] = item
         self.state = self._new_state()
 
+    def roots(self) -> Roots:
+        """Where the script's own state is looked for."""
+        named: dict[str, Any] = {f"step {site}": x for site, x in self.functions.items()}
+        named |= {f"model {name}": model for name, model in self.models.items()}
+        named |= {f"registered {name}": item.save for name, item in self.objects.items()}
+        running = [loop for loop in self.loops if not loop.pos.closed]
+        return script_roots(named, {f"loader{i}": loop.loader for i, loop in enumerate(running)})
+
     def after_update(self) -> None:
         for item in self.objects.values():
             if item.after_update is not None:
@@ -270,24 +286,49 @@ class Seat:
         return found
 
     def side_state(
-        self, site: str, step: bool, updating: bool = True, position: Any = None
+        self,
+        site: str,
+        step: bool,
+        updating: bool = True,
+        position: Any = None,
+        result: bytes | None = None,
     ) -> bytes:
         """Version tick+1 of what only this rank has, as it will be if the fence passes.
         `updating`: an optimizer is about to use up the gradients."""
         if position is None:
-            position = self.tracker.position(site, step)
+            position = self.tracker.position(site, step, result)
         self.cells.fence()
+        self._streams = self.streams.capture()
         return codec.dumps_inline(
             {
                 "gradients": self._carried(step, updating),
                 "tick": self.tick + 1,
                 "version": self.version + step,
-                "streams": rng.capture(),
+                "streams": self._streams,
+                "late": sorted(self._late.get(site, ())),
                 "position": position,
                 "cells": self.cells.side(),
                 "per_rank": {n: o.save() for n, o in self.objects.items() if o.per_rank},
             }
         )
+
+    def publish_late(self, site: str, result: bytes | None) -> None:
+        """The transaction has ended: what was not known in its fence. To the own agent, and to the
+        buddy without waiting for it."""
+        late: dict[str, Any] = {} if result is None else {"result": result}
+        streams = self.streams.capture()
+        if streams != self._streams:
+            late["streams"] = streams
+            self._late.setdefault(site, set()).add("streams")
+        tick = late_tick(self.tick + 1)
+        data = codec.dumps_inline(late)
+        self.page.publish(tick, data)
+        address = self.channel.buddy
+        if address is not None:
+            self.buddy_line.send_late(address, self.rank, tick, data)
+
+    def warn(self, text: str) -> None:
+        print(f"keepstep: {text}", file=sys.stderr, flush=True)
 
     def publish(self, tick: int, data: bytes) -> None:
         """To the own agent (shared memory) and, acknowledged, to the buddy. Raises OSError or
@@ -355,7 +396,7 @@ class Seat:
             return False
         return True
 
-    def publish_ahead(self, site: str) -> None:
+    def publish_ahead(self, site: str, result: bytes | None) -> None:
         """The last backward pass of a step begins. What lies on another device is not waited for,
         and what the user saves by a function of his is saved in his thread."""
         address = self.channel.buddy
@@ -366,7 +407,9 @@ class Seat:
         ):
             return
 
-        position = self.tracker.position(site, True)  # the tracker is no other thread's business
+        position = self.tracker.position(
+            site, True, result
+        )  # the tracker is no other thread's business
 
         def send() -> bytes:
             data = self.side_state(site, True, True, position)
@@ -385,16 +428,16 @@ class Seat:
 
     def republish(self) -> None:
         """After a swap the buddy may be new: give it what it would need now."""
-        for tick in (-1, self.tick):
+        for tick in (-1, self.tick, late_tick(self.tick)):
             data = self.page.held(tick)
             if data is not None:
                 self.publish(tick, data)
 
-    def apply_side_state(self, side: dict[str, Any]) -> None:
+    def apply_side_state(self, side: dict[str, Any], late: dict[str, Any]) -> None:
         """On a newcomer, where the transaction that it was published for returns."""
         self.cells.put(side["cells"])
         self.gradients.put(side["gradients"])
-        rng.restore(side["streams"])
+        self.streams.restore(late.get("streams", side["streams"]))
         for name, value in side["per_rank"].items():
             if name in self.objects:
                 self.objects[name].load(value)

@@ -8,6 +8,9 @@ One connection per source and stream:
 
 `device`: the newcomer has these tensors on a GPU. They come as one block with one digest, which
 each end computes on its device (digest.py, pieces.py). Others are hashed one by one (xxh3_128).
+
+Until Open has shown the token a peer gets a few bytes, a short time and a bounded number of threads
+(adapters.transport.threads).
 """
 
 from __future__ import annotations
@@ -18,14 +21,16 @@ import hmac
 import os
 import socket
 import threading
-from collections.abc import Callable
+import time
 from typing import Any
 
 import msgspec
 import torch
 import xxhash
 
-from keepstep.adapters.transport.blocking import shut
+from keepstep.adapters.transport.blocking import Frames
+from keepstep.adapters.transport.pending import SHOWN_S_MAX
+from keepstep.adapters.transport.threads import Caller, ThreadServer
 from keepstep.errors import RemoteProtocolError
 from keepstep.model import wire
 from keepstep.model.messages import Address, Message
@@ -34,6 +39,9 @@ from keepstep.worker.pieces import Pieces, raw, receive_into
 from keepstep.worker.state import Exported, dense, describe, memory, on_cpu
 
 SILENCE_S = 15.0
+STRANGERS_MAX = 32
+CONNECTIONS_MAX = 1024
+OPEN_BYTES_MAX = 4096
 
 
 class Open(Message, frozen=True):
@@ -72,7 +80,9 @@ class Refused(Message, frozen=True):
     error: str
 
 
-_requests = msgspec.msgpack.Decoder(Open | Fetch | Check)
+Request = Open | Fetch | Check
+
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 replies = msgspec.msgpack.Decoder(Opened | Fetched | Digests | Refused)
 
 
@@ -120,69 +130,60 @@ class StateServer:
         self._probe = ctypes.create_string_buffer(os.urandom(16), 16)
         self._digests: dict[str, bytes] = {}
         self._lock = threading.Lock()
-        self._connections: set[socket.socket] = set()
-        self._threads: list[threading.Thread] = []
         self._closed = False
-        self._listener = gloo.listen(bind_host)
-        self.address = Address(bind_host, self._listener.getsockname()[1])
+        listener = gloo.listen(bind_host)
+        self.address = Address(bind_host, listener.getsockname()[1])
         vm.let_others_read(True)
-        self._spawn(self._accept)
+        self._server = ThreadServer(
+            "keepstep-state",
+            listener,
+            self._serve,
+            pending_max=STRANGERS_MAX,
+            connections_max=CONNECTIONS_MAX,
+        )
 
-    def _spawn(self, target: Callable[..., None], *args: Any) -> None:
-        thread = threading.Thread(target=target, args=args, name="keepstep-state", daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            try:
-                connection = peers.accepted(connection)
-            except OSError:
-                continue  # gone already
-            with self._lock:
-                if self._closed:
-                    connection.close()
-                    return
-                self._connections.add(connection)
-            self._spawn(self._serve, connection)
-
-    def _serve(self, sock: socket.socket) -> None:
-        with contextlib.suppress(OSError, RemoteProtocolError), sock:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.settimeout(SILENCE_S * 4)  # a client that waits for another source says nothing
-            peers.greet(sock)
-            if not self._open(sock):
+    def _serve(self, caller: Caller) -> None:
+        with contextlib.suppress(OSError, RemoteProtocolError):
+            deadline = time.monotonic() + SHOWN_S_MAX
+            caller.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            caller.sock.settimeout(SHOWN_S_MAX)
+            caller.wrap(peers.accepted)
+            peers.greet(caller.sock)
+            frames = Frames(caller.sock, _requests)
+            first = frames.receive_first(deadline, lambda _: False, OPEN_BYTES_MAX)
+            if not self._open(caller, first):
                 return
             pieces: dict[torch.device, Pieces] = {}
             while True:
-                request = read_frame(sock, _requests)
-                unknown = set(getattr(request, "names", [])) - self._export.tensors.keys()
-                if unknown or isinstance(request, Open):
-                    send(sock, Refused(error=f"unknown tensors {sorted(unknown)[:3]}"))
-                    return
-                if request.device and request.names:
-                    self._serve_device(sock, request, pieces)
-                    continue
-                if isinstance(request, Fetch):
-                    self._send_tensors(sock, request.names)
-                send(sock, Digests(digests=[self._digest(name) for name in request.names]))
-        with self._lock:
-            self._connections.discard(sock)
+                self._answer(caller.sock, frames.receive(), pieces)
 
-    def _open(self, sock: socket.socket) -> bool:
-        request = read_frame(sock, _requests, limit=4096)  # nothing is known about the peer yet
+    def _answer(
+        self, sock: socket.socket, request: Request, pieces: dict[torch.device, Pieces]
+    ) -> None:
+        if isinstance(request, Open):
+            raise RemoteProtocolError("a second Open on the same connection")
+        unknown = set(request.names) - self._export.tensors.keys()
+        if unknown:
+            send(sock, Refused(error=f"unknown tensors {sorted(unknown)[:3]}"))
+            raise RemoteProtocolError("unknown tensors")
+        if request.device and request.names:
+            self._serve_device(sock, request, pieces)
+            return
+        if isinstance(request, Fetch):
+            self._send_tensors(sock, request.names)
+        send(sock, Digests(digests=[self._digest(name) for name in request.names]))
+
+    def _open(self, caller: Caller, request: Request) -> bool:
         right = isinstance(request, Open) and hmac.compare_digest(
             request.token.encode(), self._token.encode()
         )
-        if not right:
-            send(sock, Refused(error="wrong token"))
+        if not isinstance(request, Open) or not right:
+            send(caller.sock, Refused(error="wrong token"))
             return False
+        caller.admit()
+        caller.sock.settimeout(SILENCE_S * 4)  # a client that waits for another source is silent
         if request.tick != self._tick:
-            send(sock, Refused(error=f"holds tick {self._tick}, not {request.tick}"))
+            send(caller.sock, Refused(error=f"holds tick {self._tick}, not {request.tick}"))
             return False
         addresses = {name: tensor.data_ptr() for name, tensor in self._ready.items()}
         opened = Opened(
@@ -193,7 +194,7 @@ class StateServer:
             probe_at=ctypes.addressof(self._probe),
             addresses=addresses,
         )
-        send(sock, opened)
+        send(caller.sock, opened)
         return True
 
     def _tensor(self, name: str) -> torch.Tensor:
@@ -242,13 +243,6 @@ class StateServer:
             if self._closed:
                 return
             self._closed = True
-            connections = list(self._connections)
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for connection in connections:
-            shut(connection)
-        for thread in self._threads:
-            thread.join(SILENCE_S)
+        self._server.close(SILENCE_S)
         vm.let_others_read(False)
         self._ready.clear()

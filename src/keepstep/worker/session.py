@@ -15,16 +15,18 @@ import xxhash
 
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
-from keepstep.worker import cuda, fsdp, groups
+from keepstep.worker import codec, cuda, fsdp, groups, results
 from keepstep.worker.batches import Batches, Loop
+from keepstep.worker.collectives import Bare
 from keepstep.worker.newcomer import Newcomer
 from keepstep.worker.objects import registered
 from keepstep.worker.plain import Batch, F, PlainSession
 from keepstep.worker.recovery import Recovery
+from keepstep.worker.script import workers
 from keepstep.worker.seat import Line, Seat
 from keepstep.worker.state import memory, on_cpu
 from keepstep.worker.transaction import Transactions
-from keepstep.worker.tree import MISSING
+from keepstep.worker.tree import MISSING, Encoded
 
 FIRST_FENCE_TIMEOUT_S = 7 * 86_400.0  # who keeps the others waiting is found by the orchestrator
 
@@ -38,6 +40,7 @@ class _Call:
 
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self._function, self._args, self._kwargs = function, args, kwargs
+        self.code = getattr(function, "__code__", None)
         self._before: list[tuple[Any, Any]] = []
 
     def __call__(self) -> Any:
@@ -102,6 +105,7 @@ class Session(PlainSession):
         code = getattr(function, "__code__", None)
         name = getattr(function, "__qualname__", type(function).__name__)
         site = f"{name}:{code.co_firstlineno if code is not None else 0}"
+        self._seat.functions[site] = function
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -131,11 +135,13 @@ class Session(PlainSession):
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         if self._transactions.running:
-            return iter(loader)  # inside a section the whole pass is repeated, from its start
+            return workers.open_iterator(
+                loader
+            )  # inside a section the whole pass is repeated, from its start
         self._arrive()
         seat = self._seat
         seat.loops = [x for x in seat.loops if not x.pos.closed]
-        loop = Loop(seat.tracker, loader)
+        loop = Loop(seat.tracker, loader, seat.streams)
         seat.loops.append(loop)
         return Batches(loop, seat.page.mark)
 
@@ -220,25 +226,28 @@ class Session(PlainSession):
         answer = tracker.begin(site, step)
         if not walking or answer is MISSING:
             return MISSING
+        own = None
         if tracker.replay is None and self._newcomer is not None:
-            self._newcomer.walked()
+            own = self._newcomer.walked()
         result = answer[0]
-        return (None if result is MISSING else result,)
+        if own is not None:
+            result = Encoded(own)
+        if isinstance(result, Encoded):
+            return (codec.loads_inline(result.data),)
+        if result is MISSING:
+            why = tracker.unkept.get(site, "no rank had it")
+            return (results.Lost(site, why),)
+        return (result,)
 
-    def _gate(self, name: str, call: Callable[[], Any]) -> Any:
+    def _gate(self, name: str, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         """Every collective of the front end after attach comes through here."""
         transactions = self._transactions
         self._seat.page.mark()
         if transactions.running:
-            transactions.refuse_collective(f"collective {name}")
+            transactions.saw_collective(name, args, kwargs)
             return call()
-        if name in ("barrier", "monitored_barrier"):
-            return self._run(f"{name} (bare)", False, call)
-        _warn_once(
-            f"collective {name} outside @ks.step and @ks.section is not protected: a fault that "
-            "hits it ends this rank (hint: put it into a @ks.section)"
-        )
-        return call()
+        bare = Bare(name, call, args, kwargs)
+        return bare.give(self._run(f"{name} (bare)", False, bare))
 
     def _finish(self) -> None:
         self._recovery.refuse_debt()
@@ -251,15 +260,6 @@ class Session(PlainSession):
         if newcomer is not None and newcomer.installed and not newcomer.joined:
             newcomer.enter()
         self._transactions.settle()
-
-
-_warned: set[str] = set()
-
-
-def _warn_once(text: str) -> None:
-    if text not in _warned:
-        _warned.add(text)
-        print(f"keepstep: {text}", file=sys.stderr, flush=True)
 
 
 def attach_rank(line: Line, models: dict[str, Any], optimizers: dict[str, Any]) -> Session:

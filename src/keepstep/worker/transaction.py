@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 )
 
 from keepstep.errors import KeepstepError, UsageError
-from keepstep.worker import cuda, fsdp, groups, guard, results, rng
+from keepstep.worker import cuda, fsdp, groups, guard, results
 from keepstep.worker.objects import Undo
 from keepstep.worker.pace import OwnTime
 from keepstep.worker.recovery import Recovery, Retry
@@ -46,6 +46,7 @@ class Transactions:
         self._pending: Callable[[], None] | None = None  # to be done at the next entry
         self._updated: list[str] = []  # optimizers, in the order of their updates
         self._backwards = 0
+        self._foresight: dict[str, results.Foresight] = {}  # by site
         self._usual: dict[str, int] = {}  # site -> backward passes of its last step
         self._function: Any = None
         self._attached = {id(o): n for n, o in seat.optimizers.items()}
@@ -90,7 +91,10 @@ class Transactions:
             last = self._backwards == self._usual.get(self.running)
             self.seat.redundancy.backward(last)
             if last:
-                self.seat.publish_ahead(self.running)
+                self.seat.publish_ahead(self.running, self._foreseen())
+
+    def saw_collective(self, name: str, args: Any, kwargs: Any) -> None:
+        self.refuse_collective(f"collective {name}")
 
     def refuse_collective(self, what: str) -> None:
         if self._passed and not self.warming:
@@ -183,7 +187,7 @@ class Transactions:
                     seat.injector.point(point, seat.version)
                 result = function()
                 if not self._fenced:
-                    self._publish(updating=False)
+                    self._publish(updating=False, result=results.keep(result)[1])
                     self._meet(cuda.wait_for_queue)
                     self._update_begins()
                 self._insist()
@@ -231,8 +235,9 @@ class Transactions:
         seat.tracker.in_txn = True
         seat.page.set("stepping", 1)
         seat.page.where("compute" if step else "section")
+        seat.streams.entering(site)
         self._undo = Undo(
-            rng.capture(),
+            seat.streams.capture(),
             list(seat.optimizers.values()),
             list(seat.objects.values()),
             seat.flags.save(),
@@ -264,10 +269,17 @@ class Transactions:
         seat.cells.undo()
         for loop in seat.loops:
             loop.retry()
-        rng.restore(undo.streams)
+        seat.streams.restore(undo.streams)
 
-    def _publish(self, updating: bool) -> None:
+    def _foreseen(self) -> bytes | None:
+        foresight = self._foresight.setdefault(self.running, results.Foresight())
+        return foresight.at_fence(getattr(self._function, "code", None))
+
+    def _publish(self, updating: bool, result: bytes | None = None) -> None:
+        """`result`, if the function has ended; otherwise it may be foreseen."""
         seat = self.seat
+        if result is None and self._step:
+            result = self._foreseen()
         self._fenced, self._updating = True, updating
         self._usual[self.running] = self._backwards
         seat.ahead.wait()
@@ -278,7 +290,8 @@ class Transactions:
                 raise ConnectionAbortedError("aborted before the fence")
             if self._step:
                 seat.secure(updating)
-            side_state = seat.side_state(self.running, self._step, updating)
+            seat.streams.leaving(self.running)
+            side_state = seat.side_state(self.running, self._step, updating, result=result)
             seat.ahead.judge(side_state)
             seat.publish(seat.tick + 1, side_state)
         except KeepstepError as error:
@@ -360,7 +373,17 @@ class Transactions:
         seat = self.seat
         hold, snapshot = self._hold, self._snapshot
         self._end()
-        seat.tracker.commit(site, step, results.keep(result))
+        kept, encoded, why = results.keep(result)
+        if why and site not in seat.tracker.unkept:
+            seat.tracker.unkept[site] = why
+            seat.warn(
+                f"the result of {site!r} cannot be carried to another process ({why}): a newcomer "
+                "whose script uses it is stopped"
+            )
+        if step and site in self._foresight:
+            self._foresight[site].at_end(result, encoded)
+        seat.tracker.commit(site, step, kept, encoded)
+        seat.publish_late(site, encoded)
         version = seat.version
         if step:
             seat.redundancy.updated = self._updated

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 Tree = dict[str, Any]
 
@@ -18,15 +19,22 @@ class _Missing:
 MISSING: Final = _Missing()
 
 
+class Encoded(NamedTuple):
+    """A result as it was published by the rank itself."""
+
+    data: bytes
+
+
 @dataclass
 class Txn:
+    """`result` is encoded (results.py): it is part of every position until its level is left."""
+
     site: str
     step: bool
-    result: Any = MISSING
+    result: bytes | None = None
 
     def tree(self) -> Tree:
-        known = self.result is not MISSING
-        return {"t": self.site, "s": self.step, "k": known, "r": self.result if known else None}
+        return {"t": self.site, "s": self.step, "r": self.result}
 
 
 @dataclass
@@ -37,12 +45,23 @@ class LoopPos:
     yields: int = 0
     outside: int = 0
     closed: bool = False
-    entry: bytes | None = None  # generator states when the iterator was made
+    entry: bytes | None = None  # all streams when the iterator was made
     before: Any = None  # stateful loaders: state before the batch `outside` was fetched
+    drawn: bytes | None = None  # all streams before the batch `outside` was fetched
+    workers: dict[int, bytes] | None = None  # streams of DataLoader workers at `begin`
     begun: bool = False  # in this process; not part of the position
+    # Not part of it either: what the workers tell, while there are any.
+    told: Callable[[int], dict[int, bytes]] | None = None
+
+    @property
+    def begin(self) -> int:
+        """The batch at which a newcomer begins to fetch."""
+        return self.outside - 1 if self.outside else self.yields
 
     def tree(self) -> Tree:
         return {
+            "d": self.drawn,
+            "w": self.told(self.begin) if self.told is not None else self.workers,
             "y": self.yields,
             "o": self.outside,
             "c": self.closed,
@@ -97,13 +116,21 @@ def level_from(tree: Tree) -> Level:
         if "scope" in item:
             frozen = level_from(item["f"]) if item["f"] else None
             return Scope(item["scope"], frozen, item["w"])
-        return Txn(item["t"], item["s"], item["r"] if item["k"] else MISSING)
+        return Txn(item["t"], item["s"], item["r"])
 
     return Level(
         kind=tree["kind"],
         epoch=tree["epoch"],
         loops=[
-            LoopPos(yields=x["y"], outside=x["o"], closed=x["c"], entry=x["e"], before=x["b"])
+            LoopPos(
+                yields=x["y"],
+                outside=x["o"],
+                closed=x["c"],
+                entry=x["e"],
+                before=x["b"],
+                drawn=x.get("d"),
+                workers=x.get("w"),
+            )
             for x in tree["loops"]
         ],
         log=[entry_from(item) for item in tree["log"]],

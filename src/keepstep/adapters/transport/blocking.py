@@ -12,11 +12,12 @@ import select
 import socket
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 import msgspec
 
+from keepstep.errors import RemoteProtocolError
 from keepstep.model.wire import FRAME_BYTES_MAX, HEADER, body_length, decode
 
 T = TypeVar("T")
@@ -44,6 +45,20 @@ class Frames(Generic[T]):
         body = bytes(self._buffer[HEADER.size : end])
         del self._buffer[:end]
         return decode(self._decoder, body)
+
+    def receive_first(self, deadline: float, known: Callable[[bytes], bool], limit: int) -> T:
+        """The first message of a peer that nothing is known about. One of more than `limit` bytes
+        is read on, and then without a deadline, only if its beginning shows who sends it."""
+        self._fill(HEADER.size, deadline)
+        size = body_length(bytes(self._buffer[: HEADER.size]), FRAME_BYTES_MAX)
+        self._fill(HEADER.size + min(size, limit), deadline)
+        if size > limit:
+            if not known(bytes(self._buffer[HEADER.size : HEADER.size + limit])):
+                raise RemoteProtocolError(
+                    f"a first frame of {size} bytes that does not begin with the token"
+                )
+            self._sock.settimeout(None)
+        return self.receive(None if size > limit else deadline)
 
     def receive_into(self, view: memoryview) -> None:
         """Fill `view` with bytes that are no frame."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keepstep.model.page import INIT_TICK, NEWEST, TICKS_KEPT
+from keepstep.model.page import INIT_TICK, NEWEST, TICKS_KEPT, is_late
 
 
 class BlobStore:
@@ -14,7 +14,10 @@ class BlobStore:
     def put(self, rank: int, tick: int, data: bytes) -> None:
         ticks = self._ranks.setdefault(rank, {})
         ticks[tick] = data
-        steps = sorted(kept for kept in ticks if kept != INIT_TICK)
+        late = is_late(tick)
+        steps = sorted(kept for kept in ticks if kept != INIT_TICK and is_late(kept) == late)
+        if late:
+            steps.reverse()
         # What was just acknowledged is never the one to go, even if it is not among the newest.
         while len(steps) > TICKS_KEPT:
             oldest = next(kept for kept in steps if kept != tick)

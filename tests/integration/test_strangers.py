@@ -1,0 +1,239 @@
+"""A real job whose every port is under slow and hostile strangers while a rank dies.
+
+The job may open 1024 files. 500 connections stand at each port of the orchestrator and of the
+agents, and dozens at whatever a worker listens on, also on ports that open during the migration: a
+third says nothing, a third says a byte a second, a third announces 64 MiB and begins to send them.
+Whoever is dropped comes again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from keepstep.model.wire import FRAME_BYTES_MAX, HEADER
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
+
+from harness import Job, differences, ending, run_plain, wait_for
+
+DESCRIPTORS = 1024
+STRANGERS = 500  # at each port of the orchestrator and of agents
+STRANGERS_AT_WORKERS = 24
+OPENED_MAX = 40_000  # in all
+SPEAK_S, LOOK_S = 1.0, 0.1
+PAUSE_GROWS_MS_MAX = 1000.0
+SCRIPT_ARGS = ["--epochs", "2", "--steps-per-epoch", "100", "--slow", "", "--slow-s", "0.25"]
+
+SLOW_HTTP = b"GET /v1/jobs HTTP/1.1\r\nHost: x\r\nX-Slow: " + b"x" * 100
+LARGE_HTTP = b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nContent-Length: 67108864\r\n\r\n" + b"x" * 4096
+SLOW_FRAME = HEADER.pack(200) + b"\x83\xa4type" + b"x" * 100
+LARGE_FRAME = HEADER.pack(FRAME_BYTES_MAX) + b"x" * 8192
+
+
+class Stranger:
+    """One connection: says `at_once`, then a byte of `slowly` each second; reads nothing."""
+
+    def __init__(self, port: int, at_once: bytes, slowly: bytes) -> None:
+        self.port, self.at_once, self.slowly = port, at_once, slowly
+        self.sock: socket.socket | None = None
+        self.said = 0
+
+    def connect(self) -> None:
+        self.sock, self.said = socket.socket(socket.AF_INET, socket.SOCK_STREAM), 0
+        self.sock.setblocking(False)
+        self.sock.connect_ex(("127.0.0.1", self.port))
+
+    def speak(self) -> None:
+        """Raises OSError when the server has dropped it."""
+        assert self.sock is not None
+        try:
+            if self.sock.recv(1 << 16) == b"":
+                raise ConnectionResetError(errno.ECONNRESET, "closed")
+        except BlockingIOError:
+            pass
+        with contextlib.suppress(BlockingIOError):
+            if self.said == 0 and self.at_once:
+                self.sock.send(self.at_once)
+            elif self.said < len(self.slowly):
+                self.sock.send(self.slowly[self.said : self.said + 1])
+            self.said += 1
+
+    def close(self) -> None:
+        if self.sock is not None:
+            self.sock.close()
+            self.sock = None
+
+
+class Crowd:
+    """All strangers, in one thread. Looks every now and then for ports that have opened."""
+
+    def __init__(self, job: Job, own: dict[int, bool]) -> None:
+        self._job = job
+        self._own = own  # ports of orchestrator and agents -> speaks HTTP
+        self._strangers: dict[int, list[Stranger]] = {}
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.opened: dict[int, int] = {}  # port -> connections so far
+        self.dropped = 0
+        self.full = threading.Event()  # everybody has come at least once
+        self.failure: BaseException | None = None
+
+    def __enter__(self) -> Crowd:
+        self._thread.start()
+        assert self.full.wait(30)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                spoken = time.monotonic()
+                for stranger in [one for some in self._strangers.values() for one in some]:
+                    self._visit(stranger)
+                while not self._closing.wait(LOOK_S) and time.monotonic() < spoken + SPEAK_S:
+                    for port in {*self._own, *worker_ports(self._job)} - self._strangers.keys():
+                        self._come(port)
+                    self.full.set()
+        except BaseException as error:
+            self.failure = error
+        finally:
+            for stranger in [one for some in self._strangers.values() for one in some]:
+                stranger.close()
+
+    def _come(self, port: int) -> None:
+        http, frames = self._own.get(port, False), (SLOW_FRAME, LARGE_FRAME)
+        slow, large = (SLOW_HTTP, LARGE_HTTP) if http else frames
+        kinds = [(b"", b""), (b"", slow), (large, b"")]
+        count = STRANGERS if port in self._own else STRANGERS_AT_WORKERS
+        self._strangers[port] = [Stranger(port, *kinds[i % 3]) for i in range(count)]
+        for stranger in self._strangers[port]:
+            self._open(stranger)
+
+    def _open(self, stranger: Stranger) -> None:
+        if sum(self.opened.values()) < OPENED_MAX:
+            stranger.connect()
+            self.opened[stranger.port] = self.opened.get(stranger.port, 0) + 1
+
+    def _visit(self, stranger: Stranger) -> None:
+        if stranger.sock is None and stranger.port in self._own:
+            self._open(stranger)
+        elif stranger.sock is not None:
+            try:
+                stranger.speak()
+            except OSError:
+                stranger.close()
+                self.dropped += 1
+
+
+def family(job: Job) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.Error):
+        return list(psutil.Process(job.process.pid).children(recursive=True))
+    return []
+
+
+def agents_of(job: Job) -> list[psutil.Process]:
+    return [one for one in family(job) if "keepstep.agent" in one.cmdline()]
+
+
+def listening(processes: list[psutil.Process]) -> set[int]:
+    """Their ports. psutil would read the list of all connections once for each process."""
+    links = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            for number in Path(f"/proc/{process.pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    links.add(os.readlink(number))
+    found = set()
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        words = line.split()
+        if words[3] == "0A" and f"socket:[{words[9]}]" in links:
+            found.add(int(words[1].rpartition(":")[2], 16))
+    return found
+
+
+def worker_ports(job: Job) -> set[int]:
+    """Of ranks, and of their rendezvous."""
+    agents = {one.pid for one in agents_of(job)}
+    return listening([one for one in family(job) if one.pid not in agents])
+
+
+def incidents(job: Job) -> list[dict[str, Any]]:
+    """Over a connection of its own: whoever has the token gets in, whoever stands at the door."""
+    client = job._connect()
+    assert client is not None
+    headers = {"Authorization": client.headers["Authorization"]}
+    url = f"{client.base_url}/v1/jobs/{job.job}/incidents"
+    found: list[dict[str, Any]] = httpx.get(url, headers=headers).raise_for_status().json()
+    return sorted(found, key=lambda one: int(one["opened_at_ns"]))
+
+
+def migrate(job: Job, rank: int) -> dict[str, Any]:
+    """Kill `rank`; the incident, once there is a spare again."""
+    before = len(incidents(job))
+    job.kill_rank(rank)
+    ended = wait_for(
+        lambda: [i for i in incidents(job)[before:] if i["outcome"] != "OPEN"], "an outcome"
+    )
+    assert [i["outcome"] for i in ended] == ["RESOLVED"], ended
+    job.spare_parked()
+    return dict(ended[0])
+
+
+@pytest.fixture
+def job(request: pytest.FixtureRequest) -> Iterator[Job]:
+    with ending(request) as jobs:
+        job = Job("--nproc-per-node", "2", "--spares", "1", script_args=SCRIPT_ARGS, world=2)
+        jobs.append(job)
+        resource.prlimit(job.process.pid, resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
+        yield job
+
+
+def test_strangers_at_every_port_cost_a_migration_nothing(job: Job, tmp_path: Path) -> None:
+    expected = run_plain(tmp_path, 2, SCRIPT_ARGS)
+    job.until_step(3)
+    job.spare_parked()
+    quiet = migrate(job, 1)
+    orchestrator, agents = psutil.Process(job.process.pid), agents_of(job)
+    watched = [orchestrator, *agents]
+    assert all(one.rlimit(resource.RLIMIT_NOFILE)[0] == DESCRIPTORS for one in watched)
+    before = [one.num_fds() for one in watched]
+    rest = int(str(job._connect().base_url).rstrip("/").rpartition(":")[2])
+    own = {port: port == rest for port in listening(watched)}
+    assert len(agents) == 1 and len(own) == 3 and rest in own, "REST, agents' streams, blobs"
+
+    with Crowd(job, own) as crowd:
+        grew = []
+        for rank in (0, 1):  # again if it took longer: this machine may be busy with others
+            loud = migrate(job, rank)
+            grew.append(loud["pause_ms"] - quiet["pause_ms"])
+            if grew[-1] <= PAUSE_GROWS_MS_MAX:
+                break
+        at_workers = len(crowd.opened) - len(own)
+    assert crowd.failure is None
+    assert all(crowd.opened[port] >= STRANGERS for port in own) and crowd.dropped > STRANGERS
+    assert at_workers >= 4, "ports of workers that opened meanwhile"
+    assert min(grew) <= PAUSE_GROWS_MS_MAX, (quiet, loud)
+
+    def back() -> bool:
+        return all(one.num_fds() <= was for one, was in zip(watched, before, strict=True))
+
+    wait_for(back, f"{before} descriptors again", 30.0)
+    job.finish()
+    assert differences(job.results(), expected) == []
