@@ -24,6 +24,7 @@ HERE = Path(__file__).parent
 SCRIPT = HERE / "train.py"
 SHAPES = HERE / "shapes.py"
 LAYOUTS = HERE / "layouts.py"
+DATA_ORDER = HERE / "data_order.py"
 DEADLINE_S = 120.0
 
 

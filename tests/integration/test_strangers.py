@@ -36,7 +36,7 @@ STRANGERS_AT_WORKERS = 24
 OPENED_MAX = 40_000  # in all
 SPEAK_S, LOOK_S = 1.0, 0.1
 PAUSE_GROWS_MS_MAX = 1000.0
-SCRIPT_ARGS = ["--epochs", "2", "--steps-per-epoch", "100", "--slow", "", "--slow-s", "0.25"]
+SCRIPT_ARGS = ["--epochs", "2", "--steps-per-epoch", "250", "--slow", "", "--slow-s", "0.15"]
 
 SLOW_HTTP = b"GET /v1/jobs HTTP/1.1\r\nHost: x\r\nX-Slow: " + b"x" * 100
 LARGE_HTTP = b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nContent-Length: 67108864\r\n\r\n" + b"x" * 4096
@@ -149,7 +149,12 @@ def family(job: Job) -> list[psutil.Process]:
 
 
 def agents_of(job: Job) -> list[psutil.Process]:
-    return [one for one in family(job) if "keepstep.agent" in one.cmdline()]
+    found = []
+    for process in family(job):
+        with contextlib.suppress(psutil.Error):  # the one that was killed
+            if "keepstep.agent" in process.cmdline():
+                found.append(process)
+    return found
 
 
 def listening(processes: list[psutil.Process]) -> set[int]:
@@ -185,14 +190,13 @@ def incidents(job: Job) -> list[dict[str, Any]]:
 
 
 def migrate(job: Job, rank: int) -> dict[str, Any]:
-    """Kill `rank`; the incident, once there is a spare again."""
+    """Kill `rank`; the incident, when it is over."""
     before = len(incidents(job))
     job.kill_rank(rank)
     ended = wait_for(
         lambda: [i for i in incidents(job)[before:] if i["outcome"] != "OPEN"], "an outcome"
     )
     assert [i["outcome"] for i in ended] == ["RESOLVED"], ended
-    job.spare_parked()
     return dict(ended[0])
 
 
@@ -208,32 +212,42 @@ def job(request: pytest.FixtureRequest) -> Iterator[Job]:
 def test_strangers_at_every_port_cost_a_migration_nothing(job: Job, tmp_path: Path) -> None:
     expected = run_plain(tmp_path, 2, SCRIPT_ARGS)
     job.until_step(3)
-    job.spare_parked()
-    quiet = migrate(job, 1)
+    for attempt in (1, 2):  # a pause that others on this machine made longer is not so twice
+        job.spare_parked()
+        quiet = migrate(job, 1)["pause_ms"]
+        job.spare_parked()
+        loud = migrate_among_strangers(job, 0)["pause_ms"]
+        print(f"attempt {attempt}: a pause of {quiet:.0f} ms, among strangers {loud:.0f} ms")
+        if loud <= quiet + PAUSE_GROWS_MS_MAX:
+            break
+    else:
+        pytest.fail(f"the pause grew from {quiet} to {loud} ms")
+    job.finish()
+    assert differences(job.results(), expected) == []
+
+
+def migrate_among_strangers(job: Job, rank: int) -> dict[str, Any]:
     orchestrator, agents = psutil.Process(job.process.pid), agents_of(job)
     watched = [orchestrator, *agents]
     assert all(one.rlimit(resource.RLIMIT_NOFILE)[0] == DESCRIPTORS for one in watched)
     before = [one.num_fds() for one in watched]
-    rest = int(str(job._connect().base_url).rstrip("/").rpartition(":")[2])
+    client = job._connect()
+    assert client is not None
+    rest = int(str(client.base_url).rstrip("/").rpartition(":")[2])
     own = {port: port == rest for port in listening(watched)}
     assert len(agents) == 1 and len(own) == 3 and rest in own, "REST, agents' streams, blobs"
-
     with Crowd(job, own) as crowd:
-        grew = []
-        for rank in (0, 1):  # again if it took longer: this machine may be busy with others
-            loud = migrate(job, rank)
-            grew.append(loud["pause_ms"] - quiet["pause_ms"])
-            if grew[-1] <= PAUSE_GROWS_MS_MAX:
-                break
-        at_workers = len(crowd.opened) - len(own)
+        incident = migrate(job, rank)
+        wait_for(lambda: crowd.dropped > STRANGERS, "strangers that had to go", 30.0)
+        among = [one.num_fds() - was for one, was in zip(watched, before, strict=True)]
     assert crowd.failure is None
-    assert all(crowd.opened[port] >= STRANGERS for port in own) and crowd.dropped > STRANGERS
-    assert at_workers >= 4, "ports of workers that opened meanwhile"
-    assert min(grew) <= PAUSE_GROWS_MS_MAX, (quiet, loud)
+    assert all(crowd.opened[port] >= STRANGERS for port in own), crowd.opened
+    assert len(crowd.opened) > len(own) + 4, "ports that opened in the migration had visitors too"
+    assert max(among) <= DESCRIPTORS // 2, among
+    job.spare_parked()
 
     def back() -> bool:
         return all(one.num_fds() <= was for one, was in zip(watched, before, strict=True))
 
     wait_for(back, f"{before} descriptors again", 30.0)
-    job.finish()
-    assert differences(job.results(), expected) == []
+    return incident

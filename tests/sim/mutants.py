@@ -19,6 +19,7 @@ import msgspec
 from keepstep.core import (
     balance,
     breaker,
+    divergence,
     fallback,
     faults,
     incidents,
@@ -546,7 +547,32 @@ def _with_a_member(old: Any, nodes: Any, first: int, _members: Any) -> Any:
     return old(nodes, first, ())
 
 
+def _nothing_differs(old: Any, job_: Job, out: Out, incident: Any, *more: Any) -> None:
+    incident.diverged = False
+    old(job_, out, incident, *more)
+
+
+def _stands_for_nothing(old: Any, job_: Job, out: Out) -> bool:
+    """Deaths are recovered from while it stands."""
+    found, job_.divergence = job_.divergence, None
+    changed = old(job_, out)
+    job_.divergence = job_.divergence or found
+    return bool(changed)
+
+
+def _accept_silently(old: Any, job_: Job, out: Out, by: str, **more: Any) -> None:
+    method(Out, "record", _unrecorded(r.DivergenceAccepted))
+    old(job_, out, by, **more)
+
+
 NAMED: dict[str, Patch] = {
+    "divergence: it is resolved after all": lambda: wrap(
+        incidents.close_incident, _nothing_differs
+    ),
+    "divergence: what is broken is mended meanwhile": lambda: wrap(job._step, _stands_for_nothing),
+    "divergence: it is accepted without a record": lambda: wrap(
+        divergence.accept, _accept_silently
+    ),
     "fall-back: a damaged checkpoint is the last one": lambda: wrap(
         fallback.further_back, _newest_for_ever
     ),
@@ -771,6 +797,8 @@ TIMERS = [
     "members",
     "give-up",
     "balance",
+    "divergence",
+    "stop",
 ]
 
 
@@ -796,6 +824,9 @@ REPLAYED = (
     r.AttemptStarted,
     r.Decided,
     r.Committed,
+    r.DivergenceFound,
+    r.DivergenceAccepted,
+    r.StopBegun,
     r.Tainted,
     r.Untainted,
     r.Deferred,
@@ -822,6 +853,7 @@ def _not_applied(kind: type) -> Callable[..., Any]:
 
 
 SAID = [
+    "Diverged",
     "Parked",
     "Attached",
     "Arrived",
@@ -859,6 +891,7 @@ def _deaf_to(kind: str) -> Callable[..., Any]:
 
 
 COMMANDS = [
+    "Proceed",
     "Abort",
     "Assign",
     "Position",
@@ -939,6 +972,14 @@ HINTS: dict[str, tuple[str, ...]] = {
     **{name: ("parity",) for name in NAMED if name.startswith("parity: ")},
     **{name: ("rebalance",) for name in NAMED if name.startswith("rebalance: ")},
     "timer forgotten: balance": ("rebalance",),
+    **{name: ("divergence",) for name in NAMED if name.startswith("divergence: ")},
+    "timer forgotten: divergence": ("divergence",),
+    "record not replayed: DivergenceFound": ("divergence",),
+    "record not replayed: DivergenceAccepted": ("divergence",),
+    "not heard: Diverged": ("divergence",),
+    "not told: Proceed": ("divergence",),
+    "timer forgotten: stop": ("stop",),
+    "record not replayed: StopBegun": ("stop",),
     **{name: ("several-jobs",) for name in NAMED if name.startswith("several: ")},
     **{name: ("straggler",) for name in NAMED if name.startswith("stragglers: ")},
     "timer forgotten: rehearse": ("understudies",),

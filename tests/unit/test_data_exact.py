@@ -142,6 +142,17 @@ def noisy(which: str, **options: Any) -> Callable[[], Any]:
     return lambda: DataLoader(Noisy(which), BATCH, shuffle=True, **options)
 
 
+SOURCES = [
+    "own random",
+    "own numpy",
+    "own torch",
+    "lazily made",
+    "counter",
+    "random",
+    "numpy",
+    "torch",
+]
+
 IN_PROCESS: dict[str, Callable[[], Any]] = {
     "shuffle": lambda: DataLoader(Plain(), BATCH, shuffle=True),
     "generator": lambda: DataLoader(Plain(), BATCH, shuffle=True, generator=generator()),
@@ -149,9 +160,10 @@ IN_PROCESS: dict[str, Callable[[], Any]] = {
         Plain(), BATCH, sampler=RandomSampler(Plain(), generator=generator())
     ),
     "with replacement": lambda: DataLoader(
-        Plain(), BATCH,
+        Plain(),
+        BATCH,
         sampler=RandomSampler(Plain(), replacement=True, num_samples=40, generator=generator()),
-    ),  # fmt: skip
+    ),
     "generator in the batch sampler": lambda: DataLoader(
         Plain(), batch_sampler=BatchSampler(RandomSampler(Plain(), generator=generator()), 2, True)
     ),
@@ -165,12 +177,8 @@ IN_PROCESS: dict[str, Callable[[], Any]] = {
     "iterable torch": lambda: DataLoader(Stream("own torch"), BATCH),
     "iterable counter": lambda: DataLoader(Stream("counter"), BATCH),
     "iterable without a loader": lambda: Stream("own numpy"),
-    **{
-        f"noisy: {which}": noisy(which)
-        for which in ("own random", "own numpy", "own torch", "lazily made", "counter", "random",
-                      "numpy", "torch")
-    },
-}  # fmt: skip
+    **{f"noisy: {which}": noisy(which) for which in SOURCES},
+}
 
 PARALLEL: dict[str, Callable[[], Any]] = {
     "one worker": noisy("random", num_workers=1),
@@ -181,8 +189,13 @@ PARALLEL: dict[str, Callable[[], Any]] = {
     "one persistent": noisy("nothing", num_workers=1, persistent_workers=True),
     "two persistent": noisy("own numpy", num_workers=2, persistent_workers=True),
     "two persistent, torch": noisy("torch", num_workers=2, persistent_workers=True),
-    "persistent, own generator": noisy(
-        "numpy", num_workers=1, persistent_workers=True, generator=generator()
+    "persistent, own generator": lambda: DataLoader(
+        Noisy("numpy"),
+        BATCH,
+        shuffle=True,
+        num_workers=1,
+        persistent_workers=True,
+        generator=generator(),
     ),
     "persistent, counts epochs": lambda: DataLoader(
         Plain(), BATCH, sampler=Counting(), num_workers=1, persistent_workers=True
@@ -287,8 +300,11 @@ def test_data_of_this_process(case: str, stop: int) -> None:
     continued(IN_PROCESS[case], stop)
 
 
-@pytest.mark.parametrize("stop", [3, 8])
-@pytest.mark.parametrize("case", PARALLEL)
+@pytest.mark.parametrize(
+    ("case", "stop"),
+    [(case, 8 if "persistent" in case else 4) for case in PARALLEL]
+    + [("two persistent", 3), ("two workers", 3)],
+)
 def test_data_of_worker_processes(case: str, stop: int) -> None:
     continued(PARALLEL[case], stop)
 
@@ -299,7 +315,7 @@ def test_loops_that_are_left_early(case: str, stop: int) -> None:
     continued(IN_PROCESS[case], stop, leave=4)
 
 
-@pytest.mark.parametrize("stop", [3, 6])
+@pytest.mark.parametrize("stop", [6])
 @pytest.mark.parametrize("case", ["two persistent", "one worker", "iterable, persistent"])
 def test_loops_over_workers_that_are_left_early(case: str, stop: int) -> None:
     continued(PARALLEL[case], stop, leave=4)

@@ -8,7 +8,8 @@ from torch import nn
 
 from keepstep.errors import UsageError
 from keepstep.worker import state as states
-from keepstep.worker.state import Exported, StateSet, memory, on_cpu, registered
+from keepstep.worker.objects import Registered
+from keepstep.worker.state import Exported, StateSet, memory, on_cpu
 
 
 class Net(nn.Module):
@@ -41,8 +42,10 @@ class Rank:
             {"net": self.net},
             {"main": self.optimizer},
             {
-                "schedule": registered(self.schedule.state_dict, self.schedule.load_state_dict),
-                "ema": registered(lambda: self.ema, self._load_ema),
+                "schedule": Registered(
+                    "schedule", self.schedule.state_dict, self.schedule.load_state_dict
+                ),
+                "ema": Registered("ema", lambda: self.ema, self._load_ema),
             },
         )
 
@@ -217,9 +220,8 @@ def test_other_optimizers_and_objects_are_refused() -> None:
 
 
 def test_unserialisable_object_is_named() -> None:
-    bad = StateSet({}, {}, {"bad": registered(lambda: {"f": object()}, lambda _: None)})
     with pytest.raises(UsageError, match=r"state\['f'\]"):
-        bad.export()
+        Registered("bad", lambda: {"f": object()}, lambda _: None)
 
 
 def test_dense_knows_permuted_and_holey_memory() -> None:

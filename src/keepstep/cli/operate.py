@@ -272,7 +272,7 @@ def proceed(which: find.Which, as_json: bool) -> None:
 def stop(now: bool, which: find.Which, as_json: bool) -> None:
     """End a job. One that writes checkpoints writes one of the step it is at first."""
     body = CancelRequest(reason="stopped by an operator", checkpoint=not now)
-    _ask(which, "cancel", body, as_json, "ends")
+    _ask(which, "cancel", body, as_json, "ends", follow="status")
 
 
 @click.command()
@@ -392,11 +392,17 @@ def ledger_verify(ledger: str | None, as_json: bool) -> None:
 
 
 def _ask(
-    which: find.Which, verb: str, body: Any, as_json: bool, said: str, answer: Any = None
+    which: find.Which,
+    verb: str,
+    body: Any,
+    as_json: bool,
+    said: str,
+    answer: Any = None,
+    follow: str = "incidents",
 ) -> None:
     found = find.one_job(home(), which)
     found.client().post(f"/v1/jobs/{found.view.job}/{verb}", body, Ok)
     if as_json:
         show.print_json({"job": found.view.job, "ok": True, **(answer or {})})
     else:
-        show.words(f"{found.view.job}: {said}; follow it with keepstep incidents")
+        show.words(f"{found.view.job}: {said}; follow it with keepstep {follow}")

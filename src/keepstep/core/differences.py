@@ -17,6 +17,7 @@ from keepstep.core.triage import name_ranks
 from keepstep.model.messages import Diverged
 
 SENTENCES_MAX = 8
+WORDS_MAX = 500  # letters of a finder's own sentence
 VALUES_MAX = 3  # named of one difference
 NOTHING = "nothing"
 
@@ -106,7 +107,7 @@ def describe(said: Mapping[int, Diverged]) -> tuple[str, list[int]]:
     known = dict.fromkeys(word.words for _, word in sorted(said.items()) if word.words)
     odd = sorted({rank for one in found for rank in one.odd})
     if not sentences:
-        sentences = [one.rstrip(".") for one in known]
+        sentences = [one.rstrip(".")[:WORDS_MAX] for one in known]
     shown = sentences[:SENTENCES_MAX]
     if len(sentences) > len(shown):
         shown.append(f"and {len(sentences) - len(shown)} more")

@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
+
 from keepstep.core import differences
 from keepstep.core.differences import Divergence
 from keepstep.core.fallback import fall_back
@@ -62,6 +64,9 @@ def said(job: Job, out: Out, worker: Worker, word: Diverged) -> None:
         return
     if job.divergence is None:
         job.divergence = Divergence(since=out.now)
+    before = job.divergence.said.get(worker.rank)
+    if before is not None and before.number == word.number and not word.table:
+        word = msgspec.structs.replace(word, table=before.table)  # seldom said again
     job.divergence.said[worker.rank] = word
     job.divergence.waiting[worker.id] = word.number
 

@@ -55,10 +55,6 @@ def timers(job: Job) -> list[Timer]:
     if job.ended is not None:
         return []
     rows: list[Timer] = []
-    stands_until = divergence.deadline(job)
-    if stands_until is not None:
-        named = job.divergence is not None and job.divergence.text
-        rows.append((stands_until, "divergence" if named else "settle", ""))
     for node in job.nodes.values():
         if node.state == "disconnected":
             rows += _gone_timer(job, node)
@@ -79,8 +75,10 @@ def timers(job: Job) -> list[Timer]:
     stop_by = stopping.deadline(job)
     if stop_by is not None:
         rows.append((stop_by, "stop", ""))
+    if job.rejoin_until is not None:
+        rows.append((job.rejoin_until, "rejoin", ""))
     if job.divergence is not None:  # whatever else there is to do waits
-        return rows + ([(job.rejoin_until, "rejoin", "")] if job.rejoin_until is not None else [])
+        return rows + _divergence_timers(job)
     if job.mode in ("waiting", "opening", "starting"):
         rows += _start_timers(job)
     deferred = breaker.deadline(job)
@@ -94,13 +92,19 @@ def timers(job: Job) -> list[Timer]:
         rows.append((save_at, "settle", ""))
     if job.judge_at is not None:
         rows.append((job.judge_at, "stalls", ""))
-    if job.rejoin_until is not None:
-        rows.append((job.rejoin_until, "rejoin", ""))
     if job.attempt is not None:
         rows += _attempt_timers(job, job.attempt)
     if not job.replayed:
         rows += provision.timers(job)
     return rows
+
+
+def _divergence_timers(job: Job) -> list[Timer]:
+    found = job.divergence
+    due = divergence.deadline(job)
+    if due is None or found is None:
+        return []
+    return [(due, "divergence", "")] if found.text else [(due, "settle", "")]
 
 
 def _gone_timer(job: Job, node: Node) -> list[Timer]:

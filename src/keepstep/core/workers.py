@@ -103,8 +103,9 @@ def _newcomer_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> N
             if worker.presumed < 0:  # an understudy did all that before it was needed
                 timeline.ready(said)
     elif isinstance(said, Failure):
-        last = headline(said.error)
-        newcomer_failed(job, out, worker, f"{worker.id} raised {last} while joining")
+        why = f"{worker.id} raised {headline(said.error)} while joining"
+        _tell(job, out, attempt, why)
+        newcomer_failed(job, out, worker, why)
     elif isinstance(said, Staged | StageFailed):
         _staged(job, out, attempt, worker, said)
     elif isinstance(said, Restored):
@@ -256,7 +257,12 @@ LOST = ("side-state-missing", "shards-missing")  # everybody who might have it w
 
 def _copy_failed(job: Job, out: Out, attempt: Attempt, worker: Worker, said: CopyFailed) -> None:
     why = f"{worker.id} could not copy ({said.reason}): {said.error}"
-    if said.reason == "position" and worker.presumed >= 0:
+    late = said.reason == "position" and worker.presumed >= 0
+    if not late:
+        _tell(
+            job, out, attempt, f"{worker.id} could not copy ({said.reason}): {headline(said.error)}"
+        )
+    if late:
         # Built too long ago for this script; a standby has no such trouble. That is counted as a
         # failure below, and is none.
         attempt.incident.no_understudies = True
@@ -289,6 +295,14 @@ def _copy_failed(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Cop
         end_job(job, out, "failed", EXIT_GAVE_UP, reason)
     else:
         newcomer_failed(job, out, worker, why)
+
+
+def _tell(job: Job, out: Out, attempt: Attempt, why: str) -> None:
+    """Beside the job and in the incident, once: else a newcomer that fails looks like a hang."""
+    if why not in attempt.incident.reason:
+        warn(job, out, why)
+        if attempt.kind != "planned":  # fail_move says it there
+            attempt.incident.also(why)
 
 
 def _away(job: Job) -> bool:

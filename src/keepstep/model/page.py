@@ -8,6 +8,7 @@ for the own node costs a system call, and both outlive a kill -9 of the worker.
     4096+3*capacity  init record (tick -1), capacity bytes
     4096+4*capacity  slots 4 to 6: what became of side states at the end of their transactions
                      (`late_tick`), capacity bytes each
+    4096+7*capacity  note of the step in progress (NOTE_TICK), capacity bytes
 
 Three ticks are kept, here and by the buddy. A rank that has passed the fence of tick t - 1 makes
 step t and publishes t + 1 while others may still wait in that fence. If it is lost now, all of
@@ -32,7 +33,8 @@ CAPACITY_DEFAULT = 256 << 10
 TICKS_KEPT = 3
 INIT_TICK = -1  # record of a rank's init-time collectives
 NEWEST = -2  # asks for the highest tick there is
-SLOTS = 2 * TICKS_KEPT + 1
+NOTE_TICK = -4  # what a rank notes when a step begins (its inputs): kept by the own agent alone
+SLOTS = 2 * TICKS_KEPT + 2
 _LATE = -16
 
 
@@ -49,6 +51,8 @@ def is_late(tick: int) -> bool:
 def slot_of(tick: int) -> int:
     if is_late(tick):
         return TICKS_KEPT + 1 + (_LATE - tick) % TICKS_KEPT
+    if tick == NOTE_TICK:
+        return SLOTS - 1
     return TICKS_KEPT if tick < 0 else tick % TICKS_KEPT
 
 

@@ -68,6 +68,10 @@ class Checker:
         self.preempted: list[tuple[int, int]] = []
         self.tainted: set[str] = set()
         self.closed: set[str] = set()
+        self.stops: set[int] = set()  # generations in which ranks hold to end
+        self.doubtful: set[str] = set()  # incidents in which numbers differed
+        self.accepted_ticks: set[int | None] = set()
+        self.stands = ""  # numbers differ, and nobody has said what is to be done
         self.gave: dict[tuple[str, int], list[int]] = {}  # (node, rank) -> ticks it acknowledged
 
     def violated(self, what: str) -> None:
@@ -130,6 +134,7 @@ class Checker:
     def _on_AttemptStarted(self, record: r.AttemptStarted) -> None:
         self._new_generation(record.generation)
         self._check_repeated(record)
+        self.ensure(not self.stands, f"an attempt, and the job stands: {self.stands}")
         self.attempts[record.generation] = record
         self.ensure(record.incident not in self.closed, f"an attempt for closed {record.incident}")
 
@@ -153,7 +158,10 @@ class Checker:
     def _on_FellBack(self, record: r.FellBack) -> None:
         """Only if nothing else is left, and to the newest one that can be read. Then everything is
         as it was."""
-        needless = recoverable(self.world, record.tick)
+        differs = self.world.differs_at is not None and "numbers differ" in record.reason
+        if differs:
+            self.world.differs_at, self.stands = None, ""
+        needless = "" if differs else recoverable(self.world, record.tick)
         self.ensure(not needless, f"needless fall-back ({record.reason}): {needless}")
         again = f"{record.path} cannot be read" in record.reason
         self.ensure(not again, f"back to {record.path}, which cannot be read")
@@ -171,6 +179,25 @@ class Checker:
         self.best = dict.fromkeys(self.best, record.tick)
         self.owners.clear()
         self.gave.clear()
+
+    def _on_StopBegun(self, record: r.StopBegun) -> None:
+        self._new_generation(record.generation)
+        self.stops.add(record.generation)
+
+    def _on_DivergenceFound(self, record: r.DivergenceFound) -> None:
+        self.ensure(self.world.differs_at == record.tick, f"nobody found {record.text}")
+        self.ensure(not self.stands, f"found again: {record.text}")
+        self.doubtful |= {record.incident, record.move} - {""}
+        self.stands = record.text
+
+    def _on_DivergenceAccepted(self, record: r.DivergenceAccepted) -> None:
+        self.stands = ""
+        self.accepted_ticks.add(record.tick if record.tick >= 0 else self.world.differs_at)
+
+    def went_on(self, process: Process) -> None:
+        """It was told so only after it was on record that it may be."""
+        accepted = process.tick in self.accepted_ticks
+        self.ensure(accepted, f"{process.id} goes on, and nobody has accepted what differs")
 
     def _on_Tainted(self, record: r.Tainted) -> None:
         self.tainted.add(record.target)
@@ -218,6 +245,9 @@ class Checker:
         self.closed.add(record.view.id)
         self.open_incidents.pop(record.view.id, None)
         self.ensure(bool(record.view.reason), f"{record.view.id} closed without a reason")
+        differed = record.view.id in self.doubtful
+        named = differed == (record.view.outcome == "DIVERGED")
+        self.ensure(named, f"{record.view.id} is called {record.view.outcome}")
         gave_up = record.view.outcome == "ABORTED" and "gave up after" in record.view.reason
         hit = len(self.world.fired_faults)
         deserved = hit >= 3 or self.world.plan.step_ns > 60 * SECOND
@@ -387,7 +417,7 @@ class Checker:
             )
         elif isinstance(command, m.Abort | m.Hold | m.Stage):
             self.ensure(
-                command.generation in self.attempts,
+                command.generation in self.attempts or command.generation in self.stops,
                 f"{type(command).__name__} {command.generation}: not on record",
             )
         elif isinstance(command, m.Assign) and not command.presumed:

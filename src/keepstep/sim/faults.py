@@ -18,9 +18,18 @@ from typing import TYPE_CHECKING
 from keepstep.core.migration import sources_for
 from keepstep.core.state import Attempt, Job
 from keepstep.model import messages as m
-from keepstep.model.job import AgentSaid, Drain, Migrate, Taint, Untaint
+from keepstep.model.job import (
+    AgentSaid,
+    Cancel,
+    Drain,
+    Migrate,
+    ProceedAnyway,
+    Taint,
+    Untaint,
+)
 from keepstep.sim.net import MS, ORCHESTRATOR, SECOND
 from keepstep.sim.plan import Fault
+from keepstep.sim.witness import Finding
 
 if TYPE_CHECKING:
     from keepstep.sim.node import SimNode
@@ -326,6 +335,12 @@ def _operator(world: World, fault: Fault) -> str:
             return ""
         operate(world, Drain(job=world.plan.job, node=spares[0].node.name))
         return spares[0].node.name
+    if fault.kind == "proceed":
+        return _proceed(world, fault)
+    if fault.kind == "stop":
+        cancel = Cancel(job=world.plan.job, reason="SIGTERM", exit_code=143, checkpoint=True)
+        operate(world, cancel)
+        return "stops the job"
     if fault.kind == "untaint":
         for target in sorted(world.checker.tainted):
             operate(world, Untaint(job=world.plan.job, target=target))
@@ -344,7 +359,26 @@ def _operator(world: World, fault: Fault) -> str:
     return f"rank {process.rank}"
 
 
-def operate(world: World, request: Drain | Migrate | Taint | Untaint) -> None:
+def _proceed(world: World, fault: Fault) -> str:
+    """As soon as the job stands, and says why."""
+    job = facts(world)
+    if job is not None and job.divergence is not None and job.divergence.text:
+        operate(world, ProceedAnyway(job=world.plan.job))
+        return "accepts what differs"
+    world.after(SECOND, _strike_later, world, fault)
+    return ""
+
+
+def _witness(world: World, _: Fault) -> str:
+    """In a fence that no rank has come to yet."""
+    world.differs_at = max(world.checker.best.values()) + 2
+    world.finding = Finding.draw(world.random)
+    return f"of tick {world.differs_at}"
+
+
+def operate(
+    world: World, request: Drain | Migrate | Taint | Untaint | ProceedAnyway | Cancel
+) -> None:
     if world.orchestrator.alive:
         world.orchestrator.submit(request)
     else:
@@ -485,6 +519,7 @@ STRIKES: dict[str, Callable[[World, Fault], str]] = {
     "partition": _partition,
     "detector": _detector,
     "operator": _operator,
+    "witness": _witness,
     "provider": _provider,
     "store": _store,
     "disk": _disk,

@@ -2,7 +2,7 @@
 
 It follows keepstep.worker step by step (stager, transaction, recovery). A mode:
 
-    init compute publish fence apply | grace failing deciding held | done
+    init compute publish fence diverged apply | grace failing deciding held | done
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from keepstep.sim import training
 from keepstep.sim.groups import Group
 from keepstep.sim.net import MS, SECOND
 from keepstep.sim.process import Blob
-from keepstep.sim.shards import Keeper
+from keepstep.sim.witness import Doubter
 
 
-class Member(Keeper):
+class Member(Doubter):
     # ------------------------------------------------------------------ groups
 
     def _on_abort(self) -> None:
@@ -33,8 +33,8 @@ class Member(Keeper):
 
     def _notice_abort(self) -> None:
         """What the main thread waits for fails, or is taken as a reason to stop waiting."""
-        if self.mode in ("publish", "fence"):
-            self._interrupted("comm", self.mode == "fence")
+        if self.mode in ("publish", "fence", "diverged"):
+            self._interrupted("comm", self.mode != "publish")
         elif self.mode in ("grace", "failing"):
             self._report()
         else:
@@ -206,6 +206,9 @@ class Member(Keeper):
             self._due(self.epoch, self._passed, (group, tick))
 
     def _passed(self, group: Group, tick: int) -> None:
+        self.doubt(tick, lambda: self._go_on(group, tick))
+
+    def _go_on(self, group: Group, tick: int) -> None:
         values = group.complete(tick)
         assert values is not None
         shared = training.next_shared(self.shared, tick, values)

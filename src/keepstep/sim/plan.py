@@ -30,6 +30,7 @@ PROCESSES = ("victim", "source", "spare", "bystander", "understudy", "waiting", 
 QUIET_NS = 20 * SECOND
 GRACE_NS = 15 * SECOND
 STRAGGLER_NS = 10 * SECOND
+HOLD_NS = 60 * SECOND  # for a divergence
 CRASHES = ("crash", "record", "effect", "full")
 
 
@@ -61,6 +62,7 @@ class Plan:
     extra: int = 0  # slots of each node beyond those for its ranks
     rebalance: bool = False
     stragglers: Literal["report", "move"] = "report"
+    on_divergence: Literal["hold", "fall-back", "continue"] = "hold"
     migration: str = "unplanned"  # planned, pre-emptive, unplanned: what is going on
     faults: tuple[Fault, ...] = field(default_factory=tuple)
     job: str = "j"
@@ -152,5 +154,7 @@ class Plan:
                 quiet_ns=QUIET_NS,
                 stragglers=self.stragglers,
                 straggler_after_ns=STRAGGLER_NS,
+                on_divergence=self.on_divergence,
+                hold_ns=HOLD_NS,
             ),
         )

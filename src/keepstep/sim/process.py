@@ -98,6 +98,8 @@ class Process:
         self.done = False
         self.finished_script = False
         self.resumed = -1
+        self.findings = 0  # of its witness
+        self.go_on: Callable[[], None] = lambda: None  # what it was about to do then
         self.report_generation = -1
         self.held_generation = -1
         self.copy: m.Copy | None = None

@@ -251,5 +251,6 @@ Rank.PUMPS = {
     "swapping": Rank._pump_swapping,
     "deciding": Rank._pump_deciding,
     "held": Rank._pump_held,
+    "diverged": Rank._pump_diverged,
     "done": Rank._pump_done,
 }

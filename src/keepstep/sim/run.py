@@ -394,6 +394,12 @@ class Run:
                 process = self.world.ranks[worker]
                 if process.tick != self.world.target:
                     raise Violation(f"done, but rank {rank} stands at tick {process.tick}")
+        elif view.state == "diverged":
+            if not self.world.checker.doubtful:
+                raise Violation(f"nothing differed: {view.reason}")
+        elif view.state == "cancelled":
+            if "stop" not in [fault.kind for fault in self.plan.faults]:
+                raise Violation(f"nobody asked for an end: {view.reason}")
         elif view.state == "fell_back":
             needless = recoverable(self.world)
             if needless:

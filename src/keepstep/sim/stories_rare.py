@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 from keepstep.sim.net import MS, SECOND
 from keepstep.sim.plan import Fault, Plan
@@ -18,9 +19,13 @@ COME_BACK = "come-back"
 STRAGGLER = "straggler"
 REBALANCE = "rebalance"
 DARK_GROUPS = "dark-groups"
+DIVERGENCE = "divergence"
+Policy = Literal["hold", "fall-back", "continue"]
+STOP = "stop"
 # In the common draw these would change the worlds of all other seeds.
 APART = frozenset(
     {FALL_BACK, LAST_HOLDERS, PARITY, PARITY_START, COME_BACK, STRAGGLER, REBALANCE, DARK_GROUPS}
+    | {DIVERGENCE, STOP}
 )
 
 
@@ -351,6 +356,53 @@ def _dark_groups(seed: int, draw: random.Random) -> Plan:
     return Plan(seed=seed, migration=draw.choice(MIGRATIONS), faults=(reset, dark))
 
 
+def _divergence(seed: int, draw: random.Random) -> Plan:
+    """Witnesses find that numbers differ, while nothing else happens or in the middle of a move;
+    somebody says what to do, or the policy does, or nobody. Something else may break meanwhile."""
+    first = draw.randrange(3 * SECOND)
+    at = first + draw.randrange(20 * SECOND)
+    others = (
+        (),
+        (Fault("orchestrator", draw.choice(("crash", "record", "effect")), at_ns=at),),
+        (Fault("bystander", draw.choice(("crash", "hang")), at_ns=at),),
+        (Fault("agent", "crash", at_ns=at), Fault("everyone", "crash", at_ns=at + 5 * SECOND)),
+        (Fault("link", draw.choice(("crash", "hang")), at_ns=at, length_ns=30 * SECOND),),
+    )
+    asked = (Fault("operator", "proceed", at_ns=at + draw.randrange(20 * SECOND)),)
+    policies: tuple[Policy, ...] = ("hold", "hold", "hold", "fall-back", "continue")
+    policy = draw.choice(policies)
+    ranks, per_node = draw.choice(((8, 2), (12, 3)))
+    plan = Plan(
+        seed=seed,
+        ranks=ranks,
+        per_node=per_node,
+        migration=draw.choice(("", "", "planned", "unplanned")),
+        faults=(
+            Fault("witness", "differ", at_ns=first),
+            *draw.choice(others),
+            *(asked if policy == "hold" and draw.random() < 0.6 else ()),
+        ),
+    )
+    return replace(plan, on_divergence=policy, checkpoint_ns=SECOND if policy == "fall-back" else 0)
+
+
+def _stop(seed: int, draw: random.Random) -> Plan:
+    """The job is asked to end, and writes a checkpoint first if it can."""
+    at = draw.randrange(1, 6) * SECOND
+    soon = at + draw.randrange(3 * SECOND)
+    others = (
+        (),
+        (),
+        (Fault("orchestrator", draw.choice(("crash", "effect")), at_ns=soon),),
+        (Fault("bystander", draw.choice(("crash", "hang")), at_ns=soon),),
+        (Fault("disk", draw.choice(("full", "stuck")), length_ns=60 * SECOND),),
+    )
+    faults = (Fault("operator", "stop", at_ns=at), *draw.choice(others))
+    migration = draw.choice(("", "", "planned", "unplanned"))
+    saves = draw.choice((0, 30 * SECOND, 30 * SECOND, SECOND))
+    return Plan(seed=seed, migration=migration, faults=faults, checkpoint_ns=saves)
+
+
 RARE: dict[str, Callable[[int, random.Random], Plan]] = {
     "full-disk": _full_disk,
     "no-spare": _no_spare,
@@ -378,4 +430,6 @@ RARE: dict[str, Callable[[int, random.Random], Plan]] = {
     STRAGGLER: _straggler,
     REBALANCE: _rebalance,
     DARK_GROUPS: _dark_groups,
+    DIVERGENCE: _divergence,
+    STOP: _stop,
 }

@@ -28,6 +28,7 @@ from keepstep.sim.plan import Plan
 from keepstep.sim.rank import Rank
 from keepstep.sim.saver import Saved
 from keepstep.sim.scheduler import SimScheduler
+from keepstep.sim.witness import Finding
 
 EVENTS_MAX = 150_000  # a standby that hangs is given up after 300 virtual seconds
 Event = tuple[int, int, Callable[..., None], tuple[Any, ...]]
@@ -80,6 +81,8 @@ class World:
         self.parts: dict[int, dict[int, Saved]] = {}  # on a shared disk: tick -> rank -> part
         self.saved: dict[str, dict[int, Saved]] = {}  # complete ones, by path
         self.spoiled: str | None = None  # the one of them that is damaged; None: not chosen yet
+        self.differs_at: int | None = None  # witnesses find a difference in the fence of this tick
+        self.finding = Finding()
         self.store_failure = ""  # of the next store to be opened: "refuse" or "mute"
 
     # ------------------------------------------------------------------ clock

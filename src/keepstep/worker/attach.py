@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from keepstep.errors import UsageError
+from keepstep.worker import children, refusals, roundtrip
 from keepstep.worker.objects import registered
 from keepstep.worker.plain import PlainSession
 
@@ -61,12 +62,18 @@ def attach(
             objects[f"scheduler{index if index else ''}"] = item
     objects = {name: item for name, item in objects.items() if item is not None}
     for name, item in objects.items():
-        registered(name, item, None, per_rank=False)  # refuse before anything is changed
+        # Refused before anything is changed.
+        roundtrip.check(registered(name, item, None, per_rank=False), optimizers.values())
     if line is None:
         session = _attach_plain()
     else:
+        from keepstep.worker import groups
         from keepstep.worker.session import attach_rank
 
+        refusals.at_attach(models.values(), optimizers, groups.ddp_modules(refresh=True))
+        children.refuse_living()
+        groups.refuse_unknown()
+        refusals.watch()
         session = attach_rank(line, models, optimizers)
     _session = session
     for name, item in objects.items():

@@ -201,7 +201,9 @@ class Loop:
 
     def _entry(self) -> bytes:
         kept = workers.kept(self.loader) if workers.keeps_workers(self.loader) else None
-        return codec.dumps_inline({"streams": self.streams.capture(), "kept": kept})
+        return codec.dumps_inline(
+            {"streams": self.streams.capture(), "kept": None if kept is None else tuple(kept)}
+        )
 
     def _open_at(self, target: LoopPos) -> Iterator[Any]:
         """A newcomer: the iterator as it was before the batch to be handed out next."""
@@ -318,23 +320,21 @@ class _Passing:
     def __init__(self, loader: Any, count: int) -> None:
         self._sampler = loader._index_sampler
         self._count = count
-        self._iterator: Iterator[Any] | None = None
+        self._iterator: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
-        if self._iterator is not None:
-            return iter(self._sampler)
+        # At once, as torch does, and as often: a sampler may count how often it is iterated.
         self._iterator = iter(self._sampler)
-        return self._first_pass()
+        return self._rest(self._iterator)
 
-    def _first_pass(self) -> Iterator[Any]:
-        assert self._iterator is not None
+    def _rest(self, iterator: Iterator[Any]) -> Iterator[Any]:
         self.pass_over()
-        yield from self._iterator
+        yield from iterator
 
     def pass_over(self) -> None:
         """Not when it is iterated: the iterator of the loader draws before it asks its sampler."""
         count, self._count = self._count, 0
-        for _ in itertools.islice(self._iterator or (), count):
+        for _ in itertools.islice(self._iterator, count):
             pass
 
     def __len__(self) -> int:

@@ -155,6 +155,9 @@ class Cells:
         self.late |= set(names)
         self.changing |= self.late
 
+    def buffers(self) -> set[str]:
+        return {cell.name for cell in self._all() if cell.buffer}
+
     def tensors(self) -> list[Tensor]:
         found = (cell.get() for cell in self._all() if cell.buffer)
         return [value for value in found if value is not None]

@@ -22,10 +22,11 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from keepstep.errors import UsageError
-from keepstep.worker import codec
+from keepstep.worker import codec, refusals
 
 RESULT_BYTES_MAX = 64 << 10
-RECORD_BYTES_MAX = 1 << 20
+# In all. It lies in the page that a rank shares with its agent, and travels in one frame (64 MiB).
+RECORD_BYTES_MAX = 32 << 20
 
 # operation -> (position, keyword) of what it writes
 _OUTPUTS: dict[str, tuple[int, str] | None] = {
@@ -120,9 +121,11 @@ class Recorder:
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             here = self._depth
-            if getattr(here, "inside", False) or (
-                threading.current_thread() is not threading.main_thread()
-            ):
+            if getattr(here, "inside", False):
+                return function(*args, **kwargs)
+            if threading.current_thread() is not threading.main_thread():
+                if self.gate is not None:
+                    refusals.other_thread(name)
                 return function(*args, **kwargs)
             here.inside = True
             try:

@@ -41,6 +41,15 @@ def groups(module: Any) -> list[Any]:
     return _groups(module._get_fsdp_state())
 
 
+def hooks(model: nn.Module) -> Iterator[Any]:
+    """What the user has put in the way of gradients (set_all_reduce_hook)."""
+    for module in modules(model):
+        for group in _groups(module._get_fsdp_state()):
+            hook = getattr(group, "_all_reduce_hook", None)
+            if hook is not None:
+                yield hook
+
+
 def reshard(model: nn.Module) -> None:
     """Show the shards again where a forward without a backward left parameters gathered."""
     for module in modules(model):

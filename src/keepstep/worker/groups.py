@@ -47,6 +47,7 @@ from keepstep.worker.fence import Fence
 
 RELEASE_TIMEOUT_S = 10.0
 LOOK_S = 0.02
+FAKE = "fake"  # torch's backend without connections: collectives return at once
 RENDEZVOUS_TIMEOUT_S = 7 * 86_400.0  # ended by abort() or the end of the store, not by a clock
 
 _ext: Any = None
@@ -107,7 +108,7 @@ def members() -> dict[str, list[int]]:
 
 def leave_stores() -> None:
     """In solo mode: no group keeps a connection to a store. `swap` brings the next one."""
-    for _, pg in _groups():
+    for pg in list(c10d._world.pg_map):
         store = _C.HashStore()
         c10d._world.pg_map[pg] = (c10d._world.pg_map[pg][0], store)
         _ext.replace_store(pg, store)
@@ -117,7 +118,7 @@ def finish_collectives() -> None:
     """All ranks stand at the same place, so whatever is in flight was begun by all of them. A
     barrier comes behind it."""
     for _, pg in _groups():
-        if any(str(backend.name()) == "gloo" for _, backend in _ext.backends(pg)):
+        if any(str(backend.name()) == "gloo" for _, backend in _backends(pg)):
             pg.barrier().wait()
     cuda.drain()
 
@@ -182,15 +183,39 @@ def _cut(meshes: list[gloo.Mesh]) -> None:
 
 
 def _groups() -> list[_Group]:
+    """Without those that have no connection: they need no replacement, on no rank."""
     world = c10d._world
-    return sorted(_Group(str(world.pg_names[pg]), pg) for pg in list(world.pg_map))
+    found = (_Group(str(world.pg_names[pg]), pg) for pg in list(world.pg_map))
+    return sorted(group for group in found if not _is_fake(group.pg))
+
+
+def _is_fake(pg: Any) -> bool:
+    backends = _ext.backends(pg)
+    return bool(backends) and all(str(backend.name()) == FAKE for _, backend in backends)
+
+
+def _backends(pg: Any) -> list[tuple[Any, Any]]:
+    return [(kind, backend) for kind, backend in _ext.backends(pg) if str(backend.name()) != FAKE]
+
+
+def refuse_unknown() -> None:
+    """At attach: every backend can be aborted and replaced."""
+    _require_known(_groups())
+
+
+def collectives_made() -> dict[str, int]:
+    """How many every group has begun so far, whoever began them."""
+    return {
+        name: sum(int(b._get_sequence_number_for_group()) for _, b in _backends(pg))
+        for name, pg in _groups()
+    }
 
 
 def _require_known(groups: list[_Group]) -> None:
     for name, pg in groups:
-        for _, backend in _ext.backends(pg):
-            kind = str(backend.name())
-            if kind not in ("gloo", "nccl"):
+        kinds = [str(backend.name()) for _, backend in _backends(pg)]
+        for kind in kinds or [str(c10d._world.pg_map[pg][0])]:  # one that is a group by itself
+            if not kinds or kind not in ("gloo", "nccl"):
                 raise UsageError(
                     f"backend {kind} of group {name} is not supported",
                     hint='use init_process_group("nccl") or init_process_group("gloo")',
@@ -239,7 +264,7 @@ def _alone(wanted: _Recipe) -> Any:
 def _recipes(pg: Any) -> list[_Recipe]:
     """How to make another one of each backend of the group, in the same order on all ranks."""
     found = []
-    for kind, backend in sorted(_ext.backends(pg), key=lambda entry: int(entry[0])):
+    for kind, backend in sorted(_backends(pg), key=lambda entry: int(entry[0])):
         name, timeout = str(backend.name()), _timeout(backend)
         options = nccl.options(timeout, backend.options) if name == "nccl" else None
         found.append(_Recipe(kind, name, pg.rank(), pg.size(), timeout, options))
@@ -410,7 +435,7 @@ def swap(staged: StagedGroups) -> None:
     global _fence
     staged._check()
     groups = _groups()
-    wanted = {(name, kind) for name, pg in groups for kind, _ in _ext.backends(pg)}
+    wanted = {(name, kind) for name, pg in groups for kind, _ in _backends(pg)}
     if wanted != set(staged._backends):
         raise LocalProtocolError(
             f"groups changed since generation {staged.generation} was staged: "
@@ -421,7 +446,7 @@ def swap(staged: StagedGroups) -> None:
     old: list[tuple[str, Any]] = []
     for name, pg in groups:
         desc = pg.group_desc
-        for kind in [kind for kind, _ in _ext.backends(pg)]:
+        for kind in [kind for kind, _ in _backends(pg)]:
             old.append((name, _replace(pg, kind, staged._backends.pop((name, kind)))))
         # The name is kept in the backend, and functional collectives find the group by it.
         pg._set_group_name(name)
@@ -449,7 +474,7 @@ def build_first_fence(
     global _fence
     began = _aborts
     for _, pg in _groups():
-        for _, backend in _ext.backends(pg):
+        for _, backend in _backends(pg):
             if nccl.is_real(backend):
                 nccl.touch(backend, lambda: _aborts != began)
     client = _client(host, port, timedelta(seconds=timeout_s))
@@ -462,7 +487,14 @@ def fence(words: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     a peer is gone."""
     if _fence is None:
         raise RuntimeError("there is no fence: the groups are solo")
-    return _fence.meet(words)
+    return _fence.meet([*words, *[0] * (fences.WORDS - len(words))])
+
+
+def gather(mine: bytes) -> list[bytes]:
+    """What every rank has brought, right behind a fence; errors as `fence`."""
+    if _fence is None:
+        raise RuntimeError("there is no fence: the groups are solo")
+    return _fence.gather(mine)
 
 
 # ------------------------------------------------------------------------------------------- DDP

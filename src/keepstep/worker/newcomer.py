@@ -31,8 +31,8 @@ import msgspec
 
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.model import messages as m
-from keepstep.model.page import late_tick
-from keepstep.worker import blobs, checkpoint, codec, fsdp, groups, transfer, vault
+from keepstep.model.page import NOTE_TICK, late_tick
+from keepstep.worker import blobs, checkpoint, codec, fsdp, groups, transfer, vault, witness
 from keepstep.worker.objects import Registered
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.redundancy import ShardsMissing
@@ -56,6 +56,7 @@ class Newcomer:
         )
         self._fingerprint: dict[str, bytes] = {}
         self._walking: dict[str, Any] | None = None  # side state for the end of the walk
+        self._note: dict[str, Any] | None = None  # what it noted when it began the next one
         self._late: dict[str, Any] = {}  # what the rank added to it when its transaction had ended
         self._arrived_ns = 0
         self._warm_up_runs = 0
@@ -134,6 +135,21 @@ class Newcomer:
         self.seat.apply_side_state(side, late)
         result: bytes | None = late.get("result")
         return result
+
+    def repeats(self, site: str, arguments: Any) -> None:
+        """The rank that is replaced had begun this call: its inputs must have been the same."""
+        note, self._note = self._note, None
+        if arguments is None or note is None or note["tick"] != self.seat.tick:
+            return
+        found = witness.differences(note["inputs"], witness.inputs_of(arguments))
+        if found:
+            self.recovery.diverged(
+                "inputs",
+                site,
+                words=f"step {site} has other inputs on the newcomer of rank {self.seat.rank} than "
+                f"the rank had: argument {'; argument '.join(found[:4])}",
+                agreed=self.seat.version,
+            )
 
     def _warm_up(self, function: Callable[[], Any], runs: int) -> Any:
         """Kernels, autograd and optimizer state; whatever it changes is overwritten by Copy."""
@@ -334,6 +350,14 @@ class Newcomer:
             self.seat.page.publish(late_tick(copy.tick), data)
         return late
 
+    def _fetch_note(self, copy: m.Copy) -> dict[str, Any] | None:
+        if copy.checkpoint:
+            return None
+        token, rank = self.seat.welcome.token, self.seat.rank
+        blob = blobs.fetch(copy.holders, token, rank, NOTE_TICK, patience_s=0.0)
+        note: dict[str, Any] | None = codec.loads_inline(blob.data) if blob is not None else None
+        return note
+
     def _acceptable(self, side: dict[str, Any] | None, copy: m.Copy) -> bool:
         seat = self.seat
         if side is None and copy.tick != 0:
@@ -368,6 +392,7 @@ class Newcomer:
         seat.page.set("version", seat.version)
         self._position = self._walking = side
         self._late = self._fetch_late(copy)
+        self._note = self._fetch_note(copy)
         seat.page.publish(copy.tick, codec.dumps_inline(side))
 
     def _failed(self, copy: m.Copy, reason: Any, error: str, source: int = -1) -> None:

@@ -36,10 +36,25 @@ class Registered:
         self.per_rank = per_rank
         self._scaler = scaler
         self.after_update: Callable[[], Any] | None = None  # called at the end of every step
-        # Large state is not copied at every step: it may be changed only after the update.
+        self.own: set[int] = set()  # of its tensors, those that differ between ranks (witness.py)
+        # Large state is not copied at every step, unless it changes before the update
+        # (parameters.py).
         data, tensors = codec.dumps(save())
-        size = len(data) + sum(shards.local(tensor).nbytes for tensor in tensors)
-        self.undoable = size <= SNAPSHOT_BYTES_MAX
+        self.size = len(data) + sum(shards.local(tensor).nbytes for tensor in tensors)
+        self.undoable = self.size <= SNAPSHOT_BYTES_MAX
+
+    def own_tensors(self) -> dict[int, torch.Tensor]:
+        """What only this rank has of it, by place."""
+        if not self.own:
+            return {}
+        tensors = codec.dumps(self.save())[1]
+        return {n: tensors[n] for n in self.own if n < len(tensors)}
+
+    def put_own(self, values: dict[int, torch.Tensor]) -> None:
+        if values:
+            data, tensors = codec.dumps(self.save())
+            self.own |= values.keys()
+            self.load(codec.loads(data, [values.get(n, t) for n, t in enumerate(tensors)]))
 
     def snapshot(self) -> bytes | None:
         return codec.dumps_inline(self.save()) if self.undoable or self.per_rank else None

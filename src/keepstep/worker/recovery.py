@@ -17,12 +17,15 @@ generation can touch memory once `groups.go_solo` has returned, so roll-back com
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Literal, NoReturn
+
+import msgspec
 
 from keepstep.errors import KeepstepError, LocalProtocolError, UsageError
 from keepstep.model import messages as m
@@ -32,6 +35,7 @@ from keepstep.worker.serving import StateServer
 
 FAILURE_AGAIN_S = 5.0
 DIVERGED_AGAIN_S = 5
+TABLE_EVERY = 12  # of what is said again
 TEXT_CHARS_MAX = 2000
 
 
@@ -189,8 +193,12 @@ class Recovery:
         was = seat.page.get("where")
         seat.page.where("diverged")
         try:
-            while not found:
-                seat.channel.send(word)  # again: it may be lost with the agent's stream
+            for again in itertools.count():
+                if found:
+                    break
+                # Again: it may be lost with the agent's stream. The table is large, and seldom is.
+                whole = again % TABLE_EVERY < 2
+                seat.channel.send(word if whole else msgspec.structs.replace(word, table={}))
                 for _ in range(DIVERGED_AGAIN_S):
                     seat.page.set("asked_ns", time.monotonic_ns())
                     seat.page.set("hold", 1)
@@ -317,6 +325,7 @@ class Recovery:
             self._enter_groups(command.generation)
         seat.alone = command.solo or seat.world == 1
         seat.generation = seat.resumed = command.generation
+        seat.replicated.forget()
         seat.page.set("generation", command.generation)
         seat.page.set("stepping", 1)  # a newcomer that stands still from here on hangs
         seat.page.new_tick()

@@ -18,7 +18,7 @@ import torch
 
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
-from keepstep.model.page import late_tick
+from keepstep.model.page import NOTE_TICK, late_tick
 from keepstep.worker import blobs, buckets, codec, cuda, groups, nccl
 from keepstep.worker.ahead import Ahead
 from keepstep.worker.batches import Loop
@@ -30,12 +30,14 @@ from keepstep.worker.flags import Flags
 from keepstep.worker.gradients import Gradients
 from keepstep.worker.objects import Registered
 from keepstep.worker.page import Page
+from keepstep.worker.parameters import Parameters
 from keepstep.worker.position import Tracker
 from keepstep.worker.redundancy import Redundancy
 from keepstep.worker.script.roots import Roots, script_roots
 from keepstep.worker.script.streams import Streams
 from keepstep.worker.shards import Replicas
 from keepstep.worker.state import StateSet
+from keepstep.worker.witness import Agreement, Replicated, inputs_of
 
 if TYPE_CHECKING:
     from keepstep.worker.periodic import Periodic
@@ -168,6 +170,9 @@ class Seat:
         self.flags = Flags(models, self.parameters, lambda: buckets.modules(self.parameters))
         self.replicas = Replicas(rank, world)
         self.redundancy = Redundancy(self)
+        self.changes = Parameters(self)
+        self.agreement = Agreement()
+        self.replicated = Replicated(self)
         self.natural = b""  # digest of what only this rank has, as the script built it
         self.state = self._new_state()
         self.periodic: Periodic | None = None
@@ -224,6 +229,15 @@ class Seat:
         self.objects[item.name] = item
         self.state = self._new_state()
 
+    def make_own(self, name: str) -> None:
+        """A registered object differs between ranks, although nobody said so."""
+        self.objects[name].per_rank = True
+        self.state = self._new_state()
+        self.warn(
+            f"registered object {name!r} differs between ranks: it is carried as each rank's own, "
+            "as with per_rank=True"
+        )
+
     def roots(self) -> Roots:
         """Where the script's own state is looked for."""
         named: dict[str, Any] = {f"step {site}": x for site, x in self.functions.items()}
@@ -251,6 +265,8 @@ class Seat:
             "late": self.cells.export_late(),
             "outliving": sorted(self.gradients.outliving),
             "carrying": self.gradients.carrying,
+            "comparable": self.agreement.comparable,
+            "per_rank": sorted(name for name, item in self.objects.items() if item.per_rank),
         }
 
     def _load_flags(self, saved: dict[str, Any]) -> None:
@@ -260,6 +276,9 @@ class Seat:
         self.cells.put_extra({n: v for n, v in saved["extra"].items() if n not in own})
         self.gradients.outliving |= set(saved["outliving"])
         self.gradients.carrying = saved["carrying"]
+        self.agreement.comparable = saved["comparable"]
+        for name in saved["per_rank"]:
+            self.objects[name].per_rank = True
 
     def _load_updates(self, updated: list[str]) -> None:
         self.redundancy.updated = updated
@@ -309,8 +328,14 @@ class Seat:
                 "position": position,
                 "cells": self.cells.side(),
                 "per_rank": {n: o.save() for n, o in self.objects.items() if o.per_rank},
+                "own": {n: o.own_tensors() for n, o in self.objects.items() if o.own},
             }
         )
+
+    def note_inputs(self, arguments: Any) -> None:
+        """A step begins: a newcomer that has to repeat it must come to the same arguments."""
+        note = {"tick": self.tick, "inputs": inputs_of(arguments)}
+        self.page.publish(NOTE_TICK, codec.dumps_inline(note))
 
     def publish_late(self, site: str, result: bytes | None) -> None:
         """The transaction has ended: what was not known in its fence. To the own agent, and to the
@@ -441,6 +466,8 @@ class Seat:
         for name, value in side["per_rank"].items():
             if name in self.objects:
                 self.objects[name].load(value)
+        for name, tensors in side["own"].items():
+            self.objects[name].put_own(tensors)
 
     # ------------------------------------------------------------------ faults
 

@@ -15,7 +15,7 @@ import xxhash
 
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
-from keepstep.worker import codec, cuda, fsdp, groups, results
+from keepstep.worker import alike, codec, cuda, fsdp, groups, results, roundtrip
 from keepstep.worker.batches import Batches, Loop
 from keepstep.worker.collectives import Bare
 from keepstep.worker.newcomer import Newcomer
@@ -23,6 +23,7 @@ from keepstep.worker.objects import registered
 from keepstep.worker.plain import Batch, F, PlainSession
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.script import workers
+from keepstep.worker.script.hidden import hidden
 from keepstep.worker.seat import Line, Seat
 from keepstep.worker.state import memory, on_cpu
 from keepstep.worker.transaction import Transactions
@@ -41,6 +42,7 @@ class _Call:
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self._function, self._args, self._kwargs = function, args, kwargs
         self.code = getattr(function, "__code__", None)
+        self.arguments = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
         self._before: list[tuple[Any, Any]] = []
 
     def __call__(self) -> Any:
@@ -83,6 +85,7 @@ class Session(PlainSession):
         self._newcomer: Newcomer | None = None
         if seat.line.assigned is not None:
             self._newcomer = Newcomer(seat, self._recovery, self._transactions)
+        self._announced = False
         self._begun = False
 
     # ------------------------------------------------------------------ user surface
@@ -162,6 +165,8 @@ class Session(PlainSession):
                 f"register({name!r}) after the first step", hint="register right after attach"
             )
         item = registered(name, target, load, per_rank=per_rank)
+        if self._announced:  # what attach was given has been checked
+            roundtrip.check(item, self._seat.optimizers.values())
         item.after_update = after_update
         self._seat.register(item)
 
@@ -170,6 +175,7 @@ class Session(PlainSession):
 
     def begin(self) -> None:
         announce(self, self._seat.line)
+        self._announced = True
 
     # ------------------------------------------------------------------ inside
 
@@ -182,6 +188,9 @@ class Session(PlainSession):
             cuda.settle_in(self._seat.parameters)  # the model may have been moved since attach
             groups.refuse_new_groups("process group created after the first step")
             self._seat.redundancy.settle()
+            if self._seat.rank == 0 and self._newcomer is None:
+                for text in hidden(self._seat.roots()):
+                    _warn_once(text)
             self._begun = True
 
     def _run(self, site: str, step: bool, function: Callable[[], Any]) -> Any:
@@ -205,6 +214,7 @@ class Session(PlainSession):
         if known is not MISSING:
             return known[0]
         if newcomer is not None:
+            newcomer.repeats(site, getattr(function, "arguments", None) if step else None)
             newcomer.enter()
         return transactions.run(site, step, function)
 
@@ -313,9 +323,14 @@ def notices(seat: Seat) -> list[str]:
             "rank only, the layout has no dimension of replicas for them, and redundancy is off: "
             "the loss of that rank falls back (hint: --redundancy auto)"
         )
+    found += alike.may_choose(seat.models.values())
     for text in found:
         print(f"keepstep: {text}", file=sys.stderr, flush=True)
     return found
+
+
+def _facts(seat: Seat) -> dict[str, str]:
+    return alike.facts(cuda=any(p.device.type == "cuda" for p in seat.parameters))
 
 
 def announce(session: Session, line: Line) -> None:
@@ -334,7 +349,7 @@ def announce(session: Session, line: Line) -> None:
                 seat.welcome.interface,
                 FIRST_FENCE_TIMEOUT_S,
             )
-        about: dict[str, Any] = {"plain_equal": _plain_equal(seat)}
+        about: dict[str, Any] = {"plain_equal": _plain_equal(seat), "alike": _facts(seat)}
         seat.redundancy.survey()
         seat.natural = about["natural"] = seat.redundancy.digest()
         record = line.recorder.encoded(known, about)
@@ -342,6 +357,9 @@ def announce(session: Session, line: Line) -> None:
         seat.redundancy.connect()
         seat.publish(-1, record)
     elif line.recorder.replay is not None:
+        assert line.assigned is not None
+        resumed = bool(line.assigned.checkpoint)
+        alike.require(line.about.get("alike") or {}, seat.rank, resumed=resumed)
         seat.replicas.plain_equal = line.about["plain_equal"]
         seat.redundancy.survey()
         seat.natural = seat.redundancy.digest()

@@ -42,8 +42,12 @@ GRADIENT_BYTES_MAX = 256 << 20  # of gradients that travel although none is know
 
 
 class Registered(Protocol):
+    own: set[int]
+
     def save(self) -> Any: ...
     def load(self, state: Any) -> None: ...
+    def own_tensors(self) -> dict[int, Tensor]: ...
+    def put_own(self, values: dict[int, Tensor]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -166,10 +170,10 @@ class StateSet:
     ) -> dict[str, int]:
         """Those that are alive travel if it is known that gradients outlive a step, or where it is
         cheap: in the first steps it is not known yet."""
-        kinds = {name: gradients.kind(p.grad) for name, p in self._parameters()}
+        kinds = {name: gradients.kind(p.grad) for name, p in self.parameters()}
         found = {
             name: (p, p.grad)
-            for name, p in self._parameters()
+            for name, p in self.parameters()
             if p.grad is not None and kinds[name] == gradients.ALIVE and not p.grad.is_sparse
         }
         size = sum(shards.local(gradient).nbytes for _, gradient in found.values())
@@ -217,7 +221,7 @@ class StateSet:
                         tensors[f"model/{model}/{name}"] = tensor
         return tensors
 
-    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         seen: set[int] = set()
         for model, module in self.models.items():
             for name, parameter in module.named_parameters():
@@ -263,14 +267,14 @@ class StateSet:
         }
 
     def _group_names(self, optimizer: Optimizer) -> list[list[str]]:
-        names = {id(p): name for name, p in self._parameters()}
+        names = {id(p): name for name, p in self.parameters()}
         return [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
 
     def _same_groups(self, name: str, theirs: dict[str, Any]) -> None:
         """A newcomer walks past `add_param_group` of an earlier epoch: it is made up for here."""
         optimizer = self.optimizers[name]
         mine, wanted = self._group_names(optimizer), theirs.get("names")
-        known = dict(self._parameters())
+        known = dict(self.parameters())
         if wanted is None or mine == wanted or len(mine) > len(wanted):
             return
         used = {one for group in mine for one in group}
@@ -320,7 +324,7 @@ class StateSet:
         for name, entry in parsed[0]["objects"].items():
             self._prepare_object(pending, name, entry)
         table, classes = parsed[0]["table"], self.classes()
-        for key in (f"grad/{name}" for name, _ in self._parameters()):
+        for key in (f"grad/{name}" for name, _ in self.parameters()):
             if key in table and table[key][5] in classes:
                 self._take(pending, key, 0, None)
         self._import = pending
@@ -399,7 +403,7 @@ class StateSet:
     def presumed_equal(self) -> list[str]:
         """Parameters that are to be filled although nobody says that all ranks have the same."""
         of = self.provided_by()
-        return [n for n, p in self._parameters() if of.get(n) == PLAIN and p.requires_grad]
+        return [n for n, p in self.parameters() if of.get(n) == PLAIN and p.requires_grad]
 
     @torch.no_grad()
     def finish_import(self) -> None:
@@ -425,14 +429,23 @@ class StateSet:
             set_hyper(optimizer, pending.tree(entry["groups"]))
         for name, entry in first["objects"].items():
             if f"object/{name}" not in pending.missing and name not in LAST:
-                self.objects[name].load(pending.tree(entry))
+                self._load_object(name, pending.tree(entry))
         self._finish_gradients(pending)
+
+    def _load_object(self, name: str, tree: Any) -> None:
+        """Behind a newcomer's walk, what only this rank has of an object stays."""
+        item = self.objects[name]
+        kept: dict[int, Tensor] = {}
+        if self.own is not None and item.own:
+            kept = {n: tensor.detach().clone() for n, tensor in item.own_tensors().items()}
+        item.load(tree)
+        item.put_own(kept)
 
     def _finish_gradients(self, pending: _Import) -> None:
         first = pending.metas[0]
         present = first["gradients"]
         alive: list[tuple[nn.Parameter, Tensor]] = []
-        for name, parameter in self._parameters():
+        for name, parameter in self.parameters():
             kind = present.get(name, gradients.ZERO if any(present.values()) else gradients.ABSENT)
             key = f"grad/{name}"
             if kind == gradients.ALIVE and pending.keep_gradients and parameter.grad is not None:
@@ -537,19 +550,3 @@ def set_hyper(optimizer: Optimizer, hyper: list[dict[str, Any]]) -> None:
         for key in [key for key in group if key != "params" and key not in values]:
             del group[key]
         group.update(values)
-
-
-def registered(save: Callable[[], Any], load: Callable[[Any], None]) -> Registered:
-    """A Registered made of two functions."""
-    return _Functions(save, load)
-
-
-class _Functions:
-    def __init__(self, save: Callable[[], Any], load: Callable[[Any], None]) -> None:
-        self._save, self._load = save, load
-
-    def save(self) -> Any:
-        return self._save()
-
-    def load(self, state: Any) -> None:
-        self._load(state)

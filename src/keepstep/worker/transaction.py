@@ -15,9 +15,10 @@ update back that is queued already (guard.py), the fence is met behind it, in th
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
 import torch
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -25,11 +26,14 @@ from torch.optim.optimizer import (
 )
 
 from keepstep.errors import KeepstepError, UsageError
-from keepstep.worker import cuda, fsdp, groups, guard, results
+from keepstep.worker import cuda, fsdp, groups, guard, refusals, results
 from keepstep.worker.objects import Undo
 from keepstep.worker.pace import OwnTime
+from keepstep.worker.placements import GradientPlacement
 from keepstep.worker.recovery import Recovery, Retry
 from keepstep.worker.seat import Seat
+from keepstep.worker.unseen import Unseen
+from keepstep.worker.witness import EARLY
 
 
 class Transactions:
@@ -43,6 +47,7 @@ class Transactions:
         self._passed = False
         self._in_fence = False
         self._hold = self._snapshot = -1
+        self._left_changed = ""  # what a roll-back could not put back
         self._pending: Callable[[], None] | None = None  # to be done at the next entry
         self._updated: list[str] = []  # optimizers, in the order of their updates
         self._backwards = 0
@@ -52,8 +57,11 @@ class Transactions:
         self._attached = {id(o): n for n, o in seat.optimizers.items()}
         self._guard = guard.Guard()
         self._own = OwnTime(seat.page)
+        self._placement = GradientPlacement(seat.parameters)
+        self._unseen = Unseen()
         register_optimizer_step_pre_hook(self._before_update)
         register_optimizer_step_post_hook(self._after_update)
+        register_optimizer_step_post_hook(self.updated)
         for model in seat.models.values():
             model.register_forward_pre_hook(lambda *_: seat.page.mark())
         self._watch_ddp()
@@ -69,6 +77,8 @@ class Transactions:
 
         def watched_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             self.refuse_collective("forward of a DistributedDataParallel model")
+            synced = module.require_backward_grad_sync
+            self.seat.agreement.collective(f"DDP forward, synchronised: {synced}", ())
             return forward(module, *args, **kwargs)
 
         def watched_backward(*args: Any, **kwargs: Any) -> Any:
@@ -95,6 +105,8 @@ class Transactions:
 
     def saw_collective(self, name: str, args: Any, kwargs: Any) -> None:
         self.refuse_collective(f"collective {name}")
+        given = [*args, *kwargs.values()]
+        self.seat.agreement.collective(name, [x for x in given if isinstance(x, torch.Tensor)])
 
     def refuse_collective(self, what: str) -> None:
         if self._passed and not self.warming:
@@ -107,6 +119,7 @@ class Transactions:
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self.running or self.warming:
             return
+        refusals.inside_backward(optimizer, self.running)
         if id(optimizer) not in self._attached:
             raise UsageError(
                 f"{type(optimizer).__name__}.step() in {self.running!r}, but it was not attached",
@@ -132,7 +145,10 @@ class Transactions:
         self._updated.append(name)
 
     def _fence_update(self, optimizer: Any) -> None:
-        guarded = self._guard.suits(optimizer)
+        self._about_to = self._attached[id(optimizer)]
+        # Whoever compares states waits for the device, which must then not wait for the host.
+        compared = self.seat.replicated.due(self.seat.tick)
+        guarded = not compared and self._guard.suits(optimizer)
         self._publish(updating=True)
         if guarded and self._guard.begin(optimizer, self.seat.aborted):
             return  # the rest of the fence is in the post-hook
@@ -141,6 +157,10 @@ class Transactions:
         self._guard.rehearse(optimizer)
 
     def _after_update(self, optimizer: Any, _: Any, __: Any) -> None:
+        self._decide_update(optimizer)
+        self._placement.restore(optimizer)
+
+    def _decide_update(self, optimizer: Any) -> None:
         """The update is queued, and if it is guarded the device holds it back: decide it."""
         if not self._guard.end(optimizer):
             return
@@ -152,6 +172,11 @@ class Transactions:
         if not went:  # to be committed all the same, and the gradients are as they were
             guard.apply_unguarded(optimizer)
         self._update_begins()
+
+    def updated(self, optimizer: Any, _: Any, __: Any) -> None:
+        """Behind every update."""
+        if self.running and not self.warming:
+            self.seat.changes.updated()
 
     def _update_begins(self) -> None:
         seat = self.seat
@@ -173,11 +198,14 @@ class Transactions:
     def run(self, site: str, step: bool, function: Callable[[], Any]) -> Any:
         seat = self.seat
         self.recovery.refuse_debt()
+        if step:
+            seat.note_inputs(getattr(function, "arguments", None))
         self.settle()
         while True:
             if seat.aborted():
                 self.recovery.interrupted(None, in_fence=False, roll_back=None)
             self._refuse_alone(site)
+            self._refuse_left_changed(site)
             self._function = function
             undo = self._begin(site, step)
             problem: BaseException | None = None
@@ -191,7 +219,9 @@ class Transactions:
                     self._meet(cuda.wait_for_queue)
                     self._update_begins()
                 self._insist()
+                self._unseen.refuse(site)
                 if step:
+                    seat.changes.exit(site)
                     seat.after_update()
                 seat.cells.exit()
             except Retry:
@@ -224,6 +254,15 @@ class Transactions:
                 hint="every rank must make the same number of steps",
             )
 
+    def _refuse_left_changed(self, site: str) -> None:
+        name, self._left_changed = self._left_changed, ""
+        if name:
+            raise UsageError(
+                f"{name} was changed in {site!r} before its fence, for the first time or unlike "
+                "before, and could not be put back for a retry",
+                hint="change parameters by an attached optimizer, or between steps",
+            )
+
     def _begin(self, site: str, step: bool) -> Undo:
         seat = self.seat
         self.running, self._step = site, step
@@ -231,7 +270,10 @@ class Transactions:
         self._refused: KeepstepError | None = None
         self._hold = self._snapshot = -1
         self._backwards = 0
+        self._about_to = ""
         self._updated = []
+        self._placement.forget()
+        self._unseen.forget()
         seat.tracker.in_txn = True
         seat.page.set("stepping", 1)
         seat.page.where("compute" if step else "section")
@@ -244,6 +286,11 @@ class Transactions:
         )
         seat.cells.enter()
         seat.gradients.enter()
+        seat.agreement.begin()
+        if seat.world > 1:
+            seat.replicated.enter(seat.tick)
+        if step:
+            seat.changes.enter(site)
         if step:
             seat.redundancy.begin()
             self._own.begins()
@@ -267,6 +314,11 @@ class Transactions:
         seat.flags.load(undo.flags)
         seat.gradients.undo()
         seat.cells.undo()
+        if self._step:
+            seat.changes.undo()
+            self._left_changed = seat.changes.left_changed()
+        if not self._left_changed and seat.replicated.changed_since_entry(seat.tick):
+            self._left_changed = "state that replicas share"
         for loop in seat.loops:
             loop.retry()
         seat.streams.restore(undo.streams)
@@ -278,6 +330,8 @@ class Transactions:
     def _publish(self, updating: bool, result: bytes | None = None) -> None:
         """`result`, if the function has ended; otherwise it may be foreseen."""
         seat = self.seat
+        if updating:
+            self._placement.align()
         if result is None and self._step:
             result = self._foreseen()
         self._fenced, self._updating = True, updating
@@ -289,6 +343,7 @@ class Transactions:
             if seat.aborted():
                 raise ConnectionAbortedError("aborted before the fence")
             if self._step:
+                seat.changes.fence(self.running, updating)
                 seat.secure(updating)
             seat.streams.leaving(self.running)
             side_state = seat.side_state(self.running, self._step, updating, result=result)
@@ -320,6 +375,8 @@ class Transactions:
             self._guard.close()  # recovery waits for the device
             self._fence_failed(error)
         self._passed = True
+        if passed and not seat.alone:
+            self._unseen.passed(self.running)
         seat.page.where("apply")
         self._own.passed()
         return passed
@@ -345,9 +402,11 @@ class Transactions:
             held,
             snapshot,
         )
+        rates = _rates(seat.optimizers.values())
+        words = seat.agreement.words(self._about_to, rates)
         if seat.injector:
             seat.injector.point("in_fence", seat.version)
-        low, high = groups.fence(mine)
+        low, high = groups.fence((*mine, *words))
         if seat.aborted():  # and what was heard means nothing
             raise ConnectionAbortedError("aborted in the fence")
         if low[:3] != high[:3]:
@@ -356,9 +415,40 @@ class Transactions:
                 "in another step or section",
                 hint="all ranks must call the same steps and sections in the same order",
             )
+        differs = seat.agreement.judge(self.running, low[5:], high[5:])
+        if differs:
+            table = seat.agreement.table(self._about_to, rates)
+            self.recovery.diverged(differs, self.running, table=table, agreed=seat.version)
+        self._compare_replicas()
         # One planned move runs at a time; a lower number is of one that has been given up.
         self._hold = high[3]
         self._snapshot = high[4]
+
+    def _compare_replicas(self) -> None:
+        """The state as of the entry of this transaction: it has not been changed since, or the
+        fence would not be where it is."""
+        seat = self.seat
+        replicated = seat.replicated
+        if not replicated.due(seat.tick):
+            return
+        undisturbed = not replicated.fresh or seat.generation == 0
+        mine = replicated.found(full=replicated.fresh or seat.tick in EARLY)
+        if replicated.judge(self._gather(mine)):
+            table = replicated.table()
+            names = replicated.judge(self._gather(table))
+            if undisturbed:
+                names = replicated.settle(names)
+            if names:
+                agreed = replicated.agreed
+                self.recovery.diverged("replicas", self.running, table=table, agreed=agreed)
+                replicated.ignored |= {name.partition("|")[0] for name in names}
+        replicated.fresh, replicated.agreed = False, seat.version
+
+    def _gather(self, mine: dict[str, str]) -> list[dict[str, str]]:
+        found = groups.gather(msgspec.msgpack.encode(mine))
+        if self.seat.aborted():
+            raise ConnectionAbortedError("aborted in the fence")
+        return [msgspec.msgpack.decode(one) for one in found]
 
     def _fence_failed(self, error: BaseException) -> None:
         in_fence, undo = self._in_fence, self._undo
@@ -421,3 +511,14 @@ class Transactions:
         self._passed = False
         self.seat.tracker.in_txn = False
         self.seat.injector.end()
+
+
+def _rates(optimizers: Iterable[torch.optim.Optimizer]) -> list[list[Any]]:
+    """Learning rates; one that lies on a device is not waited for."""
+    return [[_rate(group.get("lr")) for group in o.param_groups] for o in optimizers]
+
+
+def _rate(rate: Any) -> Any:
+    if isinstance(rate, torch.Tensor):
+        return rate.tolist() if rate.device.type == "cpu" else "on a device"
+    return rate

@@ -28,8 +28,8 @@ def is_data(thing: Any) -> bool:
     return isinstance(thing, DataLoader | Sampler | Dataset)
 
 
-def holders(roots: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Attributes of the objects of these pipelines that count, by path."""
+def holders(roots: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], graph.Found]:
+    """Of these pipelines: attributes of the objects that count, by path; and random streams."""
     found: dict[str, dict[str, Any]] = {}
 
     def visit(path: str, node: Any) -> None:
@@ -38,8 +38,7 @@ def holders(roots: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             if own is not None and len(own) <= ATTRIBUTES_MAX:
                 found[path] = own
 
-    graph.find(roots, is_stream, third_party=True, visit=visit)
-    return found
+    return found, graph.find(roots, is_stream, third_party=True, visit=visit)
 
 
 def _counts(node: Any) -> bool:

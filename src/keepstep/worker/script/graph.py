@@ -51,6 +51,7 @@ _CONTAINERS: Final = (dict, list, tuple, set, frozenset, deque)
 _STDLIB_BAGS: Final = frozenset(
     {"UserDict", "UserList", "SimpleNamespace", "Namespace", "ChainMap", "Counter", "mappingproxy"}
 )
+_entering: dict[tuple[Any, bool], bool] = {}  # of classes, remembered
 _MODULE_OWN: Final = frozenset({"_parameters", "_buffers", "_modules"})
 
 
@@ -217,7 +218,14 @@ def members(node: Any, *, third_party: bool = False) -> Iterator[Member]:
         yield from _attributes(node, third_party)
 
 
-def _entered(kind: type, third_party: bool) -> bool:
+def _entered(kind: Any, third_party: bool) -> bool:
+    known = _entering.get((kind, third_party))
+    if known is None:
+        known = _entering[(kind, third_party)] = _decide(kind, third_party)
+    return known
+
+
+def _decide(kind: Any, third_party: bool) -> bool:
     if kind.__module__ == "torch.utils.data.dataloader" and kind.__name__.startswith("_"):
         return False  # an iterator is a position, and not every process stands in the same loops
     for base in kind.__mro__:
@@ -295,11 +303,19 @@ def _of_nn_module(node: torch.nn.Module, third_party: bool) -> Iterator[Member]:
     """Submodules of any module; plain attributes of the user's own."""
     own = object.__getattribute__(node, "__dict__")
     for name, value in (own.get("_modules") or {}).items():
-        yield f".{name}", "submodule", name, value
+        if not _is_bare(value):
+            yield f".{name}", "submodule", name, value
     if _entered(type(node), third_party):
         for label, how, key, value in _attributes(node, third_party):
             if not (how == "attr" and key in _MODULE_OWN):
                 yield label, how, key, value
+
+
+def _is_bare(module: Any) -> bool:
+    """A layer of torch's own without layers inside: most of a model, and nothing to be found."""
+    if module is None or type(module).__module__[:9] != "torch.nn.":
+        return module is None
+    return not object.__getattribute__(module, "__dict__").get("_modules")
 
 
 def _attributes(node: Any, third_party: bool) -> Iterator[Member]:

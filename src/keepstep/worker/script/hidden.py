@@ -28,8 +28,7 @@ _LANGUAGE: Final = (types.GeneratorType, types.AsyncGeneratorType, types.Corouti
 def hidden(roots: Roots) -> list[str]:
     """Sentences about what looks like a random generator and cannot be carried."""
     found = graph.find(roots.script, _is_hidden)
-    pipelines = graph.find(roots.script, is_data)
-    pipelines.update(roots.loaders)
+    pipelines = dict(graph.find(roots.script, is_data)) | roots.loaders
     inside = graph.find(pipelines, _is_hidden, third_party=True)
     things = {id(thing): (path, thing) for path, thing in (*inside.items(), *found.items())}
     return [_sentence(path, thing) for path, thing in things.values()]

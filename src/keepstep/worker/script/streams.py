@@ -100,16 +100,17 @@ class Streams:
     def discover(self, roots: Roots | None = None) -> None:
         roots = self._roots() if roots is None else roots
         known = sources.process_wide()
-        found = graph.find(roots.script, sources.is_stream)
-        pipelines = graph.find(roots.script, is_data)
-        pipelines.update(roots.loaders)
-        inside = graph.find(pipelines, sources.is_stream, third_party=True)
+        found = graph.find(roots.script, _is_stream_or_data)
+        pipelines = {path: thing for path, thing in found.items() if is_data(thing)}
+        pipelines |= roots.loaders
+        counted, inside = holders(pipelines)
         aliases = found.aliases | inside.aliases
         objects: dict[str, Any] = {}
         routes: dict[str, graph.Route] = {}
         names: dict[int, str] = {}
         near = set(known)
-        for path, stream in (*found.items(), *inside.items()):
+        direct = [(path, thing) for path, thing in found.items() if path not in pipelines]
+        for path, stream in (*direct, *inside.items()):
             near.add(id(stream))
             same = sources.identity(stream)
             if same in known:
@@ -121,7 +122,7 @@ class Streams:
             _refuse_unordered(path)
             names[same] = path
             objects[path] = stream
-            routes[path] = found.routes.get(path) or _joined(pipelines, inside.routes[path])
+            routes[path] = found.routes.get(path) or _joined(found.routes, inside.routes[path])
         kept = self._objects
         self._sources = {
             path: self._sources[path] if kept.get(path) is stream else sources.source(stream)
@@ -129,7 +130,7 @@ class Streams:
         }
         self._objects, self._routes, self._aliases = objects, routes, aliases
         self._near, self._near_types = frozenset(near), sources.near_types()
-        self._counters.refresh(holders(pipelines))
+        self._counters.refresh(counted)
         self._loaders = {p: x for p, x in pipelines.items() if workers.keeps_workers(x)}
         self._open = {id(loader) for loader in roots.loaders.values()}
         self._due = False
@@ -203,10 +204,14 @@ def _numbers_of(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return codec.loads_inline(state["numbers"]) if "numbers" in state else {}
 
 
-def _joined(outer: graph.Found, route: graph.Route) -> graph.Route:
+def _is_stream_or_data(thing: Any) -> bool:
+    return sources.is_stream(thing) or is_data(thing)
+
+
+def _joined(outer: dict[str, graph.Route], route: graph.Route) -> graph.Route:
     """A route that begins at a pipeline, from the root that leads to the pipeline."""
     name = route[0][1]
-    return outer.routes.get(name, (("root", name),)) + route[1:]
+    return outer.get(name, (("root", name),)) + route[1:]
 
 
 def _refuse_unordered(path: str) -> None:

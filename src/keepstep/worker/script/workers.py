@@ -70,7 +70,7 @@ class Begin:
         assert info is not None
         if self._base_seed is not None:
             _seed(self._base_seed, worker)
-            info.__dict__["seed"] = self._base_seed + worker
+            object.__setattr__(info, "seed", self._base_seed + worker)  # it is frozen
         if self._function is not None:
             self._function(worker)
         _Watch(info.dataset, self._collate, worker, self._states.get(worker)).install()

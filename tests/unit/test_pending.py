@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
@@ -21,6 +22,8 @@ from fastapi import FastAPI, Request
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keepstep.adapters.identity.authority import Authority
+from keepstep.adapters.transport import tls
 from keepstep.adapters.transport.pending import PENDING_MIN, Pending, share_of_descriptors
 from keepstep.adapters.transport.reception import Reception, Visitor
 from keepstep.adapters.transport.threads import Caller, ThreadServer
@@ -233,9 +236,13 @@ def on_a_loop(
 
 
 @contextlib.contextmanager
-def reception(limit: int, shown_s_max: float = 10.0, tls: Any = None) -> Iterator[tuple[Any, Any]]:
+def reception(
+    limit: int, shown_s_max: float = 10.0, context: Any = None
+) -> Iterator[tuple[Any, Any]]:
     async def begin(listener: socket.socket) -> Reception:
-        return Reception("test", listener, Knocking, limit=limit, shown_s_max=shown_s_max, tls=tls)
+        return Reception(
+            "test", listener, Knocking, limit=limit, shown_s_max=shown_s_max, tls=context
+        )
 
     async def end(made: Reception) -> None:
         made.close()
@@ -279,7 +286,7 @@ def test_the_deadline_counts_from_the_connection_and_ends_with_the_token() -> No
 
 def test_a_stranger_inside_the_handshake_is_counted_too() -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    with reception(limit=4, tls=context) as (made, address):
+    with reception(limit=4, context=context) as (made, address):
         strangers = [socket.create_connection(address) for _ in range(20)]
         assert all(closed(sock) for sock in strangers[:16])
         wait_until(lambda: len(made.pending) == 4)
@@ -320,7 +327,7 @@ def test_a_reception_without_descriptors_drops_strangers_and_accepts_again() -> 
 
 
 @contextlib.contextmanager
-def rest() -> Iterator[tuple[Web, Any]]:
+def rest(context: ssl.SSLContext | None = None) -> Iterator[tuple[Web, Any]]:
     app = FastAPI()
 
     @app.get("/known")
@@ -334,7 +341,7 @@ def rest() -> Iterator[tuple[Web, Any]]:
         return "ok"
 
     async def begin(listener: socket.socket) -> Web:
-        web = Web(app, None)
+        web = Web(app, context)
         await web.start(listener)
         return web
 
@@ -374,6 +381,26 @@ def test_half_a_request_has_a_deadline_and_a_long_answer_has_none(
         assert web.reception is not None and len(web.reception.pending) == 0
         for sock in (half, idle, long, health):
             sock.close()
+
+
+def test_over_tls_too_who_shows_a_token_gets_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web_module, "share_of_descriptors", lambda part: 8)
+    authority = Authority.open(tmp_path)
+    context = tls.server_context(authority.serve_as(["localhost"]), clients=False)
+    believing = tls.trusting(cadata=authority.certificate)
+    with rest(context) as (web, address):
+        strangers = [socket.create_connection(address) for _ in range(30)]
+        with believing.wrap_socket(
+            socket.create_connection(address), server_hostname=tls.ORCHESTRATOR_NAME
+        ) as known:
+            assert b"200 OK" in http(known, "/known")
+            strangers += [socket.create_connection(address) for _ in range(30)]
+            assert b"200 OK" in http(known, "/known")
+        for sock in strangers:
+            sock.close()
+        wait_until(lambda: web.reception is not None and len(web.reception.pending) == 0)
 
 
 def test_a_head_without_end_is_refused() -> None:

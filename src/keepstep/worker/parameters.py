@@ -1,0 +1,142 @@
+"""Parameters and large objects that a step changes before its fence, or outside its optimizers.
+
+Theory of operation
+-------------------
+Nothing before the fence may leave a trace when a step is retried. Parameters are not copied at
+every step for that: hardly any script touches them before the update. Those that do (SAM and FGM
+perturb them and put them back, hand-written updates need no optimizer) are found by their content,
+in the first steps of a call site and now and then later: version counters do not see `p.data` and
+views. From then on such a site pays for a copy of what it changes, made at the entry of each step,
+and is told so once. Registered objects that are too large to be copied at every step are treated
+alike.
+
+What has no replica is rebuilt by the optimizer from the gradients (redundancy.py). So there nothing
+but the optimizer may change it: a change behind the update, or between steps, is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+
+from keepstep.errors import UsageError
+from keepstep.worker import codec, shards
+from keepstep.worker.digest import digest
+from keepstep.worker.state import memory, on_cpu
+
+if TYPE_CHECKING:
+    from keepstep.worker.seat import Seat
+
+FIRST, EVERY = 3, 64  # calls of a site in which content is looked at
+
+
+class Parameters:
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+        self._calls: Counter[str] = Counter()
+        self._changing: dict[str, set[str]] = {}  # site -> names of what it changes early
+        self._copies: dict[str, torch.Tensor] = {}
+        self._entry: dict[str, bytes] | None = None  # contents, if this call is looked at
+        self._updated: dict[str, bytes] | None = None  # contents behind the last update
+        self._names: dict[str, torch.nn.Parameter] = {}
+
+    def _all(self) -> dict[str, torch.nn.Parameter]:
+        if not self._names:
+            self._names = dict(self._seat.state.parameters())
+        return self._names
+
+    def _contents(self) -> dict[str, bytes]:
+        found = {name: content(p) for name, p in self._all().items()}
+        for name, item in self._seat.objects.items():
+            if not item.undoable and not item.per_rank:
+                data, tensors = codec.dumps(item.save())
+                hashed = xxhash.xxh3_128(data)
+                for tensor in tensors:
+                    hashed.update(content(tensor))
+                found[f"object {name}"] = hashed.digest()
+        return found
+
+    # ------------------------------------------------------------------ the life of a step
+
+    def enter(self, site: str) -> None:
+        self._calls[site] += 1
+        calls = self._calls[site]
+        looked = calls <= FIRST or calls % EVERY == 0
+        self._entry = self._contents() if looked else None
+        if self._updated is not None and self._entry is not None:
+            self._refuse(self._updated, self._entry, "between steps")
+        self._updated = None
+        changing = self._changing.get(site, set())
+        self._copies = {
+            name: shards.local(p).detach().clone()
+            for name, p in self._all().items()
+            if name in changing
+        }
+
+    def fence(self, site: str, updating: bool) -> None:
+        if self._entry is None:
+            return
+        now = self._contents()
+        names = {name for name, before in self._entry.items() if now.get(name) != before}
+        new = names - self._changing.setdefault(site, set())
+        if new:
+            self._note(site, new)
+        if not updating and names:
+            self._refuse(self._entry, now, f"in step {site!r} without an optimizer")
+
+    def _note(self, site: str, new: set[str]) -> None:
+        self._changing[site] |= new
+        own = self._all()
+        size = sum(shards.local(own[name]).nbytes for name in new if name in own)
+        for name, item in self._seat.objects.items():
+            if f"object {name}" in new:
+                item.undoable = True
+                size += item.size
+        first = min(new)
+        self._seat.warn(
+            f"step {site!r} changes {len(new)} tensors before its optimizer's update (first: "
+            f"{first}): {size / 2**20:.1f} MiB are copied at its begin from now on, so that a "
+            "retry finds them as they were"
+        )
+
+    def updated(self) -> None:
+        """Behind an optimizer's update."""
+        if self._seat.redundancy.needed and self._entry is not None:
+            self._updated = self._contents()
+
+    def exit(self, site: str) -> None:
+        if self._updated is not None:
+            self._refuse(self._updated, self._contents(), f"behind the update in step {site!r}")
+
+    def _refuse(self, before: dict[str, bytes], now: dict[str, bytes], where: str) -> None:
+        alone = {unit.name for unit in self._seat.redundancy.units if unit.parameter is not None}
+        changed = sorted(n for n in alone if n in before and before[n] != now.get(n))
+        if changed:
+            raise UsageError(
+                f"{len(changed)} parameters that no other rank has (first: {changed[0]}) are "
+                f"changed {where}: after a loss they are rebuilt by the optimizer alone",
+                hint="let an optimizer make the change, or use a layout with replicas",
+            )
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        own = self._all()
+        for name, copy in self._copies.items():
+            shards.local(own[name]).detach().copy_(copy)
+
+    def left_changed(self) -> str:
+        """The first name of what a retry could not put back, if this call was looked at."""
+        if self._entry is None:
+            return ""
+        now = self._contents()
+        return next((name for name, was in self._entry.items() if now.get(name) != was), "")
+
+
+def content(tensor: Any) -> bytes:
+    part = shards.local(tensor).detach()
+    if part.device.type != "cpu":
+        return digest(part)
+    return xxhash.xxh3_128_digest(memory(on_cpu(part)))

@@ -1,0 +1,270 @@
+"""Nodes for what variables hold: containers, small tensors and arrays, iterators. See nodes.py."""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+
+from keepstep.worker import codec
+from keepstep.worker.script import iterators, values
+from keepstep.worker.script.nodes import MISSING, OPAQUE, Node
+
+if TYPE_CHECKING:
+    from keepstep.worker.script.discovery import Graph
+
+
+class Items(Node):
+    """A list, deque, set or dict. Carried whole if all of it is plain; of a dict with other things
+    in it, the plain values."""
+
+    kind = "items"
+
+    def __init__(self, graph: Graph, target: Any, label: str, depth: int) -> None:
+        super().__init__(graph, target, label, depth)
+        self.last: Any = MISSING
+        self.opaque = False
+        self.too_large = False
+        self.flat = True  # nothing but scalars
+        self._about = values.name_of(type(target))
+        if isinstance(target, dict):
+            graph.versions.watch(target, self)
+
+    def about(self) -> str:
+        return self._about
+
+    @property
+    def not_plain(self) -> bool:
+        return self.too_large or (self.opaque and not isinstance(self.target, dict))
+
+    def scan(self, graph: Graph) -> None:
+        target, last = self.target, self.last
+        size = len(target)
+        if self.too_large or size > values.ITEMS_MAX:
+            self._scan_large(graph, size)
+            return
+        if last is not MISSING and last is not None:
+            if len(last) == size and _same(target, last, self.opaque):
+                return
+            graph.note(self, None, last)
+            self.changing = True
+        graph.touch(self)
+        self._look_inside(graph, last)
+        self.last = target.copy()
+        if self.opaque and self.carried:
+            graph.fleeting.setdefault(self)
+
+    def wake(self, graph: Graph) -> None:
+        self.scan(graph)
+
+    def rest(self, graph: Graph) -> None:
+        if not self.too_large:
+            self.last = None  # looked at afresh when the next transaction begins
+
+    def _scan_large(self, graph: Graph, size: int) -> None:
+        if not self.too_large:
+            self.too_large = True
+            for key in list(self.children):
+                graph.release(self, key)
+            if self.last is not MISSING:
+                graph.omit(self.label)
+            self.changing = self.changing or self.last is not MISSING
+        elif self.last != size:
+            graph.omit(self.label)
+            self.changing = True
+        self.last = size
+        graph.touch(self)
+
+    def _look_inside(self, graph: Graph, last: Any) -> None:
+        target = self.target
+        done = 0
+        grown = isinstance(target, list) and isinstance(last, list) and len(target) > len(last)
+        if grown and not self.opaque and target[: len(last)] == last:
+            done = len(last)
+        before: dict[Any, Node] = {}
+        if not done:
+            self.opaque, self.flat = False, True
+            before, self.children = self.children, {}
+        scalars = values.SCALARS
+        if isinstance(target, dict):
+            pairs: Iterable[tuple[Any, Any]] = target.items()
+            kinds = {*map(type, target), *map(type, target.values())}
+        else:
+            pairs = enumerate(target) if not done else enumerate(target[done:], done)
+            kinds = set(map(type, target[done:] if done else target))
+        if not kinds <= scalars:
+            self.flat = False
+            for key, value in pairs:
+                if value.__class__ not in scalars and graph.adopt(value, self, key) is OPAQUE:
+                    self.opaque = True
+        for key, node in before.items():
+            if self.children.get(key) is not node:
+                graph.unlink(node, self, key)
+
+    def payload(self, graph: Graph) -> Any:
+        target = self.target
+        if self.too_large:
+            return None
+        if self.flat and not isinstance(target, dict):
+            return target if type(target) is list else list(target)
+        try:
+            if isinstance(target, dict):
+                packed: Any = self._pack_dict(graph)
+            else:
+                packed = [graph.pack(value, self) for value in target]
+        except values.NotPlain:
+            return None
+        return packed
+
+    def _pack_dict(self, graph: Graph) -> list[Any]:
+        packed: list[Any] = [not self.opaque]
+        if self.flat:
+            return packed + [part for pair in self.target.items() for part in pair]
+        for key, value in self.target.items():
+            try:
+                packed += [graph.pack(key, self), graph.pack(value, self)]
+            except values.NotPlain:
+                if not self.opaque:
+                    raise
+        return packed
+
+    def put_back(self, old: Any) -> None:
+        target = self.target
+        if isinstance(target, list):
+            target[:] = old
+        elif isinstance(target, deque):
+            target.clear()
+            target.extend(old)
+        else:
+            target.clear()
+            target.update(old)
+
+    def apply(self, data: Any, referred: Callable[[int], Any]) -> None:
+        if data is None:
+            return
+        target = self.target
+        if isinstance(target, dict):
+            pairs = iter([values.unpack(x, referred) for x in data[1:]])
+            new = dict(zip(pairs, pairs))
+            if data[0]:
+                self.put_back(new)
+            else:
+                target.update(new)
+        else:
+            self.put_back([values.unpack(x, referred) for x in data])
+
+
+def _same(target: Any, last: Any, opaque: bool) -> bool:
+    """Of two containers of one size."""
+    if isinstance(target, dict):
+        pairs = zip(target.items(), last.items())
+        return all(k is a and v is b for (k, v), (a, b) in pairs)
+    if opaque and not isinstance(target, set):  # comparing tensors is dear, and asks the device
+        return all(map(operator.is_, target, last))
+    try:
+        return bool(target == last)
+    except Exception:  # a comparison of the user's
+        return False
+
+
+class Blob(Node):
+    """A small tensor on the CPU, a numpy array or a bytearray: its bytes."""
+
+    kind = "blob"
+
+    def __init__(self, graph: Graph, target: Any, label: str, depth: int) -> None:
+        super().__init__(graph, target, label, depth)
+        self.last: bytes | None = None
+        self.plain = target
+        if isinstance(target, torch.Tensor):
+            self.plain = target.detach().numpy()  # the same memory
+
+    def about(self) -> str:
+        target = self.target
+        if isinstance(target, bytearray):
+            return "bytearray"
+        return f"{type(target).__name__} {target.dtype} {list(target.shape)}"
+
+    def scan(self, graph: Graph) -> None:
+        plain = self.plain
+        now = bytes(plain) if plain.__class__ is bytearray else plain.tobytes()
+        if now == self.last:
+            return
+        if self.last is not None:
+            graph.note(self, None, self.last)
+            self.changing = True
+        self.last = now
+        graph.touch(self)
+
+    def payload(self, graph: Graph) -> Any:
+        target = self.target
+        grad = isinstance(target, torch.Tensor) and target.requires_grad
+        return [graph.pack_blob(self.plain, isinstance(target, torch.Tensor)), grad]
+
+    def put_back(self, old: bytes) -> None:
+        if isinstance(self.target, bytearray):
+            self.target[:] = old
+        elif len(old):
+            flat = numpy.frombuffer(old, dtype=self.plain.dtype)
+            self.plain[...] = flat.reshape(self.plain.shape)
+
+    def apply(self, data: Any, referred: Callable[[int], Any]) -> None:
+        value = made(data)
+        self.put_back(bytes(value) if isinstance(value, bytearray) else _array(value).tobytes())
+
+
+def _array(value: Any) -> Any:
+    return value.detach().numpy() if isinstance(value, torch.Tensor) else value
+
+
+def made(data: Any) -> Any:
+    value = codec.loads_inline(data[0])
+    return value.requires_grad_() if data[1] else value
+
+
+class Position(Node):
+    """An iterator; generators that it draws from are frames below it."""
+
+    kind = "iterator"
+    moves = True
+
+    def __init__(self, graph: Graph, target: Any, label: str, depth: int) -> None:
+        super().__init__(graph, target, label, depth)
+        self.last: Any = None
+
+    @property
+    def carried(self) -> bool:
+        return True
+
+    def about(self) -> str:
+        return type(self.target).__name__
+
+    def scan(self, graph: Graph) -> None:
+        if self.still and graph.journal is not None:
+            return
+        now = iterators.position(self.target)
+        if now != self.last:
+            if self.last is not None:
+                graph.note(self, None, self.last)
+                self.changing = True
+            self.last = now
+            graph.touch(self)
+        for i, generator in enumerate(iterators.generators(self.target)):
+            key = ("generator", i)
+            child = self.children.get(key)
+            if child is None or child.target is not generator:
+                graph.release(self, key)
+                graph.adopt(generator, self, key)
+
+    def payload(self, graph: Graph) -> Any:
+        return self.last
+
+    def put_back(self, old: Any) -> None:
+        iterators.set_position(self.target, old, self.label)
+
+    def apply(self, data: Any, referred: Callable[[int], Any]) -> None:
+        iterators.set_position(self.target, data, self.label)

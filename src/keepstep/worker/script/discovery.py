@@ -1,0 +1,275 @@
+"""The graph of nodes: what is found, where it hangs, and what has changed.
+
+Every type of value has a maker, decided once per type: a node class, LEAF (plain and immutable) or
+OPAQUE (left alone). `scan` looks at namespaces whose dicts have changed (versions.py), at
+everything that has no version, and at the frames of the running call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy
+import torch
+
+from keepstep.worker import codec
+from keepstep.worker.script import frames, graph, iterators, values
+from keepstep.worker.script.contents import Blob, Items, Position
+from keepstep.worker.script.namespaces import (
+    ClassNames,
+    DictNames,
+    FrameNames,
+    FunctionNames,
+    Holder,
+    Names,
+    NetworkNames,
+    Nothing,
+    SlotNames,
+)
+from keepstep.worker.script.nodes import LEAF, OPAQUE, Node, suffix
+from keepstep.worker.script.versions import Versions
+
+DEPTH_MAX: Final = 12
+NODES_MAX: Final = 20_000
+
+_BAGS: Final = (types.SimpleNamespace, argparse.Namespace)
+_LISTS: Final = (list, deque)
+_DICTS: Final = (dict, OrderedDict, Counter, defaultdict)
+
+
+class Graph:
+    def __init__(self, known: Callable[[Any], bool]) -> None:
+        self.known = known
+        self.settled = False  # the script's first transaction has begun
+        self.versions = Versions()
+        self.nodes: dict[int, Node] = {}  # by the id of their target
+        self.roots: dict[str, Names] = {}
+        self.journal: dict[Node, Any] | None = None
+        self.excluded: frozenset[int] = frozenset()  # arguments of the call: the walk has them
+        self.omitted: dict[str, None] = {}
+        self.fleeting: dict[Node, None] = {}
+        self.carry: dict[Node, None] = {}  # nodes with a payload
+        self.changes = 0
+        self._number = 0
+        self._looked_at: list[Node] = []  # without a version: scanned every time
+        self._makers: dict[type, Any] = {}
+        self._packing: Node | None = None
+
+    def next_number(self) -> int:
+        self._number += 1
+        return self._number
+
+    # -------------------------------------------------------------- finding
+
+    def root(self, name: str, make: Callable[..., Names], target: Any) -> Names:
+        found = self.roots.get(name)
+        if found is None:
+            found = self.roots[name] = make(self, target, name, 0)
+            if not isinstance(found, FrameNames):
+                self._register(found)
+        return found
+
+    def adopt(self, value: Any, parent: Node, key: Any, label: str = "") -> Any:
+        """A node below `parent`, LEAF, or OPAQUE."""
+        kind = value.__class__
+        if kind in values.SCALARS:
+            return LEAF
+        node = self.nodes.get(id(value))
+        if node is None:
+            maker = self._makers.get(kind)
+            if maker is None:
+                maker = self._makers[kind] = _maker(kind)
+            if maker is LEAF:
+                return LEAF
+            if kind is tuple or maker is tuple:
+                return self._adopt_tuple(value, parent, key)
+            if maker is OPAQUE or not self._suits(value, maker):
+                return OPAQUE
+            if parent.depth >= DEPTH_MAX or len(self.nodes) >= NODES_MAX:
+                return OPAQUE
+            label = label or f"{parent.label}{suffix(key)}"
+            node = maker(self, value, label, parent.depth + 1)  # type: ignore[operator]
+            self._register(node)
+            node.scan(self)
+        looping = parent.still or (parent.depth == 0 and key.__class__ is tuple)
+        still = looping and isinstance(node, Position | FrameNames)
+        node.still = still and (node.still or not node.parents)
+        node.parents[parent.number, key] = parent
+        parent.children[key] = node
+        if isinstance(node, Holder) or (isinstance(node, Items) and node.not_plain):
+            return OPAQUE
+        return node
+
+    def _suits(self, value: Any, maker: Any) -> bool:
+        if maker is Blob:
+            return self._small(value)
+        if maker is FrameNames:
+            code = value.gi_code
+            return value.gi_frame is not None and frames.origin(code.co_filename) != "skipped"
+        if maker is NetworkNames:
+            return True
+        return id(value) not in self.excluded and not self.known(value)
+
+    def _small(self, value: Any) -> bool:
+        if isinstance(value, bytearray):
+            return len(value) <= values.BYTES_MAX
+        if value.nbytes > values.BYTES_MAX or id(value) in self.excluded:
+            return False
+        if isinstance(value, torch.Tensor):
+            if value.device.type != "cpu" or value.grad_fn is not None or self.known(value):
+                return False
+            return value.layout is torch.strided and value.dtype is not torch.bfloat16
+        return value.dtype.kind in "?biufc"
+
+    def _adopt_tuple(self, value: Any, parent: Node, key: Any) -> Any:
+        result: Any = LEAF
+        for i, item in enumerate(value):
+            if item.__class__ in values.SCALARS:
+                continue
+            if self.adopt(item, parent, (key, i)) is OPAQUE:
+                result = OPAQUE
+        return result
+
+    def _register(self, node: Node) -> None:
+        self.nodes[id(node.target)] = node
+        versioned = isinstance(node, Items) and isinstance(node.target, dict)
+        if not versioned and not isinstance(node, DictNames | Holder):
+            self._looked_at.append(node)
+
+    def release(self, parent: Node, key: Any) -> None:
+        """The binding is gone; so is the node, if it was the last."""
+        child = parent.children.pop(key, None)
+        if child is None:
+            if parent.children:
+                for inner in [k for k in parent.children if k.__class__ is tuple and k[0] == key]:
+                    self.release(parent, inner)
+            return
+        self.unlink(child, parent, key)
+
+    def unlink(self, child: Node, parent: Node, key: Any) -> None:
+        child.parents.pop((parent.number, key), None)
+        if not child.parents and self.nodes.get(id(child.target)) is child:
+            self._drop(child)
+
+    def _drop(self, node: Node) -> None:
+        if self.journal is not None:
+            node.scan(self)  # it may have changed before it was let go
+        self.nodes.pop(id(node.target), None)
+        self.fleeting.pop(node, None)
+        self.carry.pop(node, None)
+        if isinstance(node, DictNames):
+            self.versions.forget(node.names)
+        elif isinstance(node, Items) and isinstance(node.target, dict):
+            self.versions.forget(node.target)
+        elif node in self._looked_at:
+            self._looked_at.remove(node)
+        for key in list(node.children):
+            self.release(node, key)
+
+    def sweep(self) -> None:
+        """Drop what only refers to itself."""
+        reached: set[int] = set()
+        todo: list[Node] = list(self.roots.values())
+        while todo:
+            node = todo.pop()
+            if node.number not in reached:
+                reached.add(node.number)
+                todo.extend(node.children.values())
+        for node in [n for n in self.nodes.values() if n.number not in reached]:
+            self._drop(node)
+
+    # -------------------------------------------------------------- looking
+
+    def scan(self) -> None:
+        for node in self.versions.changed():
+            node.scan(self)
+        for node in tuple(self._looked_at):
+            node.scan(self)
+        for root in self.roots.values():
+            if isinstance(root, FrameNames) and root.target is not None:
+                root.scan(self)
+
+    def note(self, node: Node, name: str | None, old: Any) -> None:
+        if self.journal is None:
+            return
+        if name is None:
+            self.journal.setdefault(node, old)
+        else:
+            self.journal.setdefault(node, {}).setdefault(name, old)
+
+    def touch(self, node: Node) -> None:
+        """Its payload has changed."""
+        node.raw = None
+        self.changes += 1
+        if node.carried:
+            self.carry[node] = None
+
+    def omit(self, label: str) -> None:
+        self.omitted.setdefault(label)
+
+    # -------------------------------------------------------------- packing
+
+    def pack(self, value: Any, node: Node) -> Any:
+        self._packing = node
+        return values.pack(value, self._refer)
+
+    def pack_blob(self, plain: Any, tensor: bool) -> bytes:
+        return codec.dumps_inline(torch.from_numpy(plain) if tensor else plain)
+
+    def _refer(self, value: Any) -> int | None:
+        found = self.nodes.get(id(value))
+        if found is None:
+            return None
+        if isinstance(found, Holder) or (isinstance(found, Items) and found.not_plain):
+            raise values.NotPlain
+        assert self._packing is not None
+        self._packing.refers.append(found)
+        return found.number
+
+
+def _maker(kind: type) -> Any:
+    if kind in _DICTS or kind in _LISTS or kind is set:
+        return Items
+    if kind is torch.Tensor or kind is numpy.ndarray or kind is bytearray:
+        return Blob
+    if kind is types.GeneratorType:
+        return FrameNames
+    if kind in iterators.KINDS:
+        return Position
+    if issubclass(kind, tuple):
+        return tuple
+    if values.is_leaf_type(kind) or kind is frozenset:
+        return LEAF
+    if issubclass(kind, torch.nn.Module):
+        return NetworkNames
+    if kind is types.FunctionType:
+        return _function_maker
+    if issubclass(kind, type):
+        return _class_maker
+    if kind in _BAGS or graph.user_code(kind):
+        if issubclass(kind, dict | list | set | deque):
+            return Items
+        return DictNames if kind.__dictoffset__ and not _slotted(kind) else SlotNames
+    if kind is types.MethodType or graph._entered(kind, False) or kind.__name__ == "partial":
+        return Holder
+    return OPAQUE
+
+
+def _slotted(kind: type) -> bool:
+    return any(vars(base).get("__slots__") for base in kind.__mro__)
+
+
+def _function_maker(graph_: Graph, value: Any, label: str, depth: int) -> Node:
+    own = frames.origin(value.__code__.co_filename) != "skipped"
+    if value.__dict__ or (own and (value.__closure__ or value.__defaults__)):
+        return FunctionNames(graph_, value, label, depth)
+    return Nothing(graph_, value, label, depth)
+
+
+def _class_maker(graph_: Graph, value: Any, label: str, depth: int) -> Node:
+    kind = ClassNames if graph.user_code(value) else Nothing
+    return kind(graph_, value, label, depth)

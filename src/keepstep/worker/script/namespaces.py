@@ -1,0 +1,485 @@
+"""Nodes for namespaces: locals of frames and generators, globals of modules, attributes of objects
+and classes, closures of functions. See nodes.py for how they work together.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import types
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from keepstep.errors import UsageError
+from keepstep.worker.script import frames, graph, iterators, stack, values
+from keepstep.worker.script.nodes import LEAF, MISSING, OPAQUE, Node
+
+if TYPE_CHECKING:
+    from keepstep.worker.script.discovery import Graph
+
+_MODULE_OWN: Final = frozenset(vars(torch.nn.Module()))
+
+
+class _Gone:
+    """In the place of a value that is not held."""
+
+    __slots__ = ("address",)
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+
+
+_DIRECT: Final = frozenset({float, bool, type(None)})
+_LONG: Final = frozenset({str, bytes})
+_SHORT: Final = values.SCALARS | {_Gone}
+
+
+class Names(Node):
+    """A dict of names: globals of a module, attributes of an object."""
+
+    kind = "names"
+
+    def __init__(self, graph: Graph, target: Any, label: str, depth: int) -> None:
+        super().__init__(graph, target, label, depth)
+        self.names: dict[str, Any] = {}
+        self.last: dict[str, Any] = {}
+        self.changing_names: set[str] = set()
+        self.late_names: set[str] = set()
+        self.lost: Counter[str] = Counter()  # opaque values, by how often they were rebound
+        self.opaque: dict[str, str] = {}  # types of the values that are not carried
+        self.fleeting: set[str] = set()
+        self.begun = False
+        self._ignored = 0
+
+    @property
+    def carried(self) -> bool:
+        return bool(self.changing_names or self.late_names)
+
+    def varies(self, key: Any) -> bool:
+        return key in self.changing_names or key in self.late_names
+
+    def about(self) -> str:
+        return values.name_of(type(self.target))
+
+    def read(self) -> dict[str, Any]:
+        return self.names
+
+    def write(self, new: dict[str, Any]) -> None:
+        self.names.update(new)
+
+    def remove(self, name: str) -> None:
+        self.names.pop(name, None)
+
+    def ignored(self, name: str) -> bool:
+        return name.startswith("__")
+
+    def scan(self, graph: Graph) -> None:
+        last, names, known, scalars = self.last, self.read(), self.changing_names, values.SCALARS
+        counted = False
+        for name, value in names.items():
+            old = last.get(name, MISSING)
+            if value is old:
+                continue
+            if name in known and value.__class__ in scalars and old.__class__ in scalars:
+                if graph.journal is not None:
+                    graph.note(self, name, old)
+                last[name] = value
+                counted = True
+            elif not self.ignored(name):
+                self._rebound(graph, name, old, value)
+        if counted:
+            graph.touch(self)
+        if not self.begun:
+            self._ignored = len(names) - len(last)
+            self.begun = True
+        elif len(last) + self._ignored > len(names):
+            for name in [name for name in last if name not in names]:
+                graph.note(self, name, last.pop(name))
+                graph.release(self, name)
+                graph.touch(self)
+
+    def _rebound(self, graph: Graph, name: str, old: Any, value: Any) -> None:
+        again = old.__class__ is _Gone and old.address == id(value)
+        if values.same(old, value):
+            self.last[name] = value
+            return
+        if not again:
+            graph.note(self, name, old)
+        self.last[name] = value
+        graph.release(self, name)
+        found = graph.adopt(value, self, name)
+        if found is OPAQUE:
+            self._opaque(graph, name, value, rebound=old is not MISSING and not again)
+            return
+        if found is not LEAF and found.moves:
+            self._fleet(graph, name)
+        if again:
+            return
+        if old is not MISSING:
+            self.changing_names.add(name)
+        elif self.begun or graph.settled:
+            self.late_names.add(name)
+        graph.touch(self)
+
+    def _opaque(self, graph: Graph, name: str, value: Any, *, rebound: bool) -> None:
+        self.opaque[name] = _kind(value)
+        if rebound:
+            self.lost[name] += 1
+            if self.varies(name):
+                graph.touch(self)
+        if name in self.lost or isinstance(value, torch.Tensor) or hasattr(value, "__next__"):
+            self._fleet(graph, name)
+
+    def _fleet(self, graph: Graph, name: str) -> None:
+        self.fleeting.add(name)
+        graph.fleeting.setdefault(self)
+
+    def rest(self, graph: Graph) -> None:
+        last = self.last
+        for name in self.fleeting:
+            value = last.get(name, MISSING)
+            if value is not MISSING and value.__class__ not in _SHORT:
+                last[name] = _Gone(id(value))
+                graph.release(self, name)
+        for name, child in self.children.items():
+            if child in graph.fleeting and name in last:
+                last[name] = _Gone(id(last[name]))
+
+    def wake(self, graph: Graph) -> None:
+        self.scan(graph)
+
+    def payload(self, graph: Graph) -> Any:
+        changing: dict[str, Any] = {}
+        late: dict[str, Any] = {}
+        for names, found in ((self.changing_names, changing), (self.late_names, late)):
+            for name in names:
+                value = self.last.get(name, MISSING)
+                if value is MISSING or (names is self.late_names and name in self.changing_names):
+                    continue
+                if value.__class__ in _DIRECT:
+                    found[name] = value
+                    continue
+                if value.__class__ in _LONG and len(value) > values.BYTES_MAX:
+                    graph.omit(f"{self.label}.{name}")
+                    continue
+                try:
+                    found[name] = graph.pack(value, self)
+                except values.NotPlain:
+                    continue
+        return [changing, late]
+
+    def put_back(self, old: dict[str, Any]) -> None:
+        self.write({name: v for name, v in old.items() if v is not MISSING})
+        for name, value in old.items():
+            if value is MISSING:
+                self.remove(name)
+
+    def apply(self, data: Any, referred: Callable[[int], Any]) -> None:
+        new = {name: values.unpack(value, referred) for name, value in data[0].items()}
+        mine = self.read()
+        for name, packed in data[1].items():
+            value = values.unpack(packed, referred)
+            if not values.belongs_to_slot(value, mine.get(name), referred.slot, values.slot_now):  # type: ignore[attr-defined]
+                new[name] = value
+        self.write(new)
+        self.changing_names.update(data[0])
+        self.late_names.update(data[1])
+
+
+def _cells(frame: FrameType) -> tuple[str, ...]:
+    code = frame.f_code
+    return code.co_cellvars + code.co_freevars
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, io.IOBase):
+        return "file"
+    if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+        return "result"
+    return type(value).__qualname__
+
+
+class DictNames(Names):
+    """Attributes of an object: its dict is looked at only when the dict's version has changed."""
+
+    def __init__(self, graph: Graph, target: Any, label: str, depth: int) -> None:
+        super().__init__(graph, target, label, depth)
+        self.names = vars(target) if not isinstance(target, dict) else target
+        self._about = values.name_of(type(target))
+        self._asleep: Any = None
+        graph.versions.watch(self.names, self)
+
+    def about(self) -> str:
+        return self._about
+
+    def rest(self, graph: Graph) -> None:
+        super().rest(graph)
+        try:
+            self._asleep = weakref.ref(self.target)
+        except TypeError:
+            return
+        graph.nodes.pop(id(self.target), None)
+        graph.versions.forget(self.names)
+        self.target, self.names = None, {}
+
+    def wake(self, graph: Graph) -> None:
+        if self._asleep is not None:
+            self.target, self._asleep = self._asleep(), None
+            if self.target is None:
+                return
+            self.names = vars(self.target)
+            graph.nodes[id(self.target)] = self
+            graph.versions.watch(self.names, self)
+        self.scan(graph)
+
+
+class ModuleGlobals(DictNames):
+    kind = "module"
+
+    def rest(self, graph: Graph) -> None:
+        Names.rest(self, graph)
+
+    def about(self) -> str:
+        return ""
+
+
+class NetworkNames(DictNames):
+    """An nn.Module: plain attributes; what torch keeps in it is state and carried as such."""
+
+    kind = "network"
+
+    def __init__(self, graph: Graph, target: Any, label: str, depth: int) -> None:
+        super().__init__(graph, target, label, depth)
+        origin = type(target).__module__
+        self._plain = not origin.startswith("torch.") or origin.startswith("torch.nn.modules")
+
+    def ignored(self, name: str) -> bool:
+        return not self._plain or name in _MODULE_OWN or name.startswith("__")
+
+    def scan(self, graph: Graph) -> None:
+        super().scan(graph)
+        for name, module in self.target._modules.items():
+            if module is not None and (("module", name) not in self.children):
+                graph.adopt(module, self, ("module", name))
+
+
+class SlotNames(Names):
+    """An object with __slots__."""
+
+    kind = "slots"
+
+    def read(self) -> dict[str, Any]:
+        target = self.target
+        found: dict[str, Any] = {}
+        for base in type(target).__mro__:
+            for name, member in vars(base).items():
+                if isinstance(member, types.MemberDescriptorType):
+                    try:
+                        found[name] = member.__get__(target)
+                    except AttributeError:
+                        continue
+        found.update(getattr(target, "__dict__", {}))
+        return found
+
+    def write(self, new: dict[str, Any]) -> None:
+        for name, value in new.items():
+            object.__setattr__(self.target, name, value)
+
+    def remove(self, name: str) -> None:
+        object.__delattr__(self.target, name)
+
+
+class ClassNames(DictNames):
+    """Attributes of a class: reads come from the dict behind the proxy that Python shows."""
+
+    kind = "class"
+
+    def __init__(self, graph: Graph, target: Any, label: str, depth: int) -> None:
+        Names.__init__(self, graph, target, label, depth)
+        self.names = gc.get_referents(vars(target))[0]
+        graph.versions.watch(self.names, self)
+
+    def ignored(self, name: str) -> bool:
+        return name.startswith("__") or hasattr(type(self.names[name]), "__get__")
+
+    def write(self, new: dict[str, Any]) -> None:
+        for name, value in new.items():
+            setattr(self.target, name, value)
+
+    def remove(self, name: str) -> None:
+        delattr(self.target, name)
+
+    def rest(self, graph: Graph) -> None:
+        Names.rest(self, graph)
+
+    def wake(self, graph: Graph) -> None:
+        self.scan(graph)
+
+    def about(self) -> str:
+        return values.name_of(self.target)
+
+
+class FunctionNames(Names):
+    """Cells of a closure, defaults, and attributes of a function."""
+
+    kind = "function"
+
+    def read(self) -> dict[str, Any]:
+        function = self.target
+        found: dict[str, Any] = {}
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+            try:
+                found[name] = cell.cell_contents
+            except ValueError:
+                continue
+        for i, value in enumerate(function.__defaults__ or ()):
+            found[f"<default {i}>"] = value
+        for name, value in function.__dict__.items():
+            found[f".{name}"] = value
+        return found
+
+    def write(self, new: dict[str, Any]) -> None:
+        function = self.target
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+        for name, value in new.items():
+            if name in cells:
+                cells[name].cell_contents = value
+            elif name.startswith("."):
+                setattr(function, name[1:], value)
+
+    def about(self) -> str:
+        return f"{self.target.__module__}:{self.target.__qualname__}"
+
+
+class FrameNames(Names):
+    """Locals of a running function, or of a suspended generator, and the iterators of its loops.
+    The node outlives the frame: the next call of the function is compared with this one."""
+
+    kind = "frame"
+    moves = True
+
+    def __init__(self, graph: Graph, target: Any, label: str, depth: int) -> None:
+        super().__init__(graph, target, label, depth)
+        self._at = -1
+
+    def frame(self) -> FrameType | None:
+        target = self.target
+        if isinstance(target, types.GeneratorType):
+            return target.gi_frame
+        return target  # type: ignore[no-any-return]
+
+    def read(self) -> dict[str, Any]:
+        frame = self.frame()
+        if frame is None or not frames.is_function(frame.f_code):
+            return {}
+        return frames.read(frame)
+
+    def write(self, new: dict[str, Any]) -> None:
+        frame = self.frame()
+        if frame is not None and new:
+            frames.write(frame, new)
+
+    def remove(self, name: str) -> None:
+        """A function's local cannot be unbound from outside; the retry binds it again."""
+
+    def about(self) -> str:
+        frame = self.frame()
+        if frame is None:
+            return "ended"
+        at = f"@{frame.f_lasti}" if isinstance(self.target, types.GeneratorType) else ""
+        return f"{frame.f_globals.get('__name__')}:{frame.f_code.co_qualname}{at}"
+
+    def scan(self, graph: Graph) -> None:
+        frame = self.frame()
+        if self.still and graph.journal is not None:
+            return
+        if self.depth == 0 and graph.journal is not None:
+            # A step that runs inside reaches the locals of its callers through cells only.
+            if frame is not None and _cells(frame):
+                self._scan_cells(graph, frame)
+            return
+        super().scan(graph)
+        if frame is None or graph.journal is not None:
+            return
+        self._at = frame.f_lasti
+        for i, (iterator, line) in enumerate(self._loops(frame)):
+            key = ("for", i)
+            child = self.children.get(key)
+            if child is None or child.target is not iterator:
+                graph.release(self, key)
+                if iterators.is_iterator(iterator):
+                    graph.adopt(iterator, self, key, f"{self.label} line {line}")
+
+    def refuse_moved(self) -> None:
+        """Before a retry: a generator that stands at another `yield` cannot go back."""
+        frame = self.frame()
+        if frame is None or frame.f_lasti != self._at:
+            raise UsageError(
+                f"the generator {self.label} was advanced to another yield inside a step that must "
+                "be repeated",
+                hint="draw from it before the step and pass the value, or use ks.batches",
+            )
+
+    def _scan_cells(self, graph: Graph, frame: FrameType) -> None:
+        names, last = frames.read(frame), self.last
+        for name in _cells(frame):
+            value = names.get(name, MISSING)
+            if value is not MISSING and value is not last.get(name, MISSING):
+                self._rebound(graph, name, last.get(name, MISSING), value)
+
+    def _loops(self, frame: FrameType) -> list[tuple[Any, int]]:
+        loops = stack.loop_iterators(frame)
+        inner = getattr(self.target, "gi_yieldfrom", None)
+        return loops if inner is None else [*loops, (inner, frame.f_lineno)]
+
+    @property
+    def carried(self) -> bool:
+        return self.depth > 0 or super().carried
+
+    def wake(self, graph: Graph) -> None:
+        """It is scanned with the others."""
+
+    def varies(self, key: Any) -> bool:
+        return isinstance(key, tuple) or super().varies(key)
+
+    def rest(self, graph: Graph) -> None:
+        super().rest(graph)
+        for key in [key for key in self.children if isinstance(key, tuple)]:
+            graph.release(self, key)
+        if self.depth == 0:
+            self.target = None
+
+    def leave(self, graph: Graph) -> None:
+        """The function has returned."""
+        for key in list(self.children):
+            graph.release(self, key)
+        self.last = {n: v for n, v in self.last.items() if v.__class__ in values.SCALARS}
+
+
+class Holder(Names):
+    """An object that is entered but carries nothing itself: a loader, a partial, a method."""
+
+    kind = "holder"
+
+    def read(self) -> dict[str, Any]:
+        return {label: value for label, _, _, value in graph.members(self.target)}
+
+    def scan(self, graph: Graph) -> None:
+        if self.begun:
+            return
+        self.begun = True
+        for name, value in self.read().items():
+            if name not in self.children:
+                graph.adopt(value, self, name)
+
+
+class Nothing(Holder):
+    """Looked at once and found to hold nothing that can change."""
+
+    def read(self) -> dict[str, Any]:
+        return {}

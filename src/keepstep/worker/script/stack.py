@@ -1,0 +1,169 @@
+"""The iterators that running `for` loops hold: they lie on a frame's value stack, under no name.
+
+CPython shows them to nobody, so they are read from memory: an interpreter frame has its locals in
+an array, and the value stack right behind them. How deep a loop's iterator lies is a property of
+the bytecode: the compiler knows the stack's depth at every instruction, and `dis.stack_effect`
+lets us find it again. A slot is read only if the depth at the current instruction says that it is
+in use; what lies above is stale.
+
+Where the array begins is found by looking for a known object, and the whole is tried at import on
+nested loops (`available`). Without it, only iterators that have a name are seen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dis
+import sys
+from types import CodeType, FrameType
+from typing import Any, Final, NamedTuple
+
+_WORD: Final = ctypes.sizeof(ctypes.c_void_p)
+_F_FRAME: Final = object.__basicsize__ + _WORD  # PyFrameObject: head, f_back, f_frame
+_KNOWN_VERSIONS: Final = ((3, 11), (3, 12), (3, 13))
+_UNKNOWN_DEPTH: Final = -1
+
+
+class LoopSlot(NamedTuple):
+    position: int  # on the value stack
+    line: int
+    word: int  # in the array of locals and stack
+
+
+def loop_iterators(frame: FrameType) -> list[tuple[Any, int]]:
+    """Of the `for` loops around the current instruction, outermost first, each with its line."""
+    if not available:
+        return []
+    slots = _slots(frame.f_code, frame.f_lasti)
+    return [(_at(frame, slot.word), slot.line) for slot in slots] if slots else []
+
+
+# ------------------------------------------------------------------------------------- bytecode
+
+_slots_of: dict[tuple[CodeType, int], tuple[LoopSlot, ...]] = {}
+
+
+def _slots(code: CodeType, lasti: int) -> tuple[LoopSlot, ...]:
+    known = _slots_of.get((code, lasti))
+    if known is None:
+        known = _slots_of[code, lasti] = _find_slots(code, lasti)
+    return known
+
+
+def _find_slots(code: CodeType, lasti: int) -> tuple[LoopSlot, ...]:
+    instructions = list(dis.get_instructions(code))
+    if not any(x.opname == "FOR_ITER" for x in instructions):
+        return ()
+    depths = _depths(code, instructions)
+    cells = sum(name not in code.co_varnames for name in code.co_cellvars)
+    base = code.co_nlocals + cells + len(code.co_freevars)
+    here = max((i for i, x in enumerate(instructions) if x.offset <= lasti), default=0)
+    current = instructions[here]
+    before = depths.get(current.offset, _UNKNOWN_DEPTH)
+    after = before + _effect(current, jump=False)
+    in_use = min(before, after - 1)  # a call's own arguments may be gone already
+    found, line = [], code.co_firstlineno
+    for instruction in instructions:
+        if instruction.starts_line:
+            line = instruction.positions.lineno or line if instruction.positions else line
+        if instruction.opname != "FOR_ITER" or not instruction.offset < lasti < instruction.argval:
+            continue
+        position = depths.get(instruction.offset, 0) - 1
+        if 0 <= position < in_use:
+            found.append(LoopSlot(position, line, base + position))
+    return tuple(sorted(found))
+
+
+def _depths(code: CodeType, instructions: list[dis.Instruction]) -> dict[int, int]:
+    """The stack's depth before each instruction that normal flow or a handler reaches."""
+    index = {x.offset: i for i, x in enumerate(instructions)}
+    handlers = list(dis._parse_exception_table(code))  # type: ignore[attr-defined]
+    depths: dict[int, int] = {}
+    todo = [(0, 0)]
+    todo += [(h.target, h.depth + 1 + bool(h.lasti)) for h in handlers]
+    while todo:
+        offset, depth = todo.pop()
+        if offset in depths or offset not in index:
+            continue
+        depths[offset] = depth
+        x = instructions[index[offset]]
+        if x.opcode in dis.hasjrel or x.opcode in dis.hasjabs:
+            todo.append((x.argval, depth + _effect(x, jump=True)))
+        ends = x.opname in _ENDS or x.opname.startswith("JUMP_")
+        if not ends and index[offset] + 1 < len(instructions):
+            following = instructions[index[offset] + 1].offset
+            todo.append((following, depth + _effect(x, jump=False)))
+    return depths
+
+
+def _effect(x: dis.Instruction, *, jump: bool) -> int:
+    if x.opname == "RETURN_GENERATOR":
+        return 1  # what it leaves is seen by the generator only, and 3.11 says 0
+    return dis.stack_effect(x.opcode, x.arg, jump=jump)
+
+
+_ENDS: Final = {"RETURN_VALUE", "RETURN_CONST", "RERAISE", "RAISE_VARARGS"}
+
+
+# --------------------------------------------------------------------------------------- memory
+
+
+def _word(address: int) -> int:
+    return ctypes.c_size_t.from_address(address).value
+
+
+def _at(frame: FrameType, word: int) -> Any:
+    address = _word(id(frame) + _F_FRAME) + _locals_at + word * _WORD
+    return ctypes.py_object.from_address(address).value
+
+
+def _find_locals() -> int:
+    """How far behind the head of an interpreter frame its locals begin."""
+    marker, second = object(), object()
+    frame = sys._getframe()
+    start = _word(id(frame) + _F_FRAME)
+    words = [_word(start + i * _WORD) for i in range(14)]
+    if id(frame.f_code) not in words or id(frame.f_globals) not in words:
+        return 0  # another layout
+    for i in range(len(words) - 1):
+        if words[i] == id(marker) and words[i + 1] == id(second):
+            return i * _WORD
+    return 0
+
+
+def _self_test() -> bool:
+    def nested(outer: Any, inner: Any, cell: Any) -> list[Any]:
+        for _ in outer:
+            with memoryview(b""):
+                for _ in inner:
+                    return [cell, *(it for it, _ in loop_iterators(sys._getframe()))]
+        return [lambda: cell]
+
+    def suspended(items: Any) -> Any:
+        for item in items:  # noqa: UP028  # the loop is what is looked for
+            yield item
+
+    a, b = iter([1, 2]), iter((3, 4))
+    third = iter([5, 6])
+    generator = suspended(third)
+    next(generator)
+    seen = nested(a, b, None)
+    within = loop_iterators(generator.gi_frame)
+    return len(seen) == 3 and seen[1] is a and seen[2] is b and [it for it, _ in within] == [third]
+
+
+def _probe() -> bool:
+    global available, _locals_at
+    if sys.implementation.name != "cpython" or sys.version_info[:2] not in _KNOWN_VERSIONS:
+        return False
+    _locals_at = _find_locals()
+    available = _locals_at > 0
+    try:
+        return available and _self_test()
+    except Exception:
+        return False
+
+
+_locals_at = 0
+available = False
+available = _probe()

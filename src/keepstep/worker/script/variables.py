@@ -1,0 +1,391 @@
+"""The script's own variables: exact on a newcomer, and put back before a retry.
+
+Theory of operation
+-------------------
+    begin     at the entry of a step or section: the frames are looked at, and from here on the
+              first old value of everything that changes is kept
+    undo      the call is retried: everything is put back, containers in place
+    capture   at the fence: what the script's variables hold, as bytes for the side state
+    late      at the call's end: the same again if the rest of the call has changed something
+    end       the call is over; nothing of the script's is held any longer
+    restore   on a newcomer, when its own walk returns from the same call: it stands in the same
+              frames, and its variables are set
+
+Only what has changed since it was first seen travels, and what came into being after the first
+transaction. A rank's device, its host's name and its paths never change and stay the slot's own;
+a late value that differs only by what belongs to the slot is left alone (values.belongs_to_slot).
+
+The tree lists nodes, parents first: [number, kind, parent, key, bound, about, payload]. `bound`
+says that the parent's binding itself is carried: then a container is made anew, so that a name
+which the dead rank had bound to a new list does not change the old one. Otherwise the newcomer's
+own object under the same path is changed in place, and whoever else refers to it sees that.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from keepstep.errors import UsageError
+from keepstep.worker.script import contents, frames, graph, values, witness
+from keepstep.worker.script.contents import Blob, Items, Position
+from keepstep.worker.script.discovery import Graph
+from keepstep.worker.script.namespaces import (
+    DictNames,
+    FrameNames,
+    FunctionNames,
+    ModuleGlobals,
+    Names,
+    SlotNames,
+)
+from keepstep.worker.script.nodes import Node, suffix
+
+FORMAT: Final = 1
+SWEEP_EVERY: Final = 256
+_EMPTY: Final = b""
+
+
+class Variables:
+    """`known(thing)`: it belongs to the attached state (models, optimizers, their tensors,
+    registered objects) and is carried by others."""
+
+    def __init__(self, known: Callable[[Any], bool] = lambda _: False) -> None:
+        frames.refuse_unless_available()
+        self._graph = Graph(known)
+        self._live: list[FrameNames] = []
+        self._modules = 0
+        self._calls = 0
+        self._captured = _EMPTY
+        self._changes = -1
+        self._witness = witness.Witness()
+        self._watched: list[Any] = []
+        self._warned: set[str] = set()
+
+    # ------------------------------------------------------------------ the transaction
+
+    def watch(self, function: Any) -> None:
+        """A step or section function, when it is decorated: its closure is the script's too."""
+        self._watched.append(function)
+
+    def begin(
+        self, stack: list[FrameType], function: Any = None, arguments: tuple[Any, ...] = ()
+    ) -> None:
+        graph_ = self._graph
+        graph_.journal = None
+        graph_.excluded = _inside(arguments)
+        self._enter(stack)
+        for node in tuple(graph_.fleeting):
+            node.wake(graph_)
+        graph_.scan()
+        graph_.settled = True
+        graph_.journal = {}
+        self._calls += 1
+        if self._calls % SWEEP_EVERY == 0:
+            graph_.sweep()
+        self._witness.begins(function)
+
+    def _enter(self, stack: list[FrameType]) -> None:
+        graph_ = self._graph
+        while self._watched:
+            function = self._watched.pop()
+            function = getattr(function, "__func__", function)
+            if hasattr(function, "__code__"):
+                name = f"function {function.__module__}:{function.__qualname__}"
+                graph_.root(name, FunctionNames, function).scan(graph_)
+        live: list[FrameNames] = []
+        for depth, frame in enumerate(stack):
+            if not frames.is_function(frame.f_code):
+                module = str(frame.f_globals.get("__name__"))
+                values.script_globals[module] = frame.f_globals
+                graph_.root(f"module {module}", ModuleGlobals, frame.f_globals)
+            root = graph_.root(frames.key(frame, depth), FrameNames, None)
+            assert isinstance(root, FrameNames)
+            root.target = frame
+            live.append(root)
+        for root in self._live:
+            if root not in live:
+                root.leave(graph_)
+        self._live = live
+        if self._modules != len(sys.modules):
+            self._modules = len(sys.modules)
+            for name, namespace in graph.user_modules().items():
+                if id(namespace) not in graph_.nodes:  # the script itself goes by two names
+                    graph_.root(f"module {name}", ModuleGlobals, namespace)
+
+    def capture(self) -> bytes:
+        """What a newcomer needs after this call. Empty: nothing has changed since the start."""
+        self._graph.scan()
+        self._captured = self._encoded()
+        self._changes = self._graph.changes
+        return self._captured
+
+    def late(self) -> bytes | None:
+        """The same as of the call's end; None: as captured."""
+        self._graph.scan()
+        if self._graph.changes == self._changes:
+            return None
+        now = self._encoded()
+        return now if now != self._captured else None
+
+    def end(self) -> None:
+        graph_ = self._graph
+        graph_.journal = None
+        for node in tuple(graph_.fleeting):
+            node.rest(graph_)
+        for root in self._live:
+            root.rest(graph_)
+
+    def undo(self) -> None:
+        """Everything as it was at begin; begin comes next."""
+        graph_ = self._graph
+        graph_.scan()
+        journal, graph_.journal = graph_.journal or {}, None
+        for node in graph_.nodes.values():
+            if isinstance(node, FrameNames) and node.depth and not node.still:
+                node.refuse_moved()
+        for node, old in journal.items():
+            if node.target is not None:
+                node.put_back(old)
+        graph_.scan()
+
+    # ------------------------------------------------------------------ what is not carried
+
+    def warnings(self) -> list[str]:
+        """Variables that are too large to be carried, each once."""
+        new = [name for name in self._graph.omitted if name not in self._warned]
+        self._warned.update(new)
+        return [
+            f"{name} has more than {values.ITEMS_MAX} items or {values.BYTES_MAX >> 10} KiB: a "
+            "moved rank does not get it (hint: ks.register(name, save, load), or keep less)"
+            for name in new
+        ]
+
+    def unknown(self) -> list[str]:
+        """What step functions read, that changes from step to step, and that is not carried."""
+        return self._witness.unknown(self._graph)
+
+    # ------------------------------------------------------------------ encoding
+
+    def _encoded(self) -> bytes:
+        graph_ = self._graph
+        out: list[Any] = []
+        placed: dict[int, bool] = {}
+        todo, looked_at = deque(graph_.carry), set()
+        while todo:
+            node = todo.popleft()
+            if node.number not in looked_at:
+                looked_at.add(node.number)
+                if self._place(node, out, placed):
+                    todo.extend(node.refers)
+        if not any(entry[6] is not None for entry in out):
+            return _EMPTY
+        omitted = list(graph_.omitted)
+        return values.encode([FORMAT, values.slot_now, omitted, out])
+
+    def _place(self, node: Node, out: list[Any], placed: dict[int, bool]) -> bool:
+        """Append it behind its parent; False: no root leads here."""
+        if node.number in placed:
+            return placed[node.number]
+        placed[node.number] = False  # a way that comes back here is none
+        where = self._way(node, out, placed)
+        if where is None:
+            del placed[node.number]
+            return False
+        parent, key, bound = where
+        placed[node.number] = True
+        entry = [node.number, node.kind, parent, key, bound, node.about(), None]
+        out.append(entry)
+        if node.carried:
+            entry[6] = self._raw(node)
+        return True
+
+    def _way(self, node: Node, out: list[Any], placed: dict[int, bool]) -> Any:
+        if node.depth == 0:
+            if isinstance(node, FrameNames) and node.target is None:
+                return None
+            return 0, node.label, False
+        ways = list(node.parents.items())
+        if len(ways) > 1:
+            ways.sort(key=lambda way: way[1].varies(way[0][1]))
+        for (_, key), parent in ways:
+            if self._place(parent, out, placed):
+                return parent.number, _plain(key), parent.varies(key)
+        return None
+
+    def _raw(self, node: Node) -> Any:
+        if node.raw is None:
+            node.refers = []
+            try:
+                raw = values.encode(node.payload(self._graph))
+            except (OverflowError, UnicodeEncodeError):  # scalars that msgpack does not know
+                assert isinstance(node, Items)
+                node.flat = False
+                raw = values.encode(node.payload(self._graph))
+            if len(raw) > values.BYTES_MAX:
+                self._graph.omit(node.label)
+                raw = values.encode(None)
+            node.raw = msgspec.Raw(raw)
+        return node.raw
+
+    # ------------------------------------------------------------------ the newcomer
+
+    def restore(self, tree: bytes, stack: list[FrameType]) -> None:
+        """Set this process's variables as the tree says. It stands in the same call as the rank
+        that captured it, in the frames `stack`."""
+        if not tree:
+            return
+        self.begin(stack)
+        self._graph.journal = None
+        form, slot, omitted, entries = values.decode(tree)
+        if form != FORMAT:
+            raise UsageError("variables come in another format", hint="use one Keepstep")
+        for name in omitted:
+            self._graph.omit(name)
+        landing = _Landing(self._graph, slot)
+        landing.find(entries)
+        landing.fill(entries)
+        self._graph.scan()
+        landing.mark(entries)
+        self.end()
+
+
+class _Landing:
+    """Which object here stands for which node there."""
+
+    def __init__(self, graph_: Graph, slot: list[str]) -> None:
+        self._graph = graph_
+        self._objects: dict[int, Any] = {}
+        self._nodes: dict[int, Node] = {}
+        self._taken: set[int] = set()
+        self._labels: dict[int, str] = {}
+        self.slot = slot
+
+    def __call__(self, number: int) -> Any:
+        if number not in self._objects:
+            raise UsageError(
+                f"{self._labels.get(number, 'a variable')} of the rank that is replaced refers to "
+                "something that is not here",
+                hint="register what the step needs: ks.register(name, save, load)",
+            )
+        return self._objects[number]
+
+    def find(self, entries: list[Any]) -> None:
+        # Where a stable name leads is certain; what is bound anew takes what is left.
+        for certain in (True, False):
+            for number, kind, parent, key, bound, about, payload in entries:
+                if number in self._objects or (certain and bound):
+                    continue
+                self._labels[number] = f"{self._labels.get(parent, '')}{suffix(key)}"
+                own = self._own(kind, parent, key, about)
+                if own is not None and not (bound and kind in ("items", "blob")):
+                    self._nodes[number] = own
+                    self._objects[number] = own.target
+                    self._taken.add(own.number)
+                elif payload is None or (certain and self._comes_later(parent)):
+                    continue
+                elif kind in _MADE and (bound or self._comes_later(parent)):
+                    self._objects[number] = _made(kind, about, payload)
+                else:
+                    raise UsageError(
+                        f"{self._labels[number]} of the rank that is replaced ({about or kind}) "
+                        "is not here, so it cannot be set",
+                        hint="build the same objects and loops on every start of the script",
+                    )
+
+    def _comes_later(self, parent: int) -> bool:
+        """Its parent is bound anew: it is not found yet, or is made."""
+        return parent != 0 and parent not in self._nodes
+
+    def _own(self, kind: str, parent: int, key: Any, about: str) -> Node | None:
+        if parent == 0:
+            own: Node | None = self._graph.roots.get(key)
+            if isinstance(own, FrameNames) and own.target is None:
+                own = None
+        else:
+            above = self._nodes.get(parent)
+            own = above.children.get(_key(key)) if above is not None else None
+        if own is None or own.kind != kind or own.number in self._taken:
+            return None
+        return own if own.about() == about or (kind == "blob" and own.kind == kind) else None
+
+    def fill(self, entries: list[Any]) -> None:
+        graph_ = self._graph
+        for number, kind, _, _, _, _, payload in entries:
+            if payload is None:
+                continue
+            node = self._nodes.get(number)
+            if node is None:
+                target = self._objects[number]
+                if kind == "blob":
+                    continue  # made with its contents
+                node = _MAKE[kind](graph_, target, self._labels[number], 1)
+            node.apply(payload, self)
+
+    def mark(self, entries: list[Any]) -> None:
+        """What is carried there is carried here from now on."""
+        for number, _, _, _, _, _, payload in entries:
+            node = self._graph.nodes.get(id(self._objects.get(number)))
+            if node is None or payload is None:
+                continue
+            if isinstance(node, Names):
+                node.changing_names.update(payload[0])
+                node.late_names.update(payload[1])
+            else:
+                node.changing = True
+            self._graph.touch(node)
+
+
+_MAKE: Final[dict[str, Callable[..., Node]]] = {
+    "items": Items,
+    "blob": Blob,
+    "names": DictNames,
+    "slots": SlotNames,
+    "iterator": Position,
+}
+_MADE: Final = frozenset({"items", "blob", "names", "slots"})
+_CONTAINERS: Final[dict[str, Callable[[], Any]]] = {
+    "builtins:list": list,
+    "builtins:dict": dict,
+    "builtins:set": set,
+    "collections:deque": deque,
+    "collections:Counter": Counter,
+    "collections:OrderedDict": OrderedDict,
+    "collections:defaultdict": defaultdict,
+}
+
+
+def _made(kind: str, about: str, payload: Any) -> Any:
+    if kind == "blob":
+        return contents.made(payload)
+    if about in _CONTAINERS:
+        return _CONTAINERS[about]()
+    found = values.class_named(about)
+    return found.__new__(found) if kind == "items" else object.__new__(found)
+
+
+def _plain(key: Any) -> Any:
+    return list(map(_plain, key)) if isinstance(key, tuple) else key
+
+
+def _key(key: Any) -> Any:
+    return tuple(map(_key, key)) if isinstance(key, list) else key
+
+
+def _inside(arguments: tuple[Any, ...]) -> frozenset[int]:
+    """A batch and what is in it: the walk has them from ks.batches."""
+    found: list[int] = []
+    todo: list[Any] = list(arguments)
+    while todo and len(found) < 256:
+        item = todo.pop()
+        if isinstance(item, torch.Tensor):
+            found.append(id(item))
+        elif isinstance(item, dict | list | tuple):
+            found.append(id(item))
+            todo.extend(item.values() if isinstance(item, dict) else item)
+    return frozenset(found)

@@ -1,0 +1,583 @@
+"""The script's variables in real frames: carried to a newcomer, put back before a retry.
+
+Every script here runs once undisturbed. Then, for each of its steps, a newcomer runs it from the
+top; its first step returns at once with the variables of that step set, as the end of a walk does.
+From there on it must log exactly what the undisturbed run logged.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import gc
+import itertools
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from keepstep.errors import UsageError
+from keepstep.worker.script import frames, values
+from keepstep.worker.script.variables import Variables
+
+
+class Rank:
+    """Stands in for the session: makes the calls that a transaction makes."""
+
+    def __init__(self, root: types.CodeType, tree: bytes | None = None) -> None:
+        self.variables = Variables(lambda thing: isinstance(thing, Rank | Variables))
+        self.root = root
+        self.tree = tree
+        self.trees: list[bytes] = []
+        self.lates: list[bytes | None] = []
+        self.log: list[Any] = []
+        self.retries = 0
+        self.calm = False
+
+    def frames(self, inner: int = 2) -> list[types.FrameType]:
+        """Without those of this class."""
+        return frames.script_frames(self.root)[:-inner]
+
+    def step(self, function: Callable[..., Any], *args: Any) -> Any:
+        if self.tree is not None:
+            tree, self.tree = self.tree, None
+            self.variables.restore(tree, self.frames())
+            return None
+        while True:
+            self.variables.begin(self.frames(), function, args)
+            result = function(*args)
+            if not self.retries or self.calm:
+                break
+            self.retries -= 1
+            self.variables.undo()
+        self.trees.append(self.variables.capture())
+        self.lates.append(self.variables.late())
+        self.variables.end()
+        return result
+
+
+def run(script: Callable[[Rank], None], tree: bytes | None = None) -> Rank:
+    rank = Rank(script.__code__, tree)
+    script(rank)
+    return rank
+
+
+def check(script: Callable[[Rank], None]) -> Rank:
+    """Every newcomer logs the rest of what the undisturbed run logs."""
+    undisturbed = run(script)
+    assert len(undisturbed.trees) == len(undisturbed.log) >= 3
+    for number, tree in enumerate(undisturbed.trees):
+        newcomer = run(script, tree)
+        assert newcomer.log == undisturbed.log[number:], f"step {number}"
+    return undisturbed
+
+
+def nothing() -> None:
+    pass
+
+
+# ------------------------------------------------------------------------------------- newcomer
+
+
+def test_counters_and_histories_in_nested_functions() -> None:
+    def train_epoch(ks: Rank, epoch: int, history: list[float]) -> float:
+        total = 0.0
+        for i in range(3):
+            ks.step(nothing)
+            total += (i + 1) * (epoch + 1)
+            history.append(total)
+            ks.log.append((epoch, i, total, list(history)))
+        return total
+
+    def script(ks: Rank) -> None:
+        history: list[float] = []
+        for epoch in range(3):
+            train_epoch(ks, epoch, history)
+
+    check(script)
+
+
+def test_enumerate_zip_and_generators_around_the_batches() -> None:
+    def progress(items: Any) -> Iterator[Any]:
+        shown = 0
+        for item in items:
+            yield item
+            shown = shown + 1
+            assert shown
+
+    def script(ks: Rank) -> None:
+        for i, (batch, name) in enumerate(progress(zip(range(10, 15), "abcde", strict=True)), 1):
+            ks.step(nothing)
+            ks.log.append((i, batch, name))
+
+    check(script)
+
+
+def test_while_loops_and_a_manual_counter() -> None:
+    def script(ks: Rank) -> None:
+        it, accumulated, numbers = 0, [0], itertools.count(100)
+        while it < 6:
+            if it % 2 == 0:
+                accumulated = []
+            ks.step(nothing)
+            accumulated.append(next(numbers))
+            it += 1
+            ks.log.append((it, list(accumulated)))
+
+    check(script)
+
+
+def test_a_step_with_nonlocal_and_a_function_attribute() -> None:
+    def script(ks: Rank) -> None:
+        calls = 0
+
+        def train_step() -> int:
+            nonlocal calls
+            calls += 1
+            train_step.seen += 2  # type: ignore[attr-defined]
+            return calls
+
+        train_step.seen = 0  # type: ignore[attr-defined]
+        for _ in range(4):
+            ks.step(train_step)
+            ks.log.append((calls, train_step.seen))  # type: ignore[attr-defined]
+
+    check(script)
+
+
+counter = 0
+best: dict[str, float] = {}
+
+
+def test_globals_of_a_module() -> None:
+    def script(ks: Rank) -> None:
+        global counter
+        counter = 0
+        best.clear()
+
+        def train_step() -> None:
+            global counter
+            counter += 1
+
+        for i in range(4):
+            ks.step(train_step)
+            best["loss"] = 1.0 / (i + 1)
+            ks.log.append((counter, dict(best)))
+
+    check(script)
+
+
+class Meter:
+    total = 0
+    made: list[str] = []
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.sum = 0.0
+        self.window: collections.deque[float] = collections.deque(maxlen=2)
+
+    def update(self, value: float) -> None:
+        Meter.total += 1
+        self.sum += value
+        self.window.append(value)
+
+
+@dataclasses.dataclass(slots=True)
+class State:
+    step: int = 0
+    best: float | None = None
+
+
+def test_attributes_of_objects_and_classes() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.global_step = 0
+            self.meters = {"loss": Meter("loss")}
+            self.state = State()
+
+        def fit(self, ks: Rank) -> None:
+            for value in [0.5, 0.25, 4.0, 1.0]:
+                ks.step(self.train_step, value)
+                self.state.step += 1
+                self.state.best = min(value, self.state.best or 9.0)
+                meter = self.meters["loss"]
+                meter.update(value)
+                seen = (meter.sum, list(meter.window), Meter.total)
+                ks.log.append((self.global_step, self.state.step, self.state.best, *seen))
+
+        def train_step(self, value: float) -> None:
+            self.global_step += 1
+
+    def script(ks: Rank) -> None:
+        Meter.total = 0
+        Trainer().fit(ks)
+
+    check(script)
+
+
+def test_one_list_under_two_names_stays_one() -> None:
+    def script(ks: Rank) -> None:
+        losses: list[int] = []
+        meter = types.SimpleNamespace(history=losses)
+        kept: dict[str, list[int]] = {}
+        for i in range(4):
+            ks.step(nothing)
+            losses.append(i)
+            if i == 1:
+                kept["old"], losses = losses, []
+            seen = losses is meter.history, kept.get("old") is meter.history
+            ks.log.append((i, list(losses), list(meter.history), seen))
+
+    check(script)
+
+
+def test_a_list_that_was_replaced_does_not_change_the_old_one() -> None:
+    def script(ks: Rank) -> None:
+        current: list[int] = [0]
+        first = current
+        for i in range(4):
+            ks.step(nothing)
+            current = [*current, i]
+            ks.log.append((list(first), list(current)))
+
+    check(script)
+
+
+def test_locals_that_only_the_dead_rank_had() -> None:
+    def script(ks: Rank) -> None:
+        for i in range(5):
+            if i == 1:
+                stale = {"seen": [i], "meter": Meter("late")}
+            ks.step(nothing)
+            if i >= 1:
+                stale["seen"].append(i)
+                stale["meter"].update(float(i))
+                ks.log.append((i, list(stale["seen"]), stale["meter"].sum))
+            else:
+                ks.log.append((i,))
+
+    check(script)
+
+
+class Phase(enum.Enum):
+    WARM = 1
+    FULL = 2
+
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+def test_every_kind_of_plain_data() -> None:
+    def script(ks: Rank) -> None:
+        things: dict[str, Any] = {}
+        phase, pair = Phase.WARM, Pair(0, [])
+        for i in range(3):
+            ks.step(nothing)
+            phase = Phase.FULL if i else Phase.WARM
+            pair = Pair(i, [*pair.right, i])
+            things.update(
+                none=None,
+                big=1 << (70 + i),
+                negative_zero=-0.0 * (i + 1),
+                complex=complex(i, 1),
+                text="é" * i,
+                raw=b"\xff" * i,
+                nested={(i, "x"): {i}, "deep": [[i], (i, [i])]},
+                counter=collections.Counter("ab" * i),
+                grouped=collections.defaultdict(list, {i: [i]}),
+                ordered=collections.OrderedDict(a=i),
+                frozen=frozenset({i}),
+                scalar=numpy.float32(i) / 3,
+                buffer=bytearray([i]),
+            )
+            ks.log.append((i, phase, pair, repr(things)))
+
+    check(script)
+
+
+def test_small_tensors_and_arrays() -> None:
+    def script(ks: Rank) -> None:
+        running, table = torch.zeros(3), numpy.zeros(2)
+        view = running  # another name for the same tensor
+        for i in range(4):
+            ks.step(nothing)
+            running.mul_(0.9).add_(i)
+            table[i % 2] += i
+            mean = running.mean()
+            ks.log.append((running.tolist(), table.tolist(), mean.item(), view is running))
+
+    check(script)
+
+
+def test_plain_attributes_of_a_network() -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.0))
+            self.calls = 0
+
+    def script(ks: Rank) -> None:
+        net = Net()
+
+        def train_step() -> None:
+            net.calls += 1
+            net.inner[1].p = net.calls / 10
+
+        for _ in range(3):
+            ks.step(train_step)
+            ks.log.append((net.calls, net.inner[1].p))
+
+    rank = check(script)
+    assert all(b"weight" not in tree for tree in rank.trees)
+
+
+def test_what_belongs_to_the_slot_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = {"local_rank": 0, "host": "alpha"}
+
+    def inner(ks: Rank, i: int) -> None:
+        late_rank = where["local_rank"]
+        name = f"cuda:{late_rank} on {where['host']}"
+        offset = i + 1
+        ks.step(nothing)
+        ks.log.append((late_rank, name, offset))
+
+    def script(ks: Rank) -> None:
+        local_rank = where["local_rank"]
+        ks.step(nothing)
+        ks.log.append(local_rank)
+        for i in range(3):
+            inner(ks, i)
+
+    monkeypatch.setattr(values, "slot_now", ["0", "alpha", "1"])
+    dead = run(script)
+    where.update(local_rank=3, host="beta")
+    monkeypatch.setattr(values, "slot_now", ["3", "beta", "2"])
+    newcomer = run(script, dead.trees[0])
+    assert newcomer.log[0] == 3
+    assert newcomer.log[1][0] == 3
+
+
+def test_a_newcomer_can_be_replaced_in_turn() -> None:
+    def script(ks: Rank) -> None:
+        total, best_at, seen = 0, None, []
+        for i in range(6):
+            ks.step(nothing)
+            total += i
+            if i == 1:
+                best_at = i
+            seen.append(i)
+            ks.log.append((total, best_at, list(seen)))
+
+    undisturbed = run(script)
+    first = run(script, undisturbed.trees[2])
+    second = run(script, first.trees[1])
+    assert second.log == undisturbed.log[4:]
+
+
+def test_other_control_flow_is_refused_by_name() -> None:
+    shape = {"generator": True}
+
+    def numbers() -> Iterator[int]:
+        yield from range(5)
+
+    def script(ks: Rank) -> None:
+        for i in numbers() if shape["generator"] else iter([1, 2, 3]):
+            ks.step(nothing)
+            ks.log.append(i)
+
+    dead = run(script)
+    shape["generator"] = False
+    with pytest.raises(UsageError, match="script"):
+        run(script, dead.trees[1])
+
+
+# ---------------------------------------------------------------------------------------- retry
+
+
+def test_a_retry_finds_everything_as_it_was() -> None:
+    def script(ks: Rank) -> None:
+        count, losses = 0, [1.0]
+        alias, meter, table = losses, Meter("m"), {"a": [1]}
+        tensor, numbers = torch.zeros(2), itertools.count()
+
+        def train_step() -> None:
+            nonlocal count, losses
+            count += 1
+            losses.append(float(count))
+            losses = list(losses)
+            meter.update(1.0)
+            meter.extra = count  # type: ignore[attr-defined]
+            table["a"].append(count)
+            table[f"new {count}"] = []
+            tensor.add_(1)
+            next(numbers)
+
+        for i in range(3):
+            ks.retries = i
+            ks.step(train_step)
+            seen = (list(losses), list(alias), meter.sum, list(meter.window), repr(table))
+            ks.log.append((count, *seen, tensor.tolist(), repr(numbers)))
+
+    disturbed = run(script)
+    calm = Rank(script.__code__)
+    calm.calm = True
+    script(calm)
+    assert disturbed.log == calm.log
+
+
+def test_a_generator_that_the_step_pulls_is_put_back() -> None:
+    def numbers(items: list[int]) -> Iterator[int]:
+        drawn = 0
+        for item in items:
+            drawn = drawn + 1
+            yield item * drawn
+
+    def script(ks: Rank) -> None:
+        source = numbers([3, 4, 5, 6])
+
+        def train_step() -> int:
+            return next(source)
+
+        for i in range(3):
+            ks.retries = 1 if i else 0  # before the first pull there is no yield to go back to
+            ks.log.append(ks.step(train_step))
+
+    assert run(script).log == [3, 8, 15]
+
+
+def test_a_generator_that_cannot_go_back_is_refused() -> None:
+    def phases() -> Iterator[str]:
+        yield "warm"
+        yield "full"
+        yield "cool"
+
+    def script(ks: Rank) -> None:
+        phase = phases()
+        next(phase)
+        ks.retries = 1
+        ks.step(lambda: next(phase))
+
+    with pytest.raises(UsageError, match=r"generator .*phase") as refused:
+        run(script)
+    assert "hint:" in str(refused.value)
+
+
+def test_undo_after_an_exception() -> None:
+    def script(ks: Rank) -> None:
+        seen: list[int] = []
+        count = 0
+
+        def train_step() -> None:
+            nonlocal count
+            count += 1
+            seen.append(count)
+            raise ConnectionError
+
+        ks.variables.begin(ks.frames(1), train_step, ())
+        with pytest.raises(ConnectionError):
+            train_step()
+        ks.variables.undo()
+        ks.log.append((count, seen))
+
+    assert run(script).log == [(0, [])]
+
+
+def test_what_changes_behind_the_fence_is_told_late() -> None:
+    def script(ks: Rank) -> None:
+        state = State()
+
+        def train_step() -> None:
+            state.step += 1
+            if state.step == 2:
+                ks.trees.append(ks.variables.capture())
+                state.best = 0.5  # after the optimizer's update
+
+        for _ in range(2):
+            ks.variables.begin(frames.script_frames(ks.root), train_step, ())
+            train_step()
+            if state.step == 1:
+                ks.trees.append(ks.variables.capture())
+            ks.lates.append(ks.variables.late())
+            ks.variables.end()
+
+    rank = run(script)
+    assert rank.lates[0] is None
+    assert rank.lates[1] is not None
+    assert rank.lates[1] != rank.trees[1]
+
+
+# --------------------------------------------------------------------------- bounds and lifetime
+
+
+def test_nothing_travels_before_anything_has_changed() -> None:
+    def script(ks: Rank) -> None:
+        width, names = 3, ["a"]
+        ks.step(nothing)
+        ks.log.append((width, names))
+
+    assert run(script).trees[0] == b""
+
+
+def test_a_large_list_is_named_once() -> None:
+    def script(ks: Rank) -> None:
+        replay = list(range(4095))
+        for i in range(4):
+            ks.step(nothing)
+            replay.append(i)
+            ks.log.extend(ks.variables.warnings())
+
+    log = run(script).log
+    assert len(log) == 1
+    assert "replay" in log[0]
+    assert "hint: ks.register" in log[0]
+
+
+def test_an_iterator_that_the_script_has_left_dies_at_once() -> None:
+    """A ks.batches loop is over when its iterator is gone."""
+
+    class Source:
+        def __iter__(self) -> Source:
+            return self
+
+        def __next__(self) -> int:
+            return 1
+
+    def script(ks: Rank) -> None:
+        for _ in range(3):
+            source = Source()
+            ref = weakref.ref(source)
+            for i, _ in enumerate(source):
+                del source
+                ks.step(nothing)
+                if i == 0:
+                    break
+            ks.log.append(ref())
+
+    gc.disable()
+    try:
+        assert run(script).log == [None, None, None]
+    finally:
+        gc.enable()
+
+
+def test_an_old_output_is_freed_between_steps() -> None:
+    class Output:
+        def __init__(self) -> None:
+            self.logits = torch.zeros(100_000)
+
+    def script(ks: Rank) -> None:
+        output: Any = None
+        for _ in range(4):
+            ks.step(nothing)
+            output = Output()
+            ref = weakref.ref(output)
+            ks.step(nothing)
+            output = None
+            ks.log.append(ref())
+
+    assert run(script).log[1:] == [None, None, None]
