@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 APT := DEBIAN_FRONTEND=noninteractive sh -c 'apt-get update -qq && apt-get install -y -qq "$$0"'
 
 .PHONY: setup setup-postgres setup-network setup-slurm setup-criu k8s-control-plane demo test test-all lint unit sim sim-soak \
-  chaos network net-soak schedulers transparent test-gpu bench docs clean
+  chaos zoo network net-soak schedulers transparent test-gpu bench docs clean
 
 setup: $(VENV)/.ready
 
@@ -56,7 +56,7 @@ setup-criu: setup
 demo: setup
 	$(BIN)/keepstep demo
 
-test: setup lint unit sim network schedulers transparent chaos
+test: setup lint unit sim network schedulers transparent chaos zoo
 
 lint: setup
 	$(BIN)/ruff check .
@@ -92,6 +92,10 @@ schedulers: setup setup-postgres setup-slurm
 chaos: setup setup-postgres
 	$(BIN)/pytest -q tests/chaos
 
+# Scripts as people write them, each killed several times; a sample (see tests/zoo/README.md).
+zoo: setup
+	$(BIN)/pytest -q tests/zoo
+
 # The network plugin between namespaces: 60 faults, sanitizers, bad input.
 network: setup setup-network
 	$(BIN)/pytest -q tests/network
@@ -109,6 +113,7 @@ test-all: export KEEPSTEP_ALL := 1
 test-all: setup setup-postgres setup-criu setup-slurm k8s-control-plane lint unit sim network
 	$(BIN)/pytest -q tests/schedulers --suite-report benchmarks/results/suite-schedulers.json
 	$(BIN)/pytest -q tests/chaos --chaos-all --chaos-report benchmarks/results/chaos-full.json
+	$(BIN)/pytest -q tests/zoo --zoo-all --zoo-report benchmarks/results/zoo.json
 	$(BIN)/pytest -q tests/transparent --transparent-all \
 	  --suite-report benchmarks/results/suite-transparent.json
 

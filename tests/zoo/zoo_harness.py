@@ -1,0 +1,239 @@
+"""Each script of the zoo once under plain torchrun and once under `keepstep run` with kills.
+
+A job of a script gets its kills one after another, in different steps and at different points, on
+both ranks. One spare stands by; after a kill the slot of the dead process arms the next one, and a
+kill that comes before it is armed makes the job hold until it is. What comes out is one of
+
+identical  the job ended by itself, every kill fired, every incident is RESOLVED without a lost
+           step, and the result files of all ranks are those of plain torchrun, bit by bit
+refused    exit code 2 before the first step was committed, with a hint
+stopped    a witness said what differs (an incident is DIVERGED), exit code 5
+wrong      the job says that all is well, and numbers differ: what the zoo is there to find
+failed     anything else: another exit code, a lost step, a kill that never fired, no end
+
+The first three are what Keepstep promises; `expected.toml` says which of them a script is to have.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
+
+from harness import Job, run_plain
+
+from keepstep.native.build import cache_folder
+
+HERE = Path(__file__).parent
+SCRIPTS = HERE / "scripts"
+EXPECTED = HERE / "expected.toml"
+WORLD = 2
+STILL_S = 90.0  # nothing of a job changes for so long: it hangs
+MOVING = ("state", "committed_step", "last_incident", "injects_fired", "ranks", "spares")
+STOPPED_CODE = 5
+PROMISED = ("identical", "refused", "stopped")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table: a script, with or without --fsdp."""
+
+    name: str
+    script: Path
+    options: tuple[str, ...]
+    expected: str
+    why: str
+    kills: tuple[str, ...]
+    style: str
+    treacherous: str
+
+
+@dataclass
+class Outcome:
+    kind: str
+    detail: str = ""
+    kills: int = 0
+    incidents: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def cases() -> list[Case]:
+    """All scripts, in the order of their names; every script has a line in the table."""
+    table = tomllib.loads(EXPECTED.read_text())
+    default = table.pop("default")
+    found = []
+    scripts = {path.stem: path for path in SCRIPTS.glob("*.py") if path.stem != "zoolib"}
+    unknown = {name.removesuffix("--fsdp") for name in table} ^ set(scripts)
+    if unknown:
+        raise AssertionError(f"expected.toml and scripts/ do not fit: {sorted(unknown)}")
+    for name in sorted(table):
+        line = {**default, **table[name]}
+        if line["outcome"] not in PROMISED:
+            raise AssertionError(f"{name}: outcome {line['outcome']!r} is none of {PROMISED}")
+        if line["outcome"] != "identical" and not line.get("why"):
+            raise AssertionError(f"{name}: why is it not identical?")
+        path = scripts[name.removesuffix("--fsdp")]
+        style, _, treacherous = (ast.get_docstring(ast.parse(path.read_text())) or "").partition(
+            "\n\n"
+        )
+        found.append(
+            Case(
+                name=name,
+                script=path,
+                options=("--fsdp",) if name.endswith("--fsdp") else (),
+                expected=line["outcome"],
+                why=line.get("why", ""),
+                kills=tuple(line["kills"] + line.get("more_kills", [])),
+                style=" ".join(style.split()),
+                treacherous=" ".join(treacherous.split()),
+            )
+        )
+    return found
+
+
+def _key(case: Case) -> str:
+    """Of everything that plain numbers depend on."""
+    import numpy
+    import torch
+
+    digest = hashlib.sha256()
+    for path in (case.script, SCRIPTS / "zoolib.py"):
+        digest.update(path.read_bytes())
+    versions = (platform.python_version(), torch.__version__, numpy.__version__, case.options)
+    processor = (platform.machine(), torch.backends.cpu.get_cpu_capability())
+    digest.update(repr((versions, processor)).encode())
+    return digest.hexdigest()[:20]
+
+
+def plain(case: Case) -> list[dict[str, Any]]:
+    """The results under plain torchrun, computed once and kept in the cache folder."""
+    folder = cache_folder().parent / "zoo"
+    kept = folder / f"{case.name}-{_key(case)}.json"
+    if kept.exists():
+        found: list[dict[str, Any]] = json.loads(kept.read_text())
+        return found
+    base = Path(tempfile.mkdtemp(prefix="keepstep-zoo-"))
+    try:
+        results = run_plain(base / "out", WORLD, list(case.options), case.script)
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    fresh = kept.with_name(f"{kept.name}.{os.getpid()}")
+    fresh.write_text(json.dumps(results))
+    fresh.rename(kept)
+    return results
+
+
+def start(case: Case) -> Job:
+    options = ["--nproc-per-node", str(WORLD), "--spares", "1"]
+    for kill in case.kills:
+        rank, step, point = kill.split()
+        options += ["--inject", f"kill:rank={rank},step={step},point={point}"]
+    return Job(*options, script=case.script, script_args=list(case.options), world=WORLD)
+
+
+def judge(case: Case, job: Job) -> Outcome:
+    """Waits for the job's end and says what came out."""
+    began = time.monotonic()
+    outcome = _judge(case, job)
+    outcome.seconds = round(time.monotonic() - began, 1)
+    outcome.kills = len(job.last.get("injects_fired", []))
+    return outcome
+
+
+def _hangs(job: Job) -> str:
+    """Waits for the end; what the ranks were doing if it does not come."""
+    told, last, since = False, "", time.monotonic()
+    while job.process.poll() is None:
+        status = job.status()
+        if status.get("divergence") and not told:  # it holds until somebody decides
+            told = True
+            job.cli("stop", "--job", job.job)
+        now = repr([status.get(key) for key in MOVING])
+        if now != last:
+            last, since = now, time.monotonic()
+        if time.monotonic() > since + STILL_S:
+            return job.stuck()[:5000]
+        time.sleep(0.1)
+    return ""
+
+
+def _judge(case: Case, job: Job) -> Outcome:
+    hanging = _hangs(job)
+    if hanging:
+        return Outcome("failed", f"hangs: {hanging}")
+    code = job.process.returncode
+    incidents = job.incidents() if job.job else []
+    seen = [
+        {
+            "victims": one["victims"],
+            "decision": one["decision"],
+            "outcome": one["outcome"],
+            "lost": one["steps_lost"],
+            "pause_ms": round(one["pause_ms"]),
+        }
+        for one in incidents
+    ]
+    said = job.output()
+    if code == STOPPED_CODE and any(one["outcome"] == "DIVERGED" for one in seen):
+        return Outcome("stopped", _said(said), incidents=seen)
+    if code == 2 and job.last.get("committed_step", 0) <= 0 and "hint:" in said:
+        return Outcome("refused", _said(said), incidents=seen)
+    if code != 0:
+        return Outcome("failed", f"exit code {code}\n{said[-3000:]}", incidents=seen)
+    unresolved = [one for one in seen if one["outcome"] != "RESOLVED"]
+    if unresolved or sum(one["lost"] for one in seen):
+        return Outcome("failed", f"exit code 0, but {seen}", incidents=seen)
+    fired = job.last.get("injects_fired", [])
+    if len(fired) != len(case.kills):
+        silent = f"only {len(fired)} of {len(case.kills)} kills fired: {fired}"
+        return Outcome("failed", silent, incidents=seen)
+    different = differences(job.results(), plain(case))
+    if different:
+        return Outcome("wrong", "; ".join(different), incidents=seen)
+    return Outcome("identical", incidents=seen)
+
+
+def _said(output: str) -> str:
+    """The sentence and the hint, from what the launcher printed."""
+    lines = [line.strip() for line in output.splitlines() if "rror: " in line or "hint:" in line]
+    lines += [line.strip() for line in output.splitlines() if "DIVERGED" in line]
+    return " ".join(dict.fromkeys(lines))[:600]
+
+
+def differences(got: list[dict[str, Any]], expected: list[dict[str, Any]]) -> list[str]:
+    """What differs on which rank; empty means bit-identical."""
+    found = []
+    for rank, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
+        for part in sorted({*mine, *theirs}):
+            if mine.get(part) != theirs.get(part):
+                found.append(f"rank {rank}: {_where(part, mine.get(part), theirs.get(part))}")
+    return found
+
+
+def _where(path: str, mine: Any, theirs: Any) -> str:
+    """The first place in a tree of results at which two of them differ."""
+    if isinstance(mine, list) and isinstance(theirs, list):
+        if len(mine) != len(theirs):
+            return f"{path} has {len(mine)} entries, not {len(theirs)}"
+        pairs = [(str(i), a, b) for i, (a, b) in enumerate(zip(mine, theirs, strict=True))]
+    elif isinstance(mine, dict) and isinstance(theirs, dict) and set(mine) == set(theirs):
+        pairs = [(name, mine[name], theirs[name]) for name in mine]
+    else:
+        return f"{path} is {str(mine)[:40]}, not {str(theirs)[:40]}"
+    unequal = [pair for pair in pairs if pair[1] != pair[2]]
+    more = f" (and {len(unequal) - 1} more)" if len(unequal) > 1 else ""
+    name, a, b = unequal[0]
+    return _where(f"{path}.{name}", a, b) + more
