@@ -61,7 +61,7 @@ def results(out: Path) -> list[Any]:
 
 
 def test_hold_ends_with_its_own_exit_code_when_nobody_looks(start: Start, out: Path) -> None:
-    job = start("--nproc-per-node", "2", "--stall-timeout", "5", *diverging(out))
+    job = start("--nproc-per-node", "2", "--stall-timeout", "30", *diverging(out))
     job.until(lambda: "holds, because numbers differ" in job.err, "a word on stderr")
     (status,) = job.cli_json("status")
     assert status["state"] == "held" and "rank 1 has ff00" in status["divergence"]

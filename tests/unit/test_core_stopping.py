@@ -107,6 +107,16 @@ def test_a_stop_in_a_recovery_waits_for_it() -> None:
     assert world.view.state == "cancelled" and world.view.checkpoint
 
 
+def test_a_job_that_holds_for_want_of_a_spare_has_written_already() -> None:
+    world = trained(nodes="n0:2 n1:2", spares=0)
+    world.kill_node("n1")
+    world.run(5)
+    assert world.view.state == "held" and world.view.checkpoint == "/jobs/j/checkpoint-5"
+    world.handle(TERM)
+    assert (world.view.state, world.view.exit_code) == ("cancelled", 143)
+    assert "the state of tick 5 is in /jobs/j/checkpoint-5" in world.view.reason
+
+
 def test_a_crash_of_the_orchestrator_does_not_end_the_stop() -> None:
     world = trained()
     world.handle(TERM)

@@ -36,14 +36,14 @@ def fall_back(job: Job, out: Out, reason: str, reached: int = 0) -> None:
     """`reached`: the step, if no rank is there that knows it."""
     newest, incident = job.saves.newest, job.unplanned()
     if newest is None or incident is None:
-        _end(job, out, incident, reason)
+        _end(job, out, reason)
         return
     tick, times = job.saves.fallen
     times = times + 1 if tick == newest.tick else 1
     job.saves.fallen = (newest.tick, times)
     if times > RETURNS_MAX:
         why = f"{reason}; the job went back to {newest.path} {RETURNS_MAX} times before"
-        _end(job, out, incident, why)
+        _end(job, out, why)
         return
     version = max((worker.version for worker in job.seated()), default=reached)
     lost = max(0, version - newest.version)
@@ -74,8 +74,8 @@ def fall_back(job: Job, out: Out, reason: str, reached: int = 0) -> None:
         out.send(name, Forget(workers=[], before=job.saves.fallen_before))
 
 
-def _end(job: Job, out: Out, incident: Incident | None, reason: str) -> None:
-    if incident is not None and incident.diverged:
+def _end(job: Job, out: Out, reason: str) -> None:
+    if job.divergence is not None:  # nothing is lost, but nothing can be trusted
         end_job(job, out, "diverged", EXIT_DIVERGED, reason)
     else:
         end_job(job, out, "fell_back", EXIT_FELL_BACK, reason)

@@ -108,6 +108,7 @@ def _advance(job: Job, out: Out, attempt: Attempt) -> bool:
     else:
         recover(job, out, attempt)
         _give_up(job, out, attempt)
+        stopping.held_already(job, out, attempt)
     if job.ended is not None or job.attempt is not attempt:
         return True
     if attempt.phase != "COMMIT":

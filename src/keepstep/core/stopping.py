@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from keepstep.core.incidents import end_job, warn
 from keepstep.core.saves import Stopping
-from keepstep.core.state import SECOND, Job, Out, Worker
+from keepstep.core.state import SECOND, Attempt, Job, Out, Worker
 from keepstep.model.job import Cancel
 from keepstep.model.messages import Checkpoint, Checkpointed, CheckpointFailed, Held, Hold
 from keepstep.model.records import CheckpointWritten, StopBegun
@@ -75,6 +75,14 @@ def advance(job: Job, out: Out) -> None:
             out.ask(worker, "stop", stopping.generation, hold)
     if len(stopping.held) == job.spec.world:
         _write(job, out, stopping, owners)
+
+
+def held_already(job: Job, out: Out, attempt: Attempt) -> None:
+    """No spare is left, and the ranks have written their state for that: there is no other wait."""
+    tick = attempt.tick
+    written = tick is not None and job.checkpoint_tick == tick
+    if job.stopping is not None and job.ended is None and attempt.no_spare and written:
+        _end(job, out, f"the state of tick {tick} is in {job.checkpoint}")
 
 
 def _write(job: Job, out: Out, stopping: Stopping, owners: list[Worker]) -> None:

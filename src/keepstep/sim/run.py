@@ -395,7 +395,7 @@ class Run:
                 if process.tick != self.world.target:
                     raise Violation(f"done, but rank {rank} stands at tick {process.tick}")
         elif view.state == "diverged":
-            if not self.world.checker.doubtful:
+            if not self.world.checker.stands:
                 raise Violation(f"nothing differed: {view.reason}")
         elif view.state == "cancelled":
             if "stop" not in [fault.kind for fault in self.plan.faults]:
