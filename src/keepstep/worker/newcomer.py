@@ -33,12 +33,14 @@ from keepstep.errors import KeepstepError, UsageError
 from keepstep.model import messages as m
 from keepstep.model.page import NOTE_TICK, late_tick
 from keepstep.worker import blobs, checkpoint, codec, fsdp, groups, transfer, vault, witness
+from keepstep.worker.finish import Finishing
 from keepstep.worker.objects import Registered
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.redundancy import ShardsMissing
 from keepstep.worker.script.frames import script_frames
 from keepstep.worker.seat import Seat
 from keepstep.worker.transaction import Transactions
+from keepstep.worker.tree import Encoded
 
 NATURAL: dict[str, Any] = {}
 
@@ -58,7 +60,7 @@ class Newcomer:
         self._fingerprint: dict[str, bytes] = {}
         self._walking: dict[str, Any] | None = None  # side state for the end of the walk
         self._note: dict[str, Any] | None = None  # what it noted when it began the next one
-        self._late: dict[str, Any] = {}  # what the rank added to it when its transaction had ended
+        self.late: dict[str, Any] = {}  # what the rank added to it when its transaction had ended
         self._arrived_ns = 0
         self._warm_up_runs = 0
         self._position: dict[str, Any] | None = None  # None: not asked yet
@@ -120,21 +122,34 @@ class Newcomer:
         elif seat.tracker.replay is None:  # nothing to walk past: this very call is the next one
             seat.streams.restore(natural_rng)
 
-    def walked(self) -> dict[str, Any]:
+    def walked(self, site: str, function: Any, seen: Encoded) -> tuple[Any] | None:
         """The last transaction of the walk returns, as it returned in the rank that is replaced.
-        Gives what that had added when it ended."""
+        Gives its result where this process has had to make the rest of it."""
         side, self._walking = self._walking, None
         if side is None:
-            return {}
-        late, missing = self._late, sorted(set(side["late"]) - self._late.keys())
-        if missing:
+            return None
+        seat, unknown = self.seat, not self.late
+        rest = side["rest"]
+        if unknown and rest is not None and (side["late"] or seen.data is None):
+            stack = script_frames()
+
+            def at_fence() -> None:
+                seat.apply_side_state(side, {})
+                if seen.variables is not None:
+                    seat.variables.restore(seen.variables, stack)
+
+            finishing = Finishing(rest, site, at_fence)
+            result = self.transactions.finish(function, finishing)
+            if finishing.reached:
+                return (result,)
+        elif unknown and side["late"]:
             raise UsageError(
-                f"rank {self.seat.rank} was lost inside a step in which it draws random numbers "
-                "behind its optimizer's update: how many it drew is not known",
-                hint="draw before the update, or between steps",
+                f"rank {seat.rank} was lost behind the update of step {site!r}, which changes its own "
+                f"{' and '.join(side['late'])} there: how is not known",
+                hint="draw random numbers and change variables before the update, or between steps",
             )
-        self.seat.apply_side_state(side, late)
-        return late
+        seat.apply_side_state(side, self.late)
+        return None
 
     def repeats(self, site: str, arguments: Any) -> None:
         """The rank that is replaced had begun this call: its inputs must have been the same."""
@@ -395,7 +410,7 @@ class Newcomer:
         seat.version = side["version"]
         seat.page.set("version", seat.version)
         self._position = self._walking = side
-        self._late = self._fetch_late(copy)
+        self.late = self._fetch_late(copy)
         self._note = self._fetch_note(copy)
         seat.page.publish(copy.tick, codec.dumps_inline(side))
 

@@ -115,7 +115,7 @@ class Foresight:
     def at_fence(self, code: CodeType | None) -> bytes | None:
         """The encoded result, if it can be foreseen."""
         self._values, self._foreseen = {}, None
-        frame = _frame_of(code) if code is not None and not self._given_up else None
+        frame = frame_of(code) if code is not None and not self._given_up else None
         if frame is None:
             return None
         self._values = {n: v for n, v in frame.f_locals.items() if _plain(v)}
@@ -125,6 +125,10 @@ class Foresight:
             except (KeyError, UsageError, RuntimeError):
                 self._given_up = True
         return self._foreseen
+
+    def right(self, encoded: bytes | None) -> bool:
+        """Whether the fence has published what the function then returned."""
+        return encoded is not None and self._foreseen == encoded
 
     def at_end(self, result: Any, encoded: bytes | None) -> None:
         values, self._values = self._values, {}
@@ -139,7 +143,7 @@ class Foresight:
             self._given_up = self._plan is None
 
 
-def _frame_of(code: CodeType) -> FrameType | None:
+def frame_of(code: CodeType) -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back

@@ -336,6 +336,7 @@ class Seat:
         position: Any = None,
         result: bytes | None = None,
         variables: bytes | None = None,
+        rest: dict[str, Any] | None = None,
     ) -> bytes:
         """Version tick+1 of what only this rank has, as it will be if the fence passes.
         `updating`: an optimizer is about to use up the gradients."""
@@ -350,6 +351,7 @@ class Seat:
                 "version": self.version + step,
                 "streams": self._streams,
                 "late": sorted(self._late.get(site, ())),
+                "rest": rest,
                 "position": position,
                 "cells": self.cells.side(),
                 "per_rank": {n: o.save() for n, o in self.objects.items() if o.per_rank},
@@ -362,12 +364,13 @@ class Seat:
         note = {"tick": self.tick, "inputs": inputs_of(arguments)}
         self.page.publish(NOTE_TICK, codec.dumps_inline(note))
 
-    def publish_late(self, site: str, result: bytes | None, variables: bytes | None) -> None:
+    def publish_late(self, site: str, result: bytes | None, variables: bytes | None) -> bool:
         """The transaction has ended: what was not known in its fence. To the own agent, and to the
-        buddy without waiting for it."""
+        buddy without waiting for it. Whether something has changed since."""
         late: dict[str, Any] = {} if result is None else {"result": result}
         if variables is not None:
             late["variables"] = variables
+            self._late.setdefault(site, set()).add("variables")
         streams = self.streams.capture()
         if streams != self._streams:
             late["streams"] = streams
@@ -378,6 +381,7 @@ class Seat:
         address = self.channel.buddy
         if address is not None:
             self.buddy_line.send_late(address, self.rank, tick, data)
+        return bool(late.keys() - {"result"})
 
     def warn(self, text: str) -> None:
         print(f"keepstep: {text}", file=sys.stderr, flush=True)
@@ -448,7 +452,13 @@ class Seat:
             return False
         return True
 
-    def publish_ahead(self, site: str, result: bytes | None, variables: bytes) -> None:
+    def publish_ahead(
+        self,
+        site: str,
+        result: bytes | None,
+        variables: bytes,
+        rest: dict[str, Any] | None,
+    ) -> None:
         """The last backward pass of a step begins. What lies on another device is not waited for,
         and what the user saves by a function of his is saved in his thread."""
         address = self.channel.buddy
@@ -464,7 +474,7 @@ class Seat:
         )  # the tracker is no other thread's business
 
         def send() -> bytes:
-            data = self.side_state(site, True, True, position)
+            data = self.side_state(site, True, True, position, rest=rest)
             self.buddy_line.send_ahead(address, self.rank, self.tick + 1, data)
             return data
 

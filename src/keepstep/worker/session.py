@@ -213,7 +213,7 @@ class Session(PlainSession):
             newcomer = None
         if newcomer is not None:
             self._lead(newcomer, site, step, function)
-        known = self._replayed(site, step)
+        known = self._replayed(site, step, function)
         if known is not MISSING:
             return known[0]
         if newcomer is not None:
@@ -232,7 +232,7 @@ class Session(PlainSession):
             newcomer.first_call(site, None)
         # else a section that is done already: walk past it first
 
-    def _replayed(self, site: str, step: bool) -> Any:
+    def _replayed(self, site: str, step: bool, function: Callable[[], Any]) -> Any:
         """(result,) for a transaction the job has done already, MISSING for one to be run."""
         tracker = self._seat.tracker
         walking = tracker.replay is not None
@@ -241,9 +241,12 @@ class Session(PlainSession):
             return MISSING
         result = answer[0]
         late: dict[str, Any] = {}
-        if tracker.replay is None and self._newcomer is not None:
-            late = self._newcomer.walked()
         if isinstance(result, Encoded):
+            if tracker.replay is None and self._newcomer is not None:
+                ended = self._newcomer.walked(site, function, result)
+                if ended is not None:
+                    return ended
+                late = self._newcomer.late
             variables = late.get("variables", result.variables)
             if variables is not None:
                 self._seat.variables.restore(variables, script_frames())

@@ -27,6 +27,7 @@ from torch.optim.optimizer import (
 
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.worker import cuda, fsdp, groups, guard, refusals, results, trace
+from keepstep.worker.finish import Finishing, Locals
 from keepstep.worker.objects import Undo
 from keepstep.worker.pace import OwnTime
 from keepstep.worker.placements import GradientPlacement
@@ -53,6 +54,8 @@ class Transactions:
         self._updated: list[str] = []  # optimizers, in the order of their updates
         self._backwards = 0
         self._variables = b""  # of the script, as published in the fence
+        self._locals: dict[str, Locals] = {}  # by site
+        self._finishing: Finishing | None = None
         self._foresight: dict[str, results.Foresight] = {}  # by site
         self._usual: dict[str, int] = {}  # site -> backward passes of its last step
         self._function: Any = None
@@ -104,7 +107,7 @@ class Transactions:
             self.seat.redundancy.backward(last)
             if last:
                 variables = self.seat.variables.capture()
-                self.seat.publish_ahead(self.running, self._foreseen(), variables)
+                self.seat.publish_ahead(self.running, self._foreseen(), variables, self._rest())
 
     def saw_collective(self, name: str, args: Any, kwargs: Any) -> None:
         self.refuse_collective(f"collective {name}")
@@ -335,6 +338,21 @@ class Transactions:
             loop.retry()
         seat.streams.restore(undo.streams)
 
+    def _rest(self) -> dict[str, Any] | None:
+        """What the newcomer of a rank that is lost behind this fence needs to finish the step."""
+        code, arguments = self._function.code, self._function.arguments
+        return self._locals.setdefault(self.running, Locals()).publish(code, arguments)
+
+    def finish(self, function: Any, finishing: Finishing) -> Any:
+        """On a newcomer: the last step, of which all others have seen the end."""
+        self._function, self._finishing = function, finishing
+        self.warming, self.running = True, "the rest of a step"
+        try:
+            return function()
+        finally:
+            self._function = self._finishing = None
+            self.warming, self.running = False, ""
+
     def _foreseen(self) -> bytes | None:
         foresight = self._foresight.setdefault(self.running, results.Foresight())
         return foresight.at_fence(getattr(self._function, "code", None))
@@ -360,7 +378,12 @@ class Transactions:
             seat.streams.leaving(self.running)
             self._variables = seat.variables.capture()
             side_state = seat.side_state(
-                self.running, self._step, updating, result=result, variables=self._variables
+                self.running,
+                self._step,
+                updating,
+                result=result,
+                variables=self._variables,
+                rest=self._rest() if updating else None,
             )
             seat.ahead.judge(side_state)
             seat.publish(seat.tick + 1, side_state)
@@ -486,11 +509,13 @@ class Transactions:
                 f"the result of {site!r} cannot be carried to another process ({why}): a newcomer "
                 "whose script uses it is stopped"
             )
-        if step and site in self._foresight:
+        foreseen = not step or self._foresight[site].right(encoded)
+        if step:
             self._foresight[site].at_end(result, encoded)
         variables = late if late is not None else self._variables
         seat.tracker.commit(site, step, kept, encoded, variables)
-        seat.publish_late(site, encoded, late)
+        if seat.publish_late(site, encoded, late) or not foreseen:
+            self._locals.setdefault(site, Locals()).needed = True
         version = seat.version
         if step:
             seat.redundancy.updated = self._updated
