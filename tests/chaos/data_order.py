@@ -150,10 +150,10 @@ def main(args: argparse.Namespace) -> None:
         history.append([ks.committed_step, ids.tolist(), loss.item()])
         sgd.step()
 
-    for _ in ks.epochs(3):
+    for epoch in ks.epochs(3):
         batches = ks.batches(loader)
         if pulled:
-            for _ in range(STEPS):
+            while ks.committed_step < (epoch + 1) * STEPS:
                 train(batches)
         else:
             for batch in batches:

@@ -134,6 +134,13 @@ class Nested:
         return len(self.inner)
 
 
+class Wrapping(DataLoader[Any]):
+    """Iterates in a way of its own, as loaders of some frameworks do."""
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(8)
 
@@ -170,6 +177,7 @@ IN_PROCESS: dict[str, Callable[[], Any]] = {
     "nested": lambda: DataLoader(Plain(), batch_sampler=Nested()),
     "counts epochs": lambda: DataLoader(Plain(), BATCH, sampler=Counting()),
     "lazy sampler": lambda: DataLoader(Plain(), BATCH, sampler=Lazy()),
+    "loader of its own kind": lambda: Wrapping(Noisy("own numpy"), BATCH, shuffle=True),
     "subset": lambda: DataLoader(
         ConcatDataset([Subset(Noisy("own random"), range(6)), Noisy("own numpy")]), BATCH, True
     ),

@@ -148,6 +148,13 @@ def test_another_name_of_the_same_stream_will_do() -> None:
     assert torch.equal(other.get_state(), gen.get_state())
 
 
+def test_two_streams_that_are_one_here_are_refused() -> None:
+    state = of({"a": torch.Generator(), "b": torch.Generator()}).capture()
+    one = torch.Generator()
+    with pytest.raises(UsageError, match="one and the same"):
+        of({"a": one, "b": one}).restore(state)
+
+
 def test_several_generators_in_a_set_are_refused() -> None:
     with pytest.raises(UsageError, match="no order") as caught:
         of({"pool": {random.Random(1), random.Random(2)}})

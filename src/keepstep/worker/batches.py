@@ -258,7 +258,8 @@ class Loop:
 
     def _refuse_shared(self, expected: bytes) -> None:
         """An iterable was read from its begin: its own streams must be where they were."""
-        if _is_map_style(self.loader) or workers.is_parallel(self.loader):
+        loader: Any = self.loader
+        if _is_map_style(loader) or (isinstance(loader, DataLoader) and loader.num_workers):
             return
         theirs = self.streams.of_loader(expected, self.loader)
         mine = self.streams.of_loader(self.streams.capture(), self.loader)
@@ -360,7 +361,7 @@ def _sampler_replaced(loader: Any, stand_in: Any) -> Iterator[None]:
 
 
 def _is_map_style(loader: Any) -> bool:
-    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    return workers.is_plain(loader) and not isinstance(loader.dataset, IterableDataset)
 
 
 # ---------------------------------------------------------------------- orders that nobody repeats

@@ -171,6 +171,8 @@ class Streams:
         other = [] if others else [path for path in self._sources if path not in streams]
         if missing or other:
             raise _different(missing, other)
+        if len(streams) < len(state.get("streams", {})):
+            raise _different([], [], "several generators there are one and the same here")
         for path, (kind, _) in streams.items():
             if self._sources[path].kind != kind:
                 raise UsageError(
@@ -223,8 +225,8 @@ def _refuse_unordered(path: str) -> None:
         )
 
 
-def _different(missing: Iterable[str], other: Iterable[str]) -> UsageError:
-    parts = []
+def _different(missing: Iterable[str], other: Iterable[str], *also: str) -> UsageError:
+    parts = list(also)
     if missing:
         parts.append(f"not here: {', '.join(sorted(missing))}")
     if other:

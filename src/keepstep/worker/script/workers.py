@@ -231,8 +231,16 @@ def record_of(iterator: Any) -> Record | None:
     return found if isinstance(found, Record) else None
 
 
+def is_plain(loader: Any) -> bool:
+    """A DataLoader that is iterated in torch's own way. Others are read like any iterable."""
+    kind: Any = type(loader)
+    return isinstance(loader, DataLoader) and (
+        kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
+    )
+
+
 def is_parallel(loader: Any) -> bool:
-    return isinstance(loader, DataLoader) and loader.num_workers > 0
+    return is_plain(loader) and loader.num_workers > 0
 
 
 def keeps_workers(loader: Any) -> bool:
