@@ -126,10 +126,6 @@ class Foresight:
                 self._given_up = True
         return self._foreseen
 
-    def right(self, encoded: bytes | None) -> bool:
-        """Whether the fence has published what the function then returned."""
-        return encoded is not None and self._foreseen == encoded
-
     def at_end(self, result: Any, encoded: bytes | None) -> None:
         values, self._values = self._values, {}
         if self._given_up:

@@ -53,6 +53,7 @@ class Transactions:
         self._pending: Callable[[], None] | None = None  # to be done at the next entry
         self._updated: list[str] = []  # optimizers, in the order of their updates
         self._backwards = 0
+        self._result: bytes | None = None  # as published in the fence
         self._variables = b""  # of the script, as published in the fence
         self._locals: dict[str, Locals] = {}  # by site
         self._finishing: Finishing | None = None
@@ -123,6 +124,9 @@ class Transactions:
             )
 
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._finishing is not None:
+            code = getattr(self._function, "code", None)
+            self._finishing.fence(code, self.seat.parameters)
         if not self.running or self.warming:
             return
         refusals.inside_backward(optimizer, self.running)
@@ -340,7 +344,8 @@ class Transactions:
 
     def _rest(self) -> dict[str, Any] | None:
         """What the newcomer of a rank that is lost behind this fence needs to finish the step."""
-        code, arguments = self._function.code, self._function.arguments
+        call = self._function
+        code, arguments = getattr(call, "code", None), getattr(call, "arguments", {})
         return self._locals.setdefault(self.running, Locals()).publish(code, arguments)
 
     def finish(self, function: Any, finishing: Finishing) -> Any:
@@ -364,6 +369,7 @@ class Transactions:
             self._placement.align()
         if result is None and self._step:
             result = self._foreseen()
+        self._result = result
         self._fenced, self._updating = True, updating
         self._usual[self.running] = self._backwards
         seat.ahead.wait()
@@ -509,8 +515,8 @@ class Transactions:
                 f"the result of {site!r} cannot be carried to another process ({why}): a newcomer "
                 "whose script uses it is stopped"
             )
-        foreseen = not step or self._foresight[site].right(encoded)
-        if step:
+        foreseen = encoded is not None and encoded == self._result
+        if site in self._foresight:
             self._foresight[site].at_end(result, encoded)
         variables = late if late is not None else self._variables
         seat.tracker.commit(site, step, kept, encoded, variables)
