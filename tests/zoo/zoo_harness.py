@@ -7,7 +7,7 @@ kill that comes before it is armed makes the job hold until it is. What comes ou
 identical  the job ended by itself, every kill fired, every incident is RESOLVED without a lost
            step, and the result files of all ranks are those of plain torchrun, bit by bit
 refused    exit code 2 before the first step was committed, with a hint
-stopped    a witness said what differs (an incident is DIVERGED), exit code 5
+stopped    a witness said what differs: an incident is DIVERGED, and the job held
 wrong      the job says that all is well, and numbers differ: what the zoo is there to find
 failed     anything else: another exit code, a lost step, a kill that never fired, no end
 
@@ -42,7 +42,7 @@ EXPECTED = HERE / "expected.toml"
 WORLD = 2
 STILL_S = 90.0  # nothing of a job changes for so long: it hangs
 MOVING = ("state", "committed_step", "last_incident", "injects_fired", "ranks", "spares")
-STOPPED_CODE = 5
+STOPPED_CODES = (5, 3)  # by itself after the stall timeout; by `keepstep stop` while it holds
 PROMISED = ("identical", "refused", "stopped")
 
 
@@ -187,7 +187,7 @@ def _judge(case: Case, job: Job) -> Outcome:
         for one in incidents
     ]
     said = job.output()
-    if code == STOPPED_CODE and any(one["outcome"] == "DIVERGED" for one in seen):
+    if code in STOPPED_CODES and any(one["outcome"] == "DIVERGED" for one in seen):
         return Outcome("stopped", _said(said), incidents=seen)
     if code == 2 and job.last.get("committed_step", 0) <= 0 and "hint:" in said:
         return Outcome("refused", _said(said), incidents=seen)

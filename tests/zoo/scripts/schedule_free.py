@@ -39,7 +39,7 @@ class SGDScheduleFree(torch.optim.Optimizer):
         for group in self.param_groups:
             group["k"] += 1
             ckp1, lr = 1 / group["k"], group["lr"]
-            for p in group["params"]:
+            for p in [p for p in group["params"] if p.grad is not None]:
                 state = self.state[p]
                 if "z" not in state:
                     state["z"] = p.detach().clone()
