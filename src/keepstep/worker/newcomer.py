@@ -144,8 +144,8 @@ class Newcomer:
                 return (result,)
         elif unknown and side["late"]:
             raise UsageError(
-                f"rank {seat.rank} was lost behind the update of step {site!r}, where the step changes "
-                f"its own {' and '.join(side['late'])}: how is not known",
+                f"rank {seat.rank} was lost behind the update of step {site!r}, which changes "
+                f"{' and '.join(side['late'])} of its own there: how is not known",
                 hint="draw random numbers and change variables before the update, or between steps",
             )
         seat.apply_side_state(side, self.late)

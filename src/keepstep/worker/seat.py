@@ -30,11 +30,12 @@ from keepstep.worker.flags import Flags
 from keepstep.worker.gradients import Gradients
 from keepstep.worker.objects import Registered
 from keepstep.worker.page import Page
-from keepstep.worker.parameters import Parameters
+from keepstep.worker.parameters import Parameters, content
 from keepstep.worker.position import Tracker
 from keepstep.worker.redundancy import Redundancy
 from keepstep.worker.script.roots import Roots, script_roots
 from keepstep.worker.script.streams import Streams
+from keepstep.worker.script.unasked import Unasked
 from keepstep.worker.script.variables import Variables
 from keepstep.worker.shards import Replicas
 from keepstep.worker.state import StateSet
@@ -175,6 +176,7 @@ class Seat:
         self.replicas = Replicas(rank, world)
         self.redundancy = Redundancy(self)
         self.changes = Parameters(self)
+        self.unasked = Unasked(self.roots, self.knows, content, self._register_unasked)
         self.agreement = Agreement()
         self.replicated = Replicated(self)
         self.natural = b""  # digest of what only this rank has, as the script built it
@@ -216,7 +218,7 @@ class Seat:
         shared["keepstep/updates"] = Registered(
             "keepstep/updates", lambda: self.redundancy.updated, self._load_updates
         )
-        return StateSet(
+        state = StateSet(
             self.models,
             self.optimizers,
             shared,
@@ -224,6 +226,15 @@ class Seat:
             groups.ddp_modules,
             lambda: bool(self.gradients.outliving) or self.gradients.carrying,
         )
+        state.expect = self._expect
+        return state
+
+    def _expect(self, names: set[str]) -> None:
+        """A newcomer's import is under way: objects are added to the state it goes to."""
+        state = self.state
+        self.unasked.expect(names)
+        state.objects = {**state.objects, **{n: self.objects[n] for n in self.unasked.names}}
+        self.state = state
 
     def register(self, item: Registered) -> None:
         if item.name in self.objects or item.name.startswith("keepstep/"):
@@ -232,6 +243,14 @@ class Seat:
             )
         self.objects[item.name] = item
         self.state = self._new_state()
+
+    def _register_unasked(self, name: str, save: Any, load: Any) -> None:
+        self.objects[name] = Registered(name, save, load)
+        self.state = self._new_state()
+        self.warn(
+            f"{name.removeprefix('script/')} is used by the script and was not given to attach: it "
+            "is carried as if it were registered"
+        )
 
     def make_own(self, name: str) -> None:
         """A registered object differs between ranks, although nobody said so."""

@@ -145,6 +145,7 @@ class StateSet:
         self.replicas = replicas or Replicas(0, 1)
         self._ddp = ddp
         self.outliving = outliving
+        self.expect: Callable[[set[str]], None] = lambda _: None  # other ranks have these objects
         # Tensors that an import leaves as they are, with gradients that are here, or None.
         self.own: frozenset[str] | None = None
         self._import: _Import | None = None
@@ -373,6 +374,8 @@ class StateSet:
 
     def _prepare_object(self, pending: _Import, name: str, entry: dict[str, Any]) -> None:
         """An object is taken as a whole from the first source, or not at all."""
+        if name not in self.objects:
+            self.expect({name})
         if name not in self.objects:
             raise UsageError(
                 f"the source has a registered object {name!r}, this rank has not",

@@ -291,6 +291,8 @@ class Transactions:
         seat.tracker.in_txn = True
         seat.page.set("stepping", 1)
         seat.page.where("compute" if step else "section")
+        if step:
+            seat.unasked.look(site)
         seat.streams.entering(site)
         self._undo = Undo(
             seat.streams.capture(),

@@ -1,0 +1,107 @@
+"""State that the script keeps and nobody has attached: models, schedulers, scalers.
+
+A target network that follows the trained one, a teacher that is updated now and then, a scheduler
+that was not given to `attach`: the step depends on them, and a newcomer builds them anew. They are
+found where the script keeps them (graph.py) and registered as if the script had done so, under the
+path that leads to them. A model is registered once its tensors have changed: one that never does is
+what the newcomer builds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+import xxhash
+from torch import nn
+
+from keepstep.worker.script import graph
+from keepstep.worker.script.roots import Roots
+
+PREFIX: Final = "script/"
+FIRST, EVERY = 3, 64  # calls of a step in which is looked
+
+Tensors = dict[str, torch.Tensor]
+Register = Callable[[str, Callable[[], Any], Callable[[Any], None]], None]
+
+
+class Unasked:
+    """`knows(thing)`: it is attached or registered. `register(name, save, load)` does just that."""
+
+    def __init__(
+        self,
+        roots: Callable[[], Roots],
+        knows: Callable[[Any], bool],
+        content: Callable[[torch.Tensor], bytes],
+        register: Register,
+    ) -> None:
+        self._roots, self._knows, self._content = roots, knows, content
+        self._register = register
+        self._calls: Counter[str] = Counter()
+        self._contents: dict[str, bytes] = {}
+        self.names: set[str] = set()
+
+    def look(self, site: str) -> None:
+        """At the entry of a step."""
+        self._calls[site] += 1
+        if self._calls[site] <= FIRST or self._calls[site] % EVERY == 0:
+            for path, thing in self._find().items():
+                if not isinstance(thing, nn.Module) or self._changed(path, thing):
+                    self._add(path, thing)
+
+    def expect(self, names: set[str]) -> None:
+        """On a newcomer: what the other ranks have registered."""
+        wanted = {name for name in names if name.startswith(PREFIX)} - self.names
+        for path, thing in self._find().items() if wanted else ():
+            if PREFIX + path in wanted:
+                self._add(path, thing)
+
+    def _find(self) -> dict[str, Any]:
+        found = graph.find(self._roots().script, self._wanted)
+        inside = {
+            id(inner)
+            for thing in found.values()
+            if isinstance(thing, nn.Module)
+            for inner in thing.modules()
+            if inner is not thing
+        }
+        return {
+            p: x for p, x in found.items() if id(x) not in inside and PREFIX + p not in self.names
+        }
+
+    def _wanted(self, thing: Any) -> bool:
+        if isinstance(thing, nn.Module):
+            return not self._knows(thing) and bool(self._own(thing))
+        known = torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler
+        return isinstance(thing, known) and not self._knows(thing)
+
+    def _own(self, module: nn.Module) -> Tensors:
+        named = (*module.named_parameters(), *module.named_buffers())
+        return {name: tensor for name, tensor in named if not self._knows(tensor)}
+
+    def _changed(self, path: str, module: nn.Module) -> bool:
+        hashed = xxhash.xxh3_128()
+        for tensor in self._own(module).values():
+            hashed.update(self._content(tensor))
+        now = hashed.digest()
+        return self._contents.setdefault(path, now) != now
+
+    def _add(self, path: str, thing: Any) -> None:
+        name = PREFIX + path
+        self.names.add(name)
+        if not isinstance(thing, nn.Module):
+            self._register(name, thing.state_dict, thing.load_state_dict)
+            return
+
+        def save() -> Tensors:
+            return dict(tensors)
+
+        def load(state: Tensors) -> None:
+            with torch.no_grad():
+                for key, tensor in tensors.items():
+                    tensor.copy_(state[key])
+
+        tensors = {key: tensor.detach() for key, tensor in self._own(thing).items()}
+        self._register(name, save, load)
