@@ -191,6 +191,8 @@ def _judge(case: Case, job: Job) -> Outcome:
         return Outcome("stopped", _said(said), incidents=seen)
     if code == 2 and job.last.get("committed_step", 0) <= 0 and "hint:" in said:
         return Outcome("refused", _said(said), incidents=seen)
+    if code != 0 and "keepstep.errors.UsageError" in said and "hint:" in said:
+        return Outcome("stopped", _said(said), incidents=seen)  # by a check that names the reason
     if code != 0:
         return Outcome("failed", f"exit code {code}\n{said[-3000:]}", incidents=seen)
     unresolved = [one for one in seen if one["outcome"] != "RESOLVED"]

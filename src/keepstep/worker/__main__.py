@@ -226,7 +226,7 @@ def _failed(line: Any, text: str, error: BaseException) -> None:
     rank = attach.current()
     seat = rank._seat if isinstance(rank, session.Session) else None
     kind: Any = "user" if isinstance(error, SystemExit) else faults.classify(error)
-    begun = isinstance(rank, session.Session) and rank._begun
+    begun = seat is not None and seat.tick > 0
     if isinstance(error, UsageError) and not begun:
         kind = "usage"
     line.channel.send(

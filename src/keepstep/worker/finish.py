@@ -57,7 +57,10 @@ class Locals:
     def __init__(self) -> None:
         self.needed = False  # something happens behind the fence
 
-    def publish(self, code: CodeType | None, arguments: dict[str, Any]) -> dict[str, Any] | None:
+    def publish(
+        self, code: CodeType | None, arguments: dict[str, Any], knows: Callable[[Any], bool]
+    ) -> dict[str, Any] | None:
+        """`knows(thing)`: it is part of what is attached."""
         frame = frame_of(code) if code is not None and self.needed else None
         if frame is None:
             return None
@@ -66,7 +69,9 @@ class Locals:
         lost: list[str] = []
         for name in read_behind(frame.f_code, frame.f_lasti):
             value = frame.f_locals.get(name)
-            if name not in frame.f_locals or id(value) in given or _same_here(value):
+            if name not in frame.f_locals or id(value) in given:
+                continue
+            if _same_here(value) or knows(value):
                 continue
             data = _encoded(value)
             if data is None:

@@ -45,6 +45,9 @@ class _Call:
         self.function = function
         self.code = getattr(function, "__code__", None)
         self.arguments = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
+        owner = getattr(function, "__self__", None)
+        if owner is not None:
+            self.arguments["self"] = owner
         self._before: list[tuple[Any, Any]] = []
 
     def __call__(self) -> Any:

@@ -348,7 +348,8 @@ class Transactions:
         """What the newcomer of a rank that is lost behind this fence needs to finish the step."""
         call = self._function
         code, arguments = getattr(call, "code", None), getattr(call, "arguments", {})
-        return self._locals.setdefault(self.running, Locals()).publish(code, arguments)
+        locals_ = self._locals.setdefault(self.running, Locals())
+        return locals_.publish(code, arguments, self.seat.knows)
 
     def finish(self, function: Any, finishing: Finishing) -> Any:
         """On a newcomer: the last step, of which all others have seen the end."""

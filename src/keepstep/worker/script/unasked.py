@@ -4,7 +4,8 @@ A target network that follows the trained one, a teacher that is updated now and
 that was not given to `attach`: the step depends on them, and a newcomer builds them anew. They are
 found where the script keeps them (graph.py) and registered as if the script had done so, under the
 path that leads to them. A model is registered once its tensors have changed: one that never does is
-what the newcomer builds.
+what the newcomer builds. The content of small ones is looked at in every step, that of large ones
+now and then, and their version counters in every step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from keepstep.worker.script import graph
 from keepstep.worker.script.roots import Roots
 
 PREFIX: Final = "script/"
-FIRST, EVERY = 3, 64  # calls of a step in which is looked
+FIRST, EVERY = 3, 64  # calls of a step in which they are looked for
+HASHED_BYTES_MAX = 64 << 10  # of a model, in every step
 
 Tensors = dict[str, torch.Tensor]
 Register = Callable[[str, Callable[[], Any], Callable[[Any], None]], None]
@@ -40,16 +42,24 @@ class Unasked:
         self._roots, self._knows, self._content = roots, knows, content
         self._register = register
         self._calls: Counter[str] = Counter()
-        self._contents: dict[str, bytes] = {}
+        self._contents: dict[str, tuple[Any, bytes]] = {}  # versions and content of models
+        self._models: dict[str, nn.Module] = {}  # not changed so far
         self.names: set[str] = set()
 
     def look(self, site: str) -> None:
         """At the entry of a step."""
         self._calls[site] += 1
-        if self._calls[site] <= FIRST or self._calls[site] % EVERY == 0:
+        deep = self._calls[site] <= FIRST or self._calls[site] % EVERY == 0
+        if deep:
             for path, thing in self._find().items():
-                if not isinstance(thing, nn.Module) or self._changed(path, thing):
+                if isinstance(thing, nn.Module):
+                    self._models[path] = thing
+                else:
                     self._add(path, thing)
+        for path, module in list(self._models.items()):
+            if self._changed(path, module, deep):
+                del self._models[path]
+                self._add(path, module)
 
     def expect(self, names: set[str]) -> None:
         """On a newcomer: what the other ranks have registered."""
@@ -81,16 +91,23 @@ class Unasked:
         named = (*module.named_parameters(), *module.named_buffers())
         return {name: tensor for name, tensor in named if not self._knows(tensor)}
 
-    def _changed(self, path: str, module: nn.Module) -> bool:
+    def _changed(self, path: str, module: nn.Module, deep: bool) -> bool:
+        tensors = list(module.parameters()) + list(module.buffers())
+        versions = [(id(tensor), tensor._version) for tensor in tensors]
+        before = self._contents.get(path)
+        small = sum(tensor.nbytes for tensor in tensors) <= HASHED_BYTES_MAX
+        if before is not None and before[0] == versions and not deep and not small:
+            return False
         hashed = xxhash.xxh3_128()
-        for tensor in self._own(module).values():
+        for tensor in tensors:
             hashed.update(self._content(tensor))
-        now = hashed.digest()
-        return self._contents.setdefault(path, now) != now
+        self._contents[path] = versions, hashed.digest()
+        return before is not None and before[1] != hashed.digest()
 
     def _add(self, path: str, thing: Any) -> None:
         name = PREFIX + path
         self.names.add(name)
+        self._models.pop(path, None)
         if not isinstance(thing, nn.Module):
             self._register(name, thing.state_dict, thing.load_state_dict)
             return
