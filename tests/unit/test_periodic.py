@@ -18,7 +18,8 @@ from keepstep.model import messages as m
 from keepstep.worker import checkpoint, periodic
 from keepstep.worker.periodic import Periodic, owners_of, prefix
 from keepstep.worker.shards import Replicas
-from keepstep.worker.state import StateSet, registered
+from keepstep.worker.objects import Registered
+from keepstep.worker.state import StateSet
 from keepstep.worker.statefile import DigestMismatch
 
 WORLD = 3
@@ -36,7 +37,7 @@ def state(seed: int, extra: dict[str, Any] | None = None) -> StateSet:
     optimizer.step()
     optimizer.zero_grad()
     kept: dict[str, Any] = extra if extra is not None else {}
-    objects = {"keepstep/results": registered(lambda: dict(kept), kept.update)}
+    objects = {"keepstep/results": Registered("keepstep/results", lambda: dict(kept), kept.update)}
     return StateSet({"0": model}, {"0": optimizer}, objects)
 
 

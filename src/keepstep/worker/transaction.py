@@ -274,7 +274,8 @@ class Transactions:
             raise UsageError(
                 f"{name} was changed in {site!r} before its fence, for the first time or unlike "
                 "before, and could not be put back for a retry",
-                hint="change parameters by an attached optimizer, or between steps",
+                hint="change parameters by an attached optimizer or between steps, and a copy of "
+                "the batch instead of the batch",
             )
 
     def _begin(self, site: str, step: bool) -> Undo:
@@ -336,13 +337,24 @@ class Transactions:
         seat.cells.undo()
         if self._step:
             seat.changes.undo()
-            self._left_changed = seat.changes.left_changed()
+            arguments = getattr(self._function, "arguments", None)
+            self._left_changed = seat.changes.left_changed() or seat.changed_inputs(arguments)
         if not self._left_changed and seat.replicated.changed_since_entry(seat.tick):
             self._left_changed = "state that replicas share"
         seat.variables.undo()
         for loop in seat.loops:
             loop.retry()
         seat.streams.restore(undo.streams)
+
+    def _side_state(self) -> bytes:
+        return self.seat.side_state(
+            self.running,
+            self._step,
+            self._updating,
+            result=self._result,
+            variables=self._variables,
+            rest=self._rest() if self._updating else None,
+        )
 
     def _rest(self) -> dict[str, Any] | None:
         """What the newcomer of a rank that is lost behind this fence needs to finish the step."""
@@ -386,14 +398,7 @@ class Transactions:
                 seat.secure(updating)
             seat.streams.leaving(self.running)
             self._variables = seat.variables.capture()
-            side_state = seat.side_state(
-                self.running,
-                self._step,
-                updating,
-                result=result,
-                variables=self._variables,
-                rest=self._rest() if updating else None,
-            )
+            side_state = self._side_state()
             seat.ahead.judge(side_state)
             seat.publish(seat.tick + 1, side_state)
         except KeepstepError as error:
@@ -484,7 +489,9 @@ class Transactions:
             table = replicated.table()
             names = replicated.judge(self._gather(table))
             if undisturbed:
-                names = replicated.settle(names)
+                found, names = names, replicated.settle(names)
+                if names != found:  # more of this rank's own than was published
+                    seat.publish(seat.tick + 1, self._side_state())
             if names:
                 agreed = replicated.agreed
                 self.recovery.diverged("replicas", self.running, table=table, agreed=agreed)

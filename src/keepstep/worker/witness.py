@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from keepstep.worker.seat import Seat
 
 PERIOD = 128  # ticks
-EARLY = (2, 8)  # ticks at which a script that is wrong from the start is told
+EARLY = (1, 2, 3, 8)  # ticks at which a script that is wrong from the start is told
 SLICE_BYTES = 64 << 10  # per class and step
 INPUT_BYTES_MAX = 256 << 10  # of a tensor; of a larger one as many in SAMPLES places
 SAMPLES = 8
