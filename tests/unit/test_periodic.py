@@ -16,9 +16,9 @@ from torch import nn
 from keepstep.errors import PermanentError
 from keepstep.model import messages as m
 from keepstep.worker import checkpoint, periodic
+from keepstep.worker.objects import Registered
 from keepstep.worker.periodic import Periodic, owners_of, prefix
 from keepstep.worker.shards import Replicas
-from keepstep.worker.objects import Registered
 from keepstep.worker.state import StateSet
 from keepstep.worker.statefile import DigestMismatch
 

@@ -18,9 +18,10 @@ from torch import nn
 from keepstep.errors import KeepstepError, PermanentError, UsageError
 from keepstep.model.messages import Address, Source
 from keepstep.worker import statefile, transfer
+from keepstep.worker.objects import Registered
 from keepstep.worker.pieces import Pieces
 from keepstep.worker.serving import StateServer
-from keepstep.worker.state import StateSet, registered
+from keepstep.worker.state import StateSet
 from keepstep.worker.transfer import pull
 
 torch.set_num_threads(1)  # as in the processes that serve: sums depend on it
@@ -40,7 +41,7 @@ def make(seed: int, width: int = 64) -> StateSet:
     net(torch.randn(4, width)).sum().backward()
     optimizer.step()
     box: dict[str, Any] = {"ema": torch.randn(5), "count": seed}
-    objects = {"box": registered(lambda: dict(box), box.update)}
+    objects = {"box": Registered("object", lambda: dict(box), box.update)}
     return StateSet({"net": net}, {"adam": optimizer}, objects)
 
 

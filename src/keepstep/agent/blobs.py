@@ -51,7 +51,7 @@ from keepstep.model.messages import (
     BlobRequest,
     TlsFiles,
 )
-from keepstep.model.page import INIT_TICK
+from keepstep.model.page import INIT_TICK, is_late
 from keepstep.model.vault import VaultRequest
 from keepstep.model.wire import frame, leading_token
 
@@ -202,7 +202,7 @@ class BlobServer:
         if not isinstance(request, BlobPut):
             return self._get(request)
         rank, tick = request.rank, request.tick
-        if tick < INIT_TICK or rank < 0:
+        if (tick < INIT_TICK and not is_late(tick)) or rank < 0:
             return BlobRefused(error=f"no such side state: {rank}/{tick}")
         with self._lock:
             if connection < self._writers.get(rank, 0):

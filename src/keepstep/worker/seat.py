@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 STAGE_TIMEOUT_S = 60.0
 BUDDY_AGAIN_S = 5  # until a lost buddy is tried again, if nobody has named another one
+SIDE_BYTES_MAX = 60 << 20  # it travels in one frame
 CARRIED_BYTES_MAX = 32 << 20  # of gradients in the side state: it travels in one frame
 
 
@@ -364,7 +365,7 @@ class Seat:
             position = self.tracker.position(site, step, result, variables)
         self.cells.fence()
         self._streams = self.streams.capture()
-        return codec.dumps_inline(
+        data = codec.dumps_inline(
             {
                 "gradients": self._carried(step, updating),
                 "tick": self.tick + 1,
@@ -377,6 +378,23 @@ class Seat:
                 "per_rank": {n: o.save() for n, o in self.objects.items() if o.per_rank},
                 "own": {n: o.own_tensors() for n, o in self.objects.items() if o.own},
             }
+        )
+        if len(data) > SIDE_BYTES_MAX:
+            raise self._too_large(len(data))
+        return data
+
+    def _too_large(self, size: int) -> UsageError:
+        parts = {f"buffer {n}": _bytes_of(value) for n, value in self.cells.side().items()}
+        for name, item in self.objects.items():
+            if item.per_rank or item.own:
+                parts[f"registered object {name!r}"] = item.size
+        name, largest = max(parts.items(), key=lambda one: one[1], default=("the script", 0))
+        return UsageError(
+            f"what only this rank has is {size >> 20} MiB, and it is published with every step; "
+            f"the largest part is {name} ({largest >> 20} MiB), which changes and may differ "
+            "between ranks",
+            hint=f"the limit is {SIDE_BYTES_MAX >> 20} MiB: make it smaller, or change it only "
+            "behind the optimizer's update and alike on all ranks",
         )
 
     def note_inputs(self, arguments: Any) -> None:
@@ -589,3 +607,7 @@ class Seat:
             )
         )
         self.abort_ns = 0  # a planned move that follows has none
+
+
+def _bytes_of(value: Any) -> int:
+    return value.nbytes if isinstance(value, torch.Tensor) else len(codec.dumps_inline(value))
