@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from keepstep.worker import fence as fences
-from keepstep.worker.fence import Fence
+from keepstep.worker.fence import WORDS, Fence
 
 
 class Ranks:
@@ -37,8 +37,10 @@ def test_every_rank_hears_of_every_rank(size: int) -> None:
     ranks = Ranks(size)
     ranks.connect()
     for turn in range(20):  # one after the other: what is heard belongs to the same turn
-        words = [(turn, rank, -rank, turn if rank == size - 1 else -1, 7) for rank in range(size)]
-        expected = ((turn, 0, 1 - size, -1, 7), (turn, size - 1, 0, turn, 7))
+        rest = (7,) * (WORDS - 4)
+        last = [turn if rank == size - 1 else -1 for rank in range(size)]
+        words = [(turn, rank, -rank, last[rank], *rest) for rank in range(size)]
+        expected = ((turn, 0, 1 - size, -1, *rest), (turn, size - 1, 0, turn, *rest))
         assert ranks.meet(words) == [expected] * size
     ranks.close()
 
@@ -46,9 +48,9 @@ def test_every_rank_hears_of_every_rank(size: int) -> None:
 def test_nobody_passes_before_the_last_has_come() -> None:
     ranks = Ranks(5)
     ranks.connect()
-    early = [ranks.pool.submit(fence.meet, (1, 2, 3, 4, 5)) for fence in ranks.fences[:4]]
+    early = [ranks.pool.submit(fence.meet, tuple(range(WORDS))) for fence in ranks.fences[:4]]
     assert not any(future.done() for future in early)
-    ranks.fences[4].meet((1, 2, 3, 4, 5))
+    ranks.fences[4].meet(tuple(range(WORDS)))
     assert all(future.result(10) for future in early)
     ranks.close()
 
@@ -56,7 +58,7 @@ def test_nobody_passes_before_the_last_has_come() -> None:
 def test_interrupt_frees_who_waits_in_it_and_who_builds_it() -> None:
     ranks = Ranks(3)
     ranks.connect()
-    waiting = [ranks.pool.submit(fence.meet, (0, 0, 0, 0, 0)) for fence in ranks.fences[:2]]
+    waiting = [ranks.pool.submit(fence.meet, (0,) * WORDS) for fence in ranks.fences[:2]]
     lonely = Fence(0, 2, "127.0.0.1")  # its peer has told its place and never connects
     peer = Fence(1, 2, "127.0.0.1")
     store: Any = dist.HashStore()
@@ -75,7 +77,7 @@ def test_interrupt_frees_who_waits_in_it_and_who_builds_it() -> None:
             with pytest.raises(OSError):
                 future.result(10)
     with pytest.raises(OSError):
-        ranks.fences[2].meet((0, 0, 0, 0, 0))
+        ranks.fences[2].meet((0,) * WORDS)
     for fence in (lonely, peer):
         fence.close()
     ranks.close()
@@ -86,9 +88,18 @@ def test_strangers_do_not_get_in() -> None:
     stranger = socket.create_connection(ranks.fences[0]._address)
     stranger.sendall(b"x" * 24)
     ranks.connect()
-    assert (
-        ranks.meet([(1, 1, 1, 1, 1), (2, 2, 2, 2, 2)]) == [((1, 1, 1, 1, 1), (2, 2, 2, 2, 2))] * 2
-    )
+    assert ranks.meet([(1,) * WORDS, (2,) * WORDS]) == [((1,) * WORDS, (2,) * WORDS)] * 2
     assert stranger.recv(1) == b""
     stranger.close()
+    ranks.close()
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_what_every_rank_brings_is_gathered(size: int) -> None:
+    ranks = Ranks(size)
+    ranks.connect()
+    for turn in range(3):
+        brought = [bytes([turn, rank]) * (1 + 100_000 * (rank == 1)) for rank in range(size)]
+        found = list(ranks.pool.map(lambda f, b: f.gather(b), ranks.fences, brought))
+        assert found == [brought] * size
     ranks.close()

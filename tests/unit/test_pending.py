@@ -34,7 +34,7 @@ from keepstep.model.wire import frame, leading_token
 from keepstep.orchestrator import web as web_module
 from keepstep.orchestrator.web import Web, admit
 from keepstep.worker import fence as fences
-from keepstep.worker.fence import Fence
+from keepstep.worker.fence import WORDS, Fence
 
 DEADLINE_S = 20.0
 
@@ -450,7 +450,7 @@ def test_strangers_do_not_hold_up_the_building_of_a_fence(monkeypatch: pytest.Mo
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda fence: fence.connect(store, DEADLINE_S), ranks))
         assert time.monotonic() - began < 5.0
-        words = (1, 2, 3, 4, 5)
+        words = tuple(range(WORDS))
         assert list(pool.map(lambda fence: fence.meet(words), ranks)) == [(words, words)] * 3
     assert all(len(fence._sockets) == 1 + 2 * fence._rounds for fence in ranks), "strangers' too"
     for fence in ranks:

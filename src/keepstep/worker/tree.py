@@ -45,7 +45,7 @@ class Txn:
         return len(self.result or b"") + len(self.variables or b"")
 
 
-@dataclass
+@dataclass(eq=False)
 class LoopPos:
     """One ks.batches loop. `outside` counts batches up to the last one handed to the script's own
     loop (which a newcomer must get again); `yields` also counts those a step pulled itself."""
@@ -91,7 +91,7 @@ class Scope:
         return {"scope": self.kind, "f": frozen, "w": self.width}
 
 
-@dataclass
+@dataclass(eq=False)  # two levels with the same content are still two
 class Level:
     kind: str  # program, epochs, loops
     epoch: int = 0
