@@ -39,6 +39,8 @@ def install(alone: bool) -> None:
     if gloo.RealGloo is None:
         raise UsageError("this torch has no gloo backend", hint="install a build with USE_GLOO=1")
     ext = extension.load()
+    # torch.compile gives all groups more time while it compiles; who is alone needs none.
+    ext.SoloBackend._add_ephemeral_timeout = lambda *_: None
     if not ext.note_waits():
         print(
             "keepstep: this build of torch hides gloo's symbols: if a rank is lost, another one "

@@ -138,10 +138,9 @@ class Newcomer:
                 if seen.variables is not None:
                     seat.variables.restore(seen.variables, stack)
 
-            finishing = Finishing(rest, site, at_fence)
-            result = self.transactions.finish(function, finishing)
-            if finishing.reached:
-                return (result,)
+            ended = self._finish(function, Finishing(rest, site, at_fence), side["late"])
+            if ended is not None:
+                return ended
         elif unknown and side["late"]:
             raise UsageError(
                 f"rank {seat.rank} was lost behind the update of step {site!r}, which changes "
@@ -150,6 +149,22 @@ class Newcomer:
             )
         seat.apply_side_state(side, self.late)
         return None
+
+    def _finish(self, function: Any, finishing: Finishing, late: list[str]) -> tuple[Any] | None:
+        """None: it cannot be done, and but for the result, nothing was lost with the rank."""
+        try:
+            result = self.transactions.finish(function, finishing)
+        except KeepstepError:
+            raise
+        except Exception as error:
+            if late:
+                raise
+            self.seat.warn(
+                f"the rest of the last step of rank {self.seat.rank} could not be made here, and "
+                f"its result is a replica's: {type(error).__name__}: {error}"
+            )
+            return None
+        return (result,) if finishing.reached else None
 
     def repeats(self, site: str, arguments: Any) -> None:
         """The rank that is replaced had begun this call: its inputs must have been the same."""

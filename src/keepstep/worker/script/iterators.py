@@ -20,11 +20,17 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from types import GeneratorType
 from typing import Any, Final, NamedTuple
 
 from keepstep.errors import UsageError
+
+# From Python 3.12 on they are said to go; where they are gone, such an iterator is refused by name.
+warnings.filterwarnings(
+    "ignore", "Pickle, copy, and deepcopy support will be removed from itertools"
+)
 
 _HEAD: Final = object.__basicsize__
 _WORD: Final = ctypes.sizeof(ctypes.c_ssize_t)
