@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -50,7 +51,7 @@ def test_an_iterator_is_put_back_for_a_retry(kind: str) -> None:
     next(iterator)
     before = iterators.position(iterator)
     expected = next(iterator)
-    if kind in ("list", "range"):
+    if kind == "list" or (kind == "range" and sys.version_info < (3, 12)):  # later: forward only
         iterators.set_position(iterator, before, "here")
         assert next(iterator) == expected
 

@@ -487,7 +487,8 @@ def fence(words: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     a peer is gone."""
     if _fence is None:
         raise RuntimeError("there is no fence: the groups are solo")
-    return _fence.meet([*words, *[0] * (fences.WORDS - len(words))])
+    low, high = _fence.meet([*words, *[0] * (fences.WORDS - len(words))])
+    return low[: len(words)], high[: len(words)]
 
 
 def gather(mine: bytes) -> list[bytes]:

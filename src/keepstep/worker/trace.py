@@ -88,6 +88,8 @@ class Trace:
     ) -> dict[str, dict[str, str]]:
         plain, streams = values.variables(frame, function)
         exported = seat.state.export().tensors
+        # Gradients of a step that is over are nobody's business.
+        exported = {name: x for name, x in exported.items() if not name.startswith("grad/")}
         registered: dict[str, str] = {}
         for name, item in seat.objects.items():
             registered |= values.parts(name, item.save())

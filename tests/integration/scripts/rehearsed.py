@@ -6,6 +6,7 @@ run. `--never`: the step is never protected.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
@@ -21,14 +22,14 @@ import keepstep
 
 
 class Warmup:
-    __slots__ = ("calls",)
+    """It counts in memory that no Python object shows."""
 
     def __init__(self) -> None:
-        self.calls = 0
+        self.calls = ctypes.c_long(0)
 
     def factor(self) -> float:
-        self.calls += 1
-        return 1.0 / self.calls
+        self.calls.value += 1
+        return 1.0 / self.calls.value
 
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
