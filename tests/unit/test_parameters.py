@@ -1,0 +1,70 @@
+"""Parameters that a step changes before its fence are found by content, copied and put back."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from keepstep.errors import UsageError
+from keepstep.worker.parameters import Parameters
+from keepstep.worker.state import StateSet
+
+
+def make(alone: bool = False) -> tuple[nn.Linear, Any, Parameters]:
+    net = nn.Linear(3, 3)
+    units = [SimpleNamespace(name="model/m/weight", parameter=net.weight)] if alone else []
+    warned: list[str] = []
+    seat = SimpleNamespace(
+        state=StateSet({"m": net}, {}, {}), objects={}, warn=warned.append, warned=warned,
+        redundancy=SimpleNamespace(needed=alone, units=units),
+    )  # fmt: skip
+    return net, seat, Parameters(seat)
+
+
+def perturb(net: nn.Linear) -> None:
+    net.weight.data.add_(0.25)  # the version counter does not move
+
+
+def test_a_perturbation_is_found_told_once_and_undone_from_then_on() -> None:
+    net, seat, changes = make()
+    changes.enter("sam")
+    perturb(net)
+    changes.fence("sam", True)
+    assert len(seat.warned) == 1 and "model/m/weight" in seat.warned[0]
+    before = net.weight.detach().clone()
+    changes.enter("sam")
+    perturb(net)
+    changes.undo()
+    assert torch.equal(net.weight, before) and not changes.left_changed()
+    perturb(net)
+    changes.fence("sam", True)
+    assert len(seat.warned) == 1
+
+
+def test_what_could_not_be_put_back_is_named() -> None:
+    net, _, changes = make()
+    changes.enter("fgm")
+    perturb(net)
+    changes.undo()
+    assert changes.left_changed() == "model/m/weight"
+
+
+@pytest.mark.parametrize("where", ["behind the update", "between steps", "without an optimizer"])
+def test_what_no_replica_has_may_be_changed_by_optimizers_alone(where: str) -> None:
+    net, _, changes = make(alone=True)
+    changes.enter("step")
+    with pytest.raises(UsageError, match=f"model/m/weight.*{where}"):
+        if where == "without an optimizer":
+            perturb(net)
+            changes.fence("step", False)
+        changes.fence("step", True)
+        changes.updated()
+        if where == "behind the update":
+            perturb(net)
+        changes.exit("step")
+        perturb(net)
+        changes.enter("step")

@@ -1,0 +1,128 @@
+"""Witnesses name what differs, and nothing else."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from keepstep.worker.cells import Cells
+from keepstep.worker.objects import Registered
+from keepstep.worker.shards import Replicas
+from keepstep.worker.state import StateSet
+from keepstep.worker.witness import (
+    SLICE_BYTES,
+    Agreement,
+    Replicated,
+    differences,
+    inputs_of,
+)
+
+
+def test_inputs_are_told_apart_by_content_and_named_by_path() -> None:
+    batch = {"x": torch.arange(6.0), "ids": [torch.tensor([1, 2]), 3]}
+    first = inputs_of({"0": batch, "rate": 0.5})
+    assert set(first) == {"0['x']", "0['ids'][0]", "0['ids'][1]", "rate"}
+    again = inputs_of(
+        {"0": {"x": torch.arange(6.0), "ids": [torch.tensor([1, 2]), 3]}, "rate": 0.5}
+    )
+    assert differences(first, again) == []
+    batch["x"][3] = 9.0
+    (found,) = differences(first, inputs_of({"0": batch, "rate": 0.5}))
+    assert found.startswith("0['x'] is ")
+
+
+def test_a_large_input_is_read_at_its_beginning_and_its_end() -> None:
+    one = torch.zeros(1 << 20)
+    before = inputs_of({"x": one})
+    for place in (0, -1):
+        other = one.clone()
+        other[place] = 1.0
+        assert differences(before, inputs_of({"x": other}))
+
+
+def meet(one: Agreement, other: Agreement, rates: list[Any], other_rates: list[Any]) -> str:
+    words = [one.words("adam", rates), other.words("adam", other_rates)]
+    low, high = (tuple(map(pick, *words)) for pick in (min, max))
+    kind = one.judge("step", low, high)
+    assert kind == other.judge("step", low, high), "all ranks come to the same answer"
+    return kind
+
+
+def test_ranks_that_disagree_about_the_update_are_told_at_once() -> None:
+    one, other = Agreement(), Agreement()
+    words = [one.words("adam", []), other.words("", [])]
+    low, high = (tuple(map(pick, *words)) for pick in (min, max))
+    assert one.judge("step", low, high) == "update"
+
+
+def test_learning_rates_count_once_all_ranks_have_agreed() -> None:
+    one, other = Agreement(), Agreement()
+    assert [meet(one, other, [0.1], [0.1]) for _ in range(3)] == ["", "", ""]
+    assert meet(one, other, [0.1], [0.2]) == "learning-rate"
+    assert meet(one, other, [0.1], [0.2]) == "", "a job that is told to go on goes on"
+
+
+def test_stages_that_differ_from_the_start_are_not_compared() -> None:
+    one, other = Agreement(), Agreement()
+    for _ in range(5):
+        one.begin()
+        other.begin()
+        one.collective("send", [torch.zeros(2)])
+        assert meet(one, other, [0.1], [0.1]) == ""
+
+
+def rank(seed: int) -> tuple[nn.Module, Any, Replicated]:
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(200, 200), nn.BatchNorm1d(200))
+    average = {"mean": torch.zeros(3), "seen": torch.zeros(2)}
+    objects = {"average": Registered("average", lambda: dict(average), average.update)}
+    replicas = Replicas(0, 2)
+    state = StateSet({"m": net}, {}, objects, replicas)
+    warned: list[str] = []
+    seat = SimpleNamespace(
+        state=state, cells=Cells({"m": net}), replicas=replicas, objects=objects,
+        warn=warned.append, warned=warned,
+    )  # fmt: skip
+    return net, seat, Replicated(seat)
+
+
+def test_replicas_that_are_equal_agree_and_buffers_of_a_rank_do_not_count() -> None:
+    (one, _, mine), (_, _, theirs) = rank(1), rank(1)
+    one[1].running_mean.fill_(3.0)
+    for tick in range(4):
+        mine.enter(tick)
+        theirs.enter(tick)
+    assert not Replicated.judge([mine.found(full=False), theirs.found(full=False)])
+    assert not Replicated.judge([mine.found(full=True), theirs.found(full=True)])
+
+
+def test_one_changed_number_is_found_within_one_turn_and_by_name() -> None:
+    (one, _, mine), (_, _, theirs) = rank(1), rank(1)
+    one[0].weight.data[150, 7] += 1e-6
+    turns = 2 + sum(p.nbytes for p in one.parameters()) // SLICE_BYTES
+    for tick in range(turns):
+        mine.enter(tick)
+        theirs.enter(tick)
+    assert Replicated.judge([mine.found(full=False), theirs.found(full=False)])
+    (name,) = Replicated.judge([mine.table(), theirs.table()])
+    assert name.endswith("|model/m/0.weight")
+
+
+def test_an_objects_tensor_that_differs_is_each_ranks_own_from_then_on() -> None:
+    (_, seat, mine), (_, other, theirs) = rank(1), rank(1)
+    other.objects["average"].save()["seen"].fill_(5.0)
+    names = Replicated.judge([mine.table(), theirs.table()])
+    assert mine.settle(names) == set() and theirs.settle(names) == set()
+    assert seat.objects["average"].own == {1} and "'average'" in seat.warned[0]
+    assert not Replicated.judge([mine.table(), theirs.table()])
+
+
+def test_what_a_roll_back_leaves_changed_is_seen() -> None:
+    net, _, mine = rank(1)
+    mine.enter(0)
+    assert not mine.changed_since_entry(0)
+    next(net.parameters()).data.mul_(2)
+    assert mine.changed_since_entry(0)
