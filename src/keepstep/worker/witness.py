@@ -156,6 +156,7 @@ class Replicated:
         self._items: dict[str, list[torch.Tensor]] = {}  # class -> its tensors, by name
         self._hashes: dict[str, Any] = {}  # class -> running hash (on a device: a tensor)
         self._slices: dict[str, str] = {}  # class -> of this tick, on the host
+        self._looked = False
         self._tick = -1
         self.ignored: set[str] = set()  # classes that differ, and the job was told to go on
         self.fresh = True  # everything is to be compared at the next fence
@@ -168,10 +169,11 @@ class Replicated:
         """A recovery: all ranks begin again."""
         self._hashes.clear()
         self._items.clear()
+        self._looked = False
         self._tick, self.fresh = -1, True
 
     def enter(self, tick: int) -> None:
-        if not self._items or self.due(tick):
+        if not self._looked or self.due(tick):
             self._refresh()
         if tick == self._tick:
             return
@@ -194,6 +196,7 @@ class Replicated:
         )
 
     def _refresh(self) -> None:
+        self._looked = True
         exported = self._seat.state.export()
         buffers = self._seat.cells.buffers() - self._seat.cells.late
         found: dict[str, list[tuple[str, torch.Tensor]]] = {}
