@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,11 @@ from jobs import SCRIPTS, environment
 
 DEADLINE_S = 850.0  # takes a minute; a machine that does much else may need ten
 pytestmark = pytest.mark.timeout(900)
+
+
+SLOW = pytest.mark.skipif(
+    "KEEPSTEP_ALL" not in os.environ, reason="only make test-all has the time"
+)
 
 
 @pytest.fixture
@@ -68,6 +74,7 @@ def report(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return found
 
 
+@SLOW
 def test_a_good_script_is_identical_after_every_fault_and_its_folder_untouched(
     project: Path,
 ) -> None:
@@ -85,6 +92,7 @@ def test_a_good_script_is_identical_after_every_fault_and_its_folder_untouched(
     assert "variable elapsed" in found["not_compared"], found["not_compared"]
 
 
+@SLOW
 def test_state_that_nobody_carries_is_found_by_name(project: Path) -> None:
     done = rehearse(project, "--quick", "--json", "--steps", "12", "train.py", "--hidden")
     assert done.returncode == 1, done.stderr + done.stdout
