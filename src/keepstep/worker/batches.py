@@ -27,7 +27,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -47,14 +47,26 @@ class _Pulled(NamedTuple):
     error: Exception | None = None  # what the loader raised instead; the end, if StopIteration
 
 
+class ScriptVariables(Protocol):
+    def captured(self) -> bytes: ...
+    def put(self, data: bytes) -> None: ...
+
+
 class Loop:
     """One ks.batches loop of this process: hands out batches and serves again those that an
     aborted step had pulled itself, with the end of the loader if it came to that."""
 
     def __init__(
-        self, tracker: Tracker, loader: Iterable[Any], streams: Streams | None = None
+        self,
+        tracker: Tracker,
+        loader: Iterable[Any],
+        streams: Streams | None = None,
+        variables: ScriptVariables | None = None,
     ) -> None:
+        """`variables` of the script: where rounds begin with different steps or sections, which
+        one comes next may depend on them."""
         _refuse_races(loader)
+        self.variables = variables
         self.loader = loader
         self.tracker = tracker
         self.streams = streams if streams is not None else Streams()
@@ -73,6 +85,7 @@ class Loop:
             self.pos.yields, self.pos.outside = self.target.yields, self.target.outside
             self.pos.entry, self.pos.before = self.target.entry, self.target.before
             self.pos.drawn, self.pos.workers = self.target.drawn, self.target.workers
+            self.pos.varies, self.pos.first = self.target.varies, self.target.first
 
     def next(self) -> Any:
         self._refuse_other_thread()
@@ -96,10 +109,22 @@ class Loop:
                 self.close()
             raise item.error
         if not in_txn:
+            self._note_variables()
             self._owed = False
             self.pos.before, self.pos.drawn = item.before, item.drawn
         self.tracker.yielded(self.level, self.pos)
         return item.batch
+
+    def _note_variables(self) -> None:
+        """The script's own loop is about to get a batch."""
+        if self.variables is None or not self.pos.varies:
+            return
+        target = self.target if self._owed else None
+        if target is not None and target.variables is not None:
+            self.variables.put(target.variables)
+            self.pos.variables = target.variables
+        else:
+            self.pos.variables = self.variables.captured()
 
     def _fetch(self, iterator: Iterator[Any]) -> _Pulled:
         state_of = getattr(self.loader, "state_dict", None)

@@ -78,6 +78,11 @@ class Tracker:
         self._before = None
         if self.replay is not None:
             return self._replay_txn(site, step)
+        level = self.stack[-1]
+        if level.kind == "loops" and not level.log:
+            for loop in level.loops:
+                loop.varies = loop.varies or loop.first not in ("", site)
+                loop.first = site
         if step:
             self._truncate(site)
         self._refuse_too_much(site)

@@ -25,6 +25,7 @@ from keepstep.worker.recovery import Recovery
 from keepstep.worker.script import workers
 from keepstep.worker.script.frames import script_frames
 from keepstep.worker.script.hidden import hidden
+from keepstep.worker.script.variables import OutsideSteps
 from keepstep.worker.seat import Line, Seat
 from keepstep.worker.state import memory, on_cpu
 from keepstep.worker.transaction import Transactions
@@ -150,7 +151,7 @@ class Session(PlainSession):
         self._arrive()
         seat = self._seat
         seat.loops = [x for x in seat.loops if not x.pos.closed]
-        loop = Loop(seat.tracker, loader, seat.streams)
+        loop = Loop(seat.tracker, loader, seat.streams, OutsideSteps(seat.variables))
         seat.loops.append(loop)
         return Batches(loop, seat.page.mark)
 

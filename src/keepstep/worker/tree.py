@@ -57,6 +57,9 @@ class LoopPos:
     before: Any = None  # stateful loaders: state before the batch `outside` was fetched
     drawn: bytes | None = None  # all streams before the batch `outside` was fetched
     workers: dict[int, bytes] | None = None  # streams of DataLoader workers at `begin`
+    variables: bytes | None = None  # of the script, when the batch `outside` was handed out
+    varies: bool = False  # not every round begins with the same step or section
+    first: str = ""  # what the last round began with
     begun: bool = False  # in this process; not part of the position
     # Not part of it either: what the workers tell, while there are any.
     told: Callable[[int], dict[int, bytes]] | None = None
@@ -75,6 +78,9 @@ class LoopPos:
             "c": self.closed,
             "e": self.entry,
             "b": self.before,
+            "v": self.variables,
+            "x": self.varies,
+            "f": self.first,
         }
 
 
@@ -138,6 +144,9 @@ def level_from(tree: Tree) -> Level:
                 before=x["b"],
                 drawn=x.get("d"),
                 workers=x.get("w"),
+                variables=x.get("v"),
+                varies=x.get("x", False),
+                first=x.get("f", ""),
             )
             for x in tree["loops"]
         ],

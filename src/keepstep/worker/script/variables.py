@@ -235,9 +235,10 @@ class Variables:
 
     # ------------------------------------------------------------------ the newcomer
 
-    def restore(self, tree: bytes, stack: list[FrameType]) -> None:
+    def restore(self, tree: bytes, stack: list[FrameType], *, lenient: bool = False) -> None:
         """Set this process's variables as the tree says. It stands in the same call as the rank
-        that captured it, in the frames `stack`."""
+        that captured it, in the frames `stack`. `lenient`: what cannot be set is left, because
+        another restore follows before it matters."""
         if not tree:
             return
         self.begin(stack)
@@ -247,7 +248,7 @@ class Variables:
             raise UsageError("variables come in another format", hint="use one Keepstep")
         for name in omitted:
             self._graph.omit(name)
-        landing = _Landing(self._graph, slot)
+        landing = _Landing(self._graph, slot, lenient)
         landing.find(entries)
         landing.fill(entries)
         self._graph.scan()
@@ -258,8 +259,9 @@ class Variables:
 class _Landing:
     """Which object here stands for which node there."""
 
-    def __init__(self, graph_: Graph, slot: list[str]) -> None:
+    def __init__(self, graph_: Graph, slot: list[str], lenient: bool = False) -> None:
         self._graph = graph_
+        self._lenient = lenient
         self._objects: dict[int, Any] = {}
         self._nodes: dict[int, Node] = {}
         self._taken: set[int] = set()
@@ -291,7 +293,7 @@ class _Landing:
                     continue
                 elif kind in _MADE and (bound or self._comes_later(parent)):
                     self._objects[number] = _made(kind, about, payload)
-                else:
+                elif not self._lenient:
                     raise UsageError(
                         f"{self._labels[number]} of the rank that is replaced ({about or kind}) "
                         "is not here, so it cannot be set",
@@ -320,12 +322,18 @@ class _Landing:
             if payload is None:
                 continue
             node = self._nodes.get(number)
+            if node is None and self._lenient and number not in self._objects:
+                continue
             if node is None:
                 target = self._objects[number]
                 if kind == "blob":
                     continue  # made with its contents
                 node = _MAKE[kind](graph_, target, self._labels[number], 1)
-            node.apply(payload, self)
+            try:
+                node.apply(payload, self)
+            except UsageError:
+                if not self._lenient:
+                    raise
 
     def mark(self, entries: list[Any]) -> None:
         """What is carried there is carried here from now on."""
@@ -389,3 +397,19 @@ def _inside(arguments: tuple[Any, ...]) -> frozenset[int]:
             found.append(id(item))
             todo.extend(item.values() if isinstance(item, dict) else item)
     return frozenset(found)
+
+
+class OutsideSteps:
+    """The script's variables where it is handed a batch, outside of any step or section."""
+
+    def __init__(self, variables: Variables) -> None:
+        self._variables = variables
+
+    def captured(self) -> bytes:
+        self._variables.begin(frames.script_frames())
+        data = self._variables.capture()
+        self._variables.end()
+        return data
+
+    def put(self, data: bytes) -> None:
+        self._variables.restore(data, frames.script_frames(), lenient=True)
