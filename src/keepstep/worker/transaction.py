@@ -37,6 +37,8 @@ from keepstep.worker.seat import Seat
 from keepstep.worker.unseen import Unseen
 from keepstep.worker.witness import EARLY
 
+NAMED_AT, NAMED_EVERY = 4, 64  # steps after which variables that are not carried are named
+
 
 class Transactions:
     def __init__(self, seat: Seat, recovery: Recovery) -> None:
@@ -533,6 +535,9 @@ class Transactions:
         if seat.publish_late(site, encoded, late) or not foreseen:
             self._locals.setdefault(site, Locals()).needed = True
         version = seat.version
+        if step and (version == NAMED_AT or version % NAMED_EVERY == NAMED_AT):
+            for text in (*seat.variables.warnings(), *seat.variables.unknown()):
+                seat.warn(text)
         if step:
             seat.redundancy.updated = self._updated
         seat.committed(step)
