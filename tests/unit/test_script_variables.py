@@ -264,6 +264,38 @@ def test_locals_that_only_the_dead_rank_had() -> None:
     check(script)
 
 
+def test_a_loop_variable_of_an_earlier_loop() -> None:
+    def train(ids: torch.Tensor) -> None:
+        pass
+
+    def script(ks: Rank) -> None:
+        for epoch in range(0 if ks.tree is None else 1, 2):
+            for number in range(2):
+                ks.step(train, torch.tensor([epoch, number]))
+                if epoch:
+                    ks.log.append((number, ids.tolist()))
+            if epoch == 0:
+                for number in range(2):
+                    ids = torch.tensor([7, epoch, number])
+                    ks.step(train, ids)
+
+    undisturbed = run(script)
+    assert undisturbed.log == [(0, [7, 0, 1]), (1, [7, 0, 1])]
+    for number in (0, 1):
+        assert run(script, undisturbed.trees[4 + number]).log == undisturbed.log[number:]
+
+
+def test_an_iterator_that_has_a_name() -> None:
+    def script(ks: Rank) -> None:
+        for epoch in range(3):
+            pairs = zip(range(10), range(5, 9))
+            for i, (a, b) in enumerate(pairs):
+                ks.step(nothing)
+                ks.log.append((epoch, i, a, b))
+
+    check(script)
+
+
 class Phase(enum.Enum):
     WARM = 1
     FULL = 2

@@ -51,13 +51,19 @@ def layouts(parameters: list[torch.nn.Parameter]) -> dict[str, Layout]:
 
 
 def set_layouts(parameters: list[torch.nn.Parameter], wanted: dict[str, Layout]) -> None:
-    """On a newcomer, in solo mode, after its gradients were made absent or zero. Also forgets the
-    warm-up's backward."""
+    """On a newcomer, in solo mode, after its gradients were made absent or zero."""
     native = extension.load()
+    forget_backward()
     for name, module in modules(parameters).items():
-        module.reducer._reset_state()
         if name not in wanted:
             continue
         if wanted[name]["buckets"] != native.get_buckets(module.reducer):
             native.set_buckets(module.reducer, wanted[name]["buckets"])
         native.view_grads(module.reducer, wanted[name]["viewed"])
+
+
+def forget_backward() -> None:
+    """What a newcomer has computed alone. A reducer that remembers it would arrange its buckets
+    anew in its next forward, by a collective that no other rank takes part in."""
+    for module in groups.ddp_modules():
+        module.reducer._reset_state()

@@ -32,7 +32,7 @@ import msgspec
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.model import messages as m
 from keepstep.model.page import NOTE_TICK, late_tick
-from keepstep.worker import blobs, checkpoint, codec, fsdp, groups, transfer, vault, witness
+from keepstep.worker import blobs, buckets, checkpoint, codec, fsdp, groups, transfer, vault, witness
 from keepstep.worker.finish import Finishing
 from keepstep.worker.objects import Registered
 from keepstep.worker.recovery import Recovery
@@ -273,6 +273,7 @@ class Newcomer:
             if swap is not None:
                 self.recovery.leave()
         self.joined = True
+        buckets.forget_backward()
         seat.state.own = None
         seat.cells.forget()
         self.recovery.swap(swap)

@@ -118,9 +118,11 @@ class Names(Node):
             return
         if found is not LEAF and found.moves:
             self._fleet(graph, name)
-        if again:
+        was_opaque = self.opaque.pop(name, None) is not None
+        if again and not was_opaque:
+            self.raw = None  # it refers to a node that is gone
             return
-        if old is not MISSING:
+        if old is not MISSING and not again:
             self.changing_names.add(name)
         elif self.begun or graph.settled:
             self.late_names.add(name)
