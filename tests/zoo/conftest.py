@@ -13,12 +13,16 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+from zoo_harness import Case, Run, run_script
 
 SAMPLE = 4
 # Drawn are scripts that have come out as expected in the newest report. The others are for
@@ -30,6 +34,7 @@ report: dict[str, dict[str, Any]] = {}
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--zoo-all", action="store_true", help="every script, not a sample")
     parser.addoption("--zoo-report", default="", help="write a JSON report here")
+    parser.addoption("--zoo-beside", type=int, default=1, help="so many scripts at a time")
     parser.addoption("--zoo-seed", default="", help="draw the sample by this, not by the commit id")
 
 
@@ -62,6 +67,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def outcome() -> dict[str, dict[str, Any]]:
     """Where a test notes what came out of its script."""
     return report
+
+
+@pytest.fixture(scope="session")
+def run(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], Run]]:
+    """Runs a script; those of the tests that follow run beside it."""
+    ahead: dict[str, Future[Run]] = {}
+    waiting: list[Case] = [
+        item.callspec.params["case"]  # type: ignore[attr-defined]
+        for item in request.session.items
+        if "outcome" in getattr(item, "fixturenames", ())
+    ]
+    with ThreadPoolExecutor(request.config.getoption("--zoo-beside")) as pool:
+
+        def get(case: Case) -> Run:
+            if not ahead:
+                ahead.update((one.name, pool.submit(run_script, one)) for one in waiting)
+            return ahead[case.name].result()
+
+        yield get
+        pool.shutdown(cancel_futures=True)
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

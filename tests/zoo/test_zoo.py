@@ -4,10 +4,11 @@ plain torchrun gives, or a refusal by name, or a witness that says what differs.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from zoo_harness import Case, cases, judge, start
+from zoo_harness import Case, Run, cases
 
 CASES = cases()
 
@@ -26,16 +27,11 @@ def test_every_script_says_what_it_is_and_is_killed_often() -> None:
         assert "after_step" in {point for _, _, point in kills}, case.name
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.cost(20)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_script(case: Case, outcome: dict[str, dict[str, Any]]) -> None:
-    job = start(case)
-    try:
-        found = judge(case, job)
-    finally:
-        job.kill()
-        job.log.close()
+def test_script(case: Case, outcome: dict[str, dict[str, Any]], run: Callable[[Case], Run]) -> None:
+    job, found = run(case)
     outcome[case.name] = {
         "style": case.style,
         "treacherous": case.treacherous,

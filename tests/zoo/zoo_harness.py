@@ -28,7 +28,7 @@ import time
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
 
@@ -151,6 +151,20 @@ def judge(case: Case, job: Job) -> Outcome:
     outcome.seconds = round(time.monotonic() - began, 1)
     outcome.kills = len(job.last.get("injects_fired", []))
     return outcome
+
+
+class Run(NamedTuple):
+    job: Job
+    outcome: Outcome
+
+
+def run_script(case: Case) -> Run:
+    job = start(case)
+    try:
+        return Run(job, judge(case, job))
+    finally:
+        job.kill()
+        job.log.close()
 
 
 def _hangs(job: Job) -> str:
