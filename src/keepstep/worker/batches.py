@@ -6,7 +6,8 @@ A newcomer must see the batches that the rank it replaces would have seen, sampl
 position of a loop therefore holds, besides counts, all random streams of the rank (script/) at two
 moments:
 
-    entry   when the iterator was made: whatever shuffles, shuffles again in the same way
+    entry   when the iterator was made, with the script's variables: whatever shuffles or weighs,
+            does it again in the same way
     drawn   before the batch was fetched that the script's own loop holds: a dataset that draws in
             this process draws the same again, and so does the script until its next step
 
@@ -17,7 +18,8 @@ A newcomer sets the streams of `entry`, makes the iterator and passes over the e
     iterables                 are read; what is read is dropped, and draws as it did
 
 and then sets the streams of `drawn`. An iterable whose own streams are elsewhere by then shares
-them with other code, and no reading alone repeats its order: it is refused.
+them with other code, and no reading alone repeats its order: it is refused. A digest of the batch
+is part of the position: a newcomer that gets another one is stopped before it trains (newcomer.py).
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -37,6 +39,9 @@ from keepstep.worker.position import Tracker
 from keepstep.worker.script import workers
 from keepstep.worker.script.streams import Streams
 from keepstep.worker.tree import Level, LoopPos
+from keepstep.worker.witness import differences, inputs_of
+
+FIRST_ROUNDS: Final = 16
 
 
 class _Pulled(NamedTuple):
@@ -86,11 +91,16 @@ class Loop:
             self.pos.entry, self.pos.before = self.target.entry, self.target.before
             self.pos.drawn, self.pos.workers = self.target.drawn, self.target.workers
             self.pos.varies, self.pos.first = self.target.varies, self.target.first
+        self._left_with = tracker.skipped()  # variables of the script where this loop was left
+        self.other: list[str] = []  # what differs in a batch that the rank before had, too
 
     def next(self) -> Any:
         self._refuse_other_thread()
         if self.pos.closed or self.tracker.over(self.level):
             self.close()
+            if self._left_with and self.variables is not None:
+                self.variables.put(self._left_with)
+                self._left_with = None
             raise StopIteration
         if self._iterator is None:
             self._iterator = self._open()
@@ -107,24 +117,36 @@ class Loop:
         if item.error is not None:
             if isinstance(item.error, StopIteration):
                 self.close()
+                if not in_txn and self.variables is not None:
+                    self.tracker.left(self.level, self.variables.captured)
             raise item.error
         if not in_txn:
             self._note_variables()
+            self._note_batch(item.batch)
             self._owed = False
             self.pos.before, self.pos.drawn = item.before, item.drawn
         self.tracker.yielded(self.level, self.pos)
         return item.batch
 
     def _note_variables(self) -> None:
-        """The script's own loop is about to get a batch."""
-        if self.variables is None or not self.pos.varies:
+        """The script's own loop is about to get a batch. Whether its rounds differ shows in the
+        first ones; until then they are taken to differ."""
+        if self.variables is None:
             return
         target = self.target if self._owed else None
         if target is not None and target.variables is not None:
             self.variables.put(target.variables)
             self.pos.variables = target.variables
-        else:
+        elif self.pos.varies or self.pos.outside < FIRST_ROUNDS:
             self.pos.variables = self.variables.captured()
+        else:
+            self.pos.variables = None
+
+    def _note_batch(self, batch: Any) -> None:
+        digests = inputs_of(batch, kept=True)
+        if self._owed and self.target is not None and self.target.batch is not None:
+            self.other = differences(self.target.batch, digests)
+        self.pos.batch = digests
 
     def _fetch(self, iterator: Iterator[Any]) -> _Pulled:
         state_of = getattr(self.loader, "state_dict", None)
@@ -208,13 +230,16 @@ class Loop:
             self._listen(iterator, 0)
             return iterator
         before = self.streams.capture()
+        entry = codec.loads_inline(target.entry)
+        if entry["variables"] and self.variables is not None:
+            self.variables.put(entry["variables"])  # weights of a sampler, a stage of a curriculum
         if target.before is not None and hasattr(self.loader, "load_state_dict"):
-            self._go_to(codec.loads_inline(target.entry)["streams"])
+            self._go_to(entry["streams"])
             self.loader.load_state_dict(target.before)
             iterator = iter(self.loader)
             self.fetched = target.begin
         else:
-            iterator = self._open_at(target)
+            iterator = self._open_at(target, entry)
             if self._owed and target.drawn is not None:
                 self._refuse_shared(target.drawn)
         if not self._owed:
@@ -226,15 +251,18 @@ class Loop:
 
     def _entry(self) -> bytes:
         kept = workers.kept(self.loader) if workers.keeps_workers(self.loader) else None
+        outside = self.variables is not None and not self.tracker.in_txn
         return codec.dumps_inline(
-            {"streams": self.streams.capture(), "kept": None if kept is None else tuple(kept)}
+            {
+                "streams": self.streams.capture(),
+                "kept": None if kept is None else tuple(kept),
+                "variables": self.variables.captured() if self.variables and outside else None,
+            }
         )
 
-    def _open_at(self, target: LoopPos) -> Iterator[Any]:
+    def _open_at(self, target: LoopPos, entry: dict[str, Any]) -> Iterator[Any]:
         """A newcomer: the iterator as it was before the batch to be handed out next."""
         loader: Any = self.loader
-        assert target.entry is not None
-        entry = codec.loads_inline(target.entry)
         begin = self._first_fetched(target.begin)
         passing = _Passing(loader, begin) if _is_map_style(loader) else None
         if workers.keeps_workers(loader):

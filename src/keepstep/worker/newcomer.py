@@ -32,7 +32,17 @@ import msgspec
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.model import messages as m
 from keepstep.model.page import NOTE_TICK, late_tick
-from keepstep.worker import blobs, buckets, checkpoint, codec, fsdp, groups, transfer, vault, witness
+from keepstep.worker import (
+    blobs,
+    buckets,
+    checkpoint,
+    codec,
+    fsdp,
+    groups,
+    transfer,
+    vault,
+    witness,
+)
 from keepstep.worker.finish import Finishing
 from keepstep.worker.objects import Registered
 from keepstep.worker.recovery import Recovery
@@ -164,11 +174,25 @@ class Newcomer:
                 f"its result is a replica's: {type(error).__name__}: {error}"
             )
             return None
+        finally:
+            fsdp.reset(self.seat.models.values())
+            buckets.forget_backward()
         return (result,) if finishing.reached else None
 
     def repeats(self, site: str, arguments: Any) -> None:
-        """The rank that is replaced had begun this call: its inputs must have been the same."""
+        """The batch that was seen again on the walk must be the one that the rank had. And if the
+        rank had begun this call, its inputs must have been the same."""
         note, self._note = self._note, None
+        for loop in self.seat.loops:
+            other, loop.other = loop.other, []
+            if other:
+                self.recovery.diverged(
+                    "inputs",
+                    site,
+                    words=f"ks.batches hands the newcomer of rank {self.seat.rank} another batch "
+                    f"than the rank had: {'; '.join(other[:4])}",
+                    agreed=self.seat.version,
+                )
         if arguments is None or note is None or note["tick"] != self.seat.tick:
             return
         found = witness.differences(note["inputs"], witness.inputs_of(arguments))
@@ -252,7 +276,8 @@ class Newcomer:
             copy = self._next_copy()  # again after a failed one, or after an Abort
             self._copy = self._copied(copy)
         self.installed = True
-        self._fingerprint = self.seat.state.fingerprint()
+        complete = not self.seat.state.incomplete
+        self._fingerprint = self.seat.state.fingerprint() if complete else {}
 
     def enter(self) -> None:
         """At the entry of the transaction that comes next, or at the script's end."""
@@ -273,8 +298,7 @@ class Newcomer:
             if swap is not None:
                 self.recovery.leave()
         self.joined = True
-        buckets.forget_backward()
-        seat.state.own = None
+        seat.state.own, seat.state.walking = None, False
         seat.cells.forget()
         self.recovery.swap(swap)
 
@@ -300,6 +324,8 @@ class Newcomer:
         # Behind the walk, what it did to this rank's own state stands.
         behind = self.installed and seat.tracker.replay is None
         seat.state.own = frozenset(seat.cells.own()) if behind else None
+        seat.state.walking = not behind and not seat.redundancy.needed
+        seat.state.incomplete = False
         try:
             if copy.checkpoint:
                 tick = checkpoint.tick_of(copy.checkpoint)

@@ -27,6 +27,7 @@ Nothing here does I/O or knows torch. `Tree` values are plain dicts and lists (w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 from keepstep.errors import UsageError
@@ -68,6 +69,7 @@ class Tracker:
         self.results: dict[str, Any] = {}  # newest of every step and section, by site
         self.unkept: dict[str, str] = {}  # site -> why its result cannot travel
         self._siblings_to_skip = 0
+        self._skipped: bytes | None = None
         self._frozen: Scope | None = None
         self._before: _Before | None = None
 
@@ -90,7 +92,7 @@ class Tracker:
 
     def _refuse_too_much(self, site: str) -> None:
         log = self.stack[-1].log
-        size = sum(entry.size for entry in log if isinstance(entry, Txn))
+        size = sum(entry.size for entry in log)
         if size > LOG_BYTES_MAX:
             raise UsageError(
                 f"{len(log)} transactions inside one batch or epoch at {site} have results and "
@@ -242,6 +244,17 @@ class Tracker:
         if level not in self.stack or not all(x.closed for x in level.loops):
             return
         self._close(level)
+
+    def left(self, level: Level, variables: Callable[[], bytes]) -> None:
+        """A loop came to its end outside of transactions: with these variables of the script."""
+        log = self.stack[-1].log
+        if level not in self.stack and log and isinstance(log[-1], Scope) and self.replay is None:
+            log[-1].variables = variables()
+
+    def skipped(self) -> bytes | None:
+        """Variables of the script at the end of the scope that was skipped just now."""
+        variables, self._skipped = self._skipped, None
+        return variables
 
     def _remember(self) -> None:
         if not self.in_txn or self._before is not None:
@@ -402,7 +415,8 @@ class Tracker:
         if isinstance(entry, Scope) and entry.kind == kind:
             if entry.frozen is None:
                 replay.advance()
-                self.stack[-1].log.append(Scope(kind, width=entry.width))
+                self.stack[-1].log.append(Scope(kind, width=entry.width, variables=entry.variables))
+                self._skipped = entry.variables
                 self._siblings_to_skip = entry.width - 1
                 return None
             replay.path.append((entry.frozen, 0))

@@ -371,7 +371,7 @@ class Seat:
                 "tick": self.tick + 1,
                 "version": self.version + step,
                 "streams": self._streams,
-                "late": sorted(self._late.get(site, ())),
+                "late": sorted(self._late.get(site, ())) if updating else [],
                 "rest": rest,
                 "position": position,
                 "cells": self.cells.side(),
@@ -405,7 +405,7 @@ class Seat:
 
     def changed_inputs(self, arguments: Any) -> str:
         """The first argument of the step that a retry would find changed in place."""
-        found = differences(self.inputs, inputs_of(arguments))
+        found = differences(self.inputs, inputs_of(arguments, fresh=True))
         return f"argument {found[0].partition(' ')[0]}" if found else ""
 
     def publish_late(self, site: str, result: bytes | None, variables: bytes | None) -> bool:

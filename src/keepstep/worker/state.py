@@ -148,6 +148,8 @@ class StateSet:
         self.expect: Callable[[set[str]], None] = lambda _: None  # other ranks have these objects
         # Tensors that an import leaves as they are, with gradients that are here, or None.
         self.own: frozenset[str] | None = None
+        self.walking = False  # the script may still add parameter groups that the source has
+        self.incomplete = False  # an import has left such groups out
         self._import: _Import | None = None
 
     # -- export
@@ -272,7 +274,8 @@ class StateSet:
         return [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
 
     def _same_groups(self, name: str, theirs: dict[str, Any]) -> None:
-        """A newcomer walks past `add_param_group` of an earlier epoch: it is made up for here."""
+        """A newcomer walks past `add_param_group` of an earlier epoch: it is made up for here. One
+        that is still to come in its walk must find the optimizer without the group."""
         optimizer = self.optimizers[name]
         mine, wanted = self._group_names(optimizer), theirs.get("names")
         known = dict(self.parameters())
@@ -281,6 +284,9 @@ class StateSet:
         used = {one for group in mine for one in group}
         more = [one for group in wanted[len(mine) :] for one in group]
         if mine == wanted[: len(mine)] and all(one in known and one not in used for one in more):
+            if self.walking:
+                self.incomplete = True
+                return
             for group in wanted[len(mine) :]:
                 optimizer.add_param_group({"params": [known[one] for one in group]})
 
@@ -357,7 +363,8 @@ class StateSet:
         if optimizer is None:
             raise UsageError(f"this rank has no optimizer {name!r}, but the source has one")
         self._same_groups(name, pending.metas[0]["optimizers"][name])
-        _require_same_groups(name, optimizer, pending.metas[0]["optimizers"][name])
+        if not self.incomplete:
+            _require_same_groups(name, optimizer, pending.metas[0]["optimizers"][name])
         for i, parameter in enumerate(flat(optimizer)):
             at = pending.provider.get(self.replicas.of(parameter))
             if at is None:
@@ -429,7 +436,10 @@ class StateSet:
                     optimizer.state.pop(parameter, None)
                 else:
                     optimizer.state[parameter] = pending.tree(found)
-            set_hyper(optimizer, pending.tree(entry["groups"]))
+            hyper = pending.tree(entry["groups"])
+            if self.incomplete:
+                hyper = hyper[: len(optimizer.param_groups)]
+            set_hyper(optimizer, hyper)
         for name, entry in first["objects"].items():
             if f"object/{name}" not in pending.missing and name not in LAST:
                 self._load_object(name, pending.tree(entry))

@@ -58,6 +58,7 @@ class LoopPos:
     drawn: bytes | None = None  # all streams before the batch `outside` was fetched
     workers: dict[int, bytes] | None = None  # streams of DataLoader workers at `begin`
     variables: bytes | None = None  # of the script, when the batch `outside` was handed out
+    batch: dict[str, str] | None = None  # digests of the batch `outside`
     varies: bool = False  # not every round begins with the same step or section
     first: str = ""  # what the last round began with
     begun: bool = False  # in this process; not part of the position
@@ -79,6 +80,7 @@ class LoopPos:
             "e": self.entry,
             "b": self.before,
             "v": self.variables,
+            "h": self.batch,
             "x": self.varies,
             "f": self.first,
         }
@@ -91,10 +93,15 @@ class Scope:
     kind: str
     frozen: Level | None = None
     width: int = 1  # loops side by side: zip(ks.batches(a), ks.batches(b))
+    variables: bytes | None = None  # of the script, where it came to its end
 
     def tree(self) -> Tree:
         frozen = self.frozen.tree() if self.frozen else None
-        return {"scope": self.kind, "f": frozen, "w": self.width}
+        return {"scope": self.kind, "f": frozen, "w": self.width, "v": self.variables}
+
+    @property
+    def size(self) -> int:
+        return len(self.variables or b"")
 
 
 @dataclass(eq=False)  # two levels with the same content are still two
@@ -129,7 +136,7 @@ def level_from(tree: Tree) -> Level:
     def entry_from(item: Tree) -> Txn | Scope:
         if "scope" in item:
             frozen = level_from(item["f"]) if item["f"] else None
-            return Scope(item["scope"], frozen, item["w"])
+            return Scope(item["scope"], frozen, item["w"], item.get("v"))
         return Txn(item["t"], item["s"], item["r"], item["v"])
 
     return Level(
@@ -145,6 +152,7 @@ def level_from(tree: Tree) -> Level:
                 drawn=x.get("d"),
                 workers=x.get("w"),
                 variables=x.get("v"),
+                batch=x.get("h"),
                 varies=x.get("x", False),
                 first=x.get("f", ""),
             )

@@ -24,6 +24,7 @@ On a device nothing here waits: sums are queued behind the work and read with th
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
@@ -52,28 +53,48 @@ Kind = Literal["", "update", "collectives", "learning-rate"]
 # -------------------------------------------------------------------------------------- inputs
 
 
-def inputs_of(arguments: Any) -> dict[str, str]:
+_kept: dict[int, tuple[weakref.ref[torch.Tensor], int, str]] = {}  # digests of the last batch
+
+
+def inputs_of(arguments: Any, *, kept: bool = False, fresh: bool = False) -> dict[str, str]:
     """A digest of every tensor and the value of every number among the arguments, by path. What
-    lies on a device is left out: reading it would wait."""
+    lies on a device is left out: reading it would wait; but batches are digested on their way out
+    of ks.batches, and as a rule there they are not on a device yet. `kept`: a batch, of which a
+    step is to follow; `fresh`: read it again, although it seems unchanged."""
     found: dict[str, str] = {}
-    _collect(arguments, "", found, 0)
+    if kept or fresh:
+        _kept.clear()
+    _collect(arguments, "", found, 0, kept)
     return found
 
 
-def _collect(node: Any, path: str, found: dict[str, str], depth: int) -> None:
+def _collect(node: Any, path: str, found: dict[str, str], depth: int, kept: bool) -> None:
     if len(found) >= LEAVES_MAX or depth > 4:
         return
     if isinstance(node, torch.Tensor):
         if node.device.type == "cpu" and node.layout is torch.strided:
-            found[path] = content(node)
+            found[path] = _digest_once(node, kept)
     elif isinstance(node, bool | int | float | str):
         found[path] = repr(node)[:64]
     elif isinstance(node, dict):
         for key, item in node.items():
-            _collect(item, f"{path}[{key!r}]" if path else str(key), found, depth + 1)
+            _collect(item, f"{path}[{key!r}]" if path else str(key), found, depth + 1, kept)
     elif isinstance(node, list | tuple):
         for index, item in enumerate(node):
-            _collect(item, f"{path}[{index}]", found, depth + 1)
+            _collect(item, f"{path}[{index}]", found, depth + 1, kept)
+
+
+def _digest_once(tensor: torch.Tensor, keep: bool) -> str:
+    if tensor.is_inference():
+        return content(tensor)
+    version = tensor._version
+    known = _kept.get(id(tensor))
+    if known is not None and known[0]() is tensor and known[1] == version:
+        return known[2]
+    found = content(tensor)
+    if keep:
+        _kept[id(tensor)] = weakref.ref(tensor), version, found
+    return found
 
 
 def content(tensor: torch.Tensor) -> str:

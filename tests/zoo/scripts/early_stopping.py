@@ -51,7 +51,7 @@ def main():
         model.train()
         return loss.item()
 
-    losses, stopper = [], EarlyStopping(patience=2)
+    losses, stopper = [], EarlyStopping(patience=4)
     for epoch in ks.epochs(10):
         sampler.set_epoch(epoch)
         for x, y in ks.batches(loader):

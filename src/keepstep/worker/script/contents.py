@@ -37,6 +37,11 @@ class Items(Node):
     def about(self) -> str:
         return self._about
 
+    def carry_all(self, graph: Graph) -> None:
+        if not self.carried:
+            self.late = True
+            graph.touch(self)
+
     @property
     def not_plain(self) -> bool:
         return self.too_large or (self.opaque and not isinstance(self.target, dict))
@@ -182,6 +187,11 @@ class Blob(Node):
         self.plain = target
         if isinstance(target, torch.Tensor):
             self.plain = target.detach().numpy()  # the same memory
+
+    def carry_all(self, graph: Graph) -> None:
+        if not self.carried:
+            self.late = True
+            graph.touch(self)
 
     def about(self) -> str:
         target = self.target

@@ -175,6 +175,12 @@ class Names(Node):
                     continue
         return [changing, late]
 
+    def _carry_names(self, graph: Graph) -> None:
+        more = self.last.keys() - self.changing_names - self.late_names - self.opaque.keys()
+        if more:
+            self.late_names |= more
+            graph.touch(self)
+
     def put_back(self, old: dict[str, Any]) -> None:
         self.write({name: v for name, v in old.items() if v is not MISSING})
         for name, value in old.items():
@@ -215,6 +221,10 @@ class DictNames(Names):
         self._about = values.name_of(type(target))
         self._asleep: Any = None
         graph.versions.watch(self.names, self)
+
+    def carry_all(self, graph: Graph) -> None:
+        if self.kind == "names":
+            self._carry_names(graph)
 
     def about(self) -> str:
         return self._about
@@ -274,6 +284,9 @@ class SlotNames(Names):
     """An object with __slots__."""
 
     kind = "slots"
+
+    def carry_all(self, graph: Graph) -> None:
+        self._carry_names(graph)
 
     def read(self) -> dict[str, Any]:
         target = self.target

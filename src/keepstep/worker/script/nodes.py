@@ -68,6 +68,10 @@ class Node:
         """Whether the binding under this key is carried."""
         return self.carried
 
+    def carry_all(self, graph: Graph) -> None:
+        """Only bindings that are carried lead here: the newcomer's own may be another one, so
+        everything of it is carried, also what has not changed."""
+
     def about(self) -> str:
         """What the newcomer's must be like."""
         return ""

@@ -175,37 +175,42 @@ class Variables:
     def _encoded(self) -> bytes:
         graph_ = self._graph
         out: list[Any] = []
-        placed: dict[int, bool] = {}
+        placed: dict[int, Any] = {}
         todo, looked_at = deque(graph_.carry), set()
         while todo:
             node = todo.popleft()
             if node.number not in looked_at:
                 looked_at.add(node.number)
-                if self._place(node, out, placed):
+                entry = self._place(node, out, placed)
+                if entry:
+                    if entry[6] is None and node.carried:
+                        entry[6] = self._raw(node)
                     todo.extend(node.refers)
         if not any(entry[6] is not None for entry in out):
             return _EMPTY
         omitted = list(graph_.omitted)
         return values.encode([FORMAT, values.slot_now, omitted, out])
 
-    def _place(self, node: Node, out: list[Any], placed: dict[int, bool]) -> bool:
-        """Append it behind its parent; False: no root leads here."""
+    def _place(self, node: Node, out: list[Any], placed: dict[int, Any]) -> Any:
+        """Append it behind its parent; None: no root leads here."""
         if node.number in placed:
             return placed[node.number]
-        placed[node.number] = False  # a way that comes back here is none
+        placed[node.number] = None  # a way that comes back here is none
         where = self._way(node, out, placed)
         if where is None:
             del placed[node.number]
-            return False
+            return None
         parent, key, bound = where
-        placed[node.number] = True
         entry = [node.number, node.kind, parent, key, bound, node.about(), None]
+        placed[node.number] = entry
         out.append(entry)
+        if bound:
+            node.carry_all(self._graph)
         if node.carried:
             entry[6] = self._raw(node)
-        return True
+        return entry
 
-    def _way(self, node: Node, out: list[Any], placed: dict[int, bool]) -> Any:
+    def _way(self, node: Node, out: list[Any], placed: dict[int, Any]) -> Any:
         if node.depth == 0:
             if isinstance(node, FrameNames) and node.target is None:
                 return None
