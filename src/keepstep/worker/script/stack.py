@@ -66,7 +66,9 @@ def _find_slots(code: CodeType, lasti: int) -> tuple[LoopSlot, ...]:
     for instruction in instructions:
         if instruction.starts_line:
             line = instruction.positions.lineno or line if instruction.positions else line
-        if instruction.opname != "FOR_ITER" or not instruction.offset < lasti < instruction.argval:
+        if instruction.opname != "FOR_ITER":
+            continue
+        if not instruction.offset <= lasti < instruction.argval:  # at it: it asks for the next item
             continue
         position = depths.get(instruction.offset, 0) - 1
         if 0 <= position < in_use:
