@@ -273,7 +273,7 @@ def test_a_loop_variable_of_an_earlier_loop() -> None:
             for number in range(2):
                 ks.step(train, torch.tensor([epoch, number]))
                 if epoch:
-                    ks.log.append((number, ids.tolist()))
+                    ks.log.append((number, ids.tolist()))  # noqa: F821
             if epoch == 0:
                 for number in range(2):
                     ids = torch.tensor([7, epoch, number])
@@ -294,6 +294,75 @@ def test_an_iterator_that_has_a_name() -> None:
                 ks.log.append((epoch, i, a, b))
 
     check(script)
+
+
+def one() -> int:
+    return 1
+
+
+def test_a_sum_that_waits_for_the_step() -> None:
+    """It lies on the interpreter's stack while the step runs."""
+
+    def script(ks: Rank) -> None:
+        total = 0
+        for epoch in range(2):
+            for i in range(3):
+                total += 10 * epoch + (ks.step(one) or 1) + i
+                ks.log.append(total)
+
+    check(script)
+
+
+def test_a_list_that_waits_for_the_step() -> None:
+    def script(ks: Rank) -> None:
+        for epoch in range(2):
+            each = []
+            for i in range(3):
+                each.append(epoch + i + (ks.step(one) or 1))
+                ks.log.append(list(each))
+
+    check(script)
+
+
+def test_comprehensions_of_steps() -> None:
+    def listed(ks: Rank) -> None:
+        for _ in range(2):
+            found = [(ks.step(one) or 1, i, ks.log.append(i)) for i in range(3)]
+            ks.log[-1] = (ks.log[-1], found)
+
+    def keyed(ks: Rank) -> None:
+        for _ in range(2):
+            found = {i: (ks.step(one) or 1, ks.log.append(i)) for i in range(3)}
+            ks.log[-1] = (ks.log[-1], found)
+
+    check(listed)
+    check(keyed)
+
+
+def test_a_tensor_that_is_added_to() -> None:
+    def script(ks: Rank) -> None:
+        for epoch in range(2):
+            total = torch.zeros(1)
+            for i in range(3):
+                total.add_((ks.step(one) or 1) * (i + 1))
+                ks.log.append((epoch, i, total.item()))
+
+    check(script)
+
+
+def test_steps_inside_what_collects_are_refused_by_name() -> None:
+    def summed(ks: Rank) -> None:
+        sum(ks.step(one) for _ in range(3))
+
+    def mapped(ks: Rank) -> None:
+        list(map(ks.step, [one, one]))
+
+    def extended(ks: Rank) -> None:
+        [].extend(ks.step(one) for _ in range(3))
+
+    for script, name in ((summed, "sum"), (mapped, "list"), (extended, ".extend")):
+        with pytest.raises(UsageError, match=f"one runs inside {name} in .*{script.__name__}"):
+            run(script)
 
 
 class Phase(enum.Enum):

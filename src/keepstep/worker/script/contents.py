@@ -231,6 +231,27 @@ def _array(value: Any) -> Any:
     return value.detach().numpy() if isinstance(value, torch.Tensor) else value
 
 
+def alone(blob: Node) -> bool:
+    """Whether no other tensor or array shares its memory."""
+    target = blob.target
+    if isinstance(target, torch.Tensor):
+        return _users(target) <= _USERS_ALONE and not target._is_view()
+    return isinstance(target, bytearray) or target.base is None
+
+
+def _users(tensor: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def _users_alone() -> int:
+    tensor = torch.zeros(1)
+    plain = tensor.detach().numpy()  # as a node has it
+    return _users(tensor) if plain is not None else 0
+
+
+_USERS_ALONE = _users_alone()
+
+
 def made(data: Any) -> Any:
     value = codec.loads_inline(data[0])
     return value.requires_grad_() if data[1] else value

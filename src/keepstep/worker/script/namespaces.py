@@ -390,14 +390,22 @@ class FrameNames(Names):
 
     def read(self) -> dict[str, Any]:
         frame = self.frame()
-        if frame is None or not frames.is_function(frame.f_code):
+        if frame is None:
             return {}
-        return frames.read(frame)
+        names = frames.read(frame) if frames.is_function(frame.f_code) else {}
+        if frame is self.target:
+            names.update(stack.operands(frame))
+        return names
 
     def write(self, new: dict[str, Any]) -> None:
         frame = self.frame()
-        if frame is not None and new:
-            frames.write(frame, new)
+        if frame is None:
+            return
+        names = {name: new[name] for name in new if not name.startswith(stack.OPERAND)}
+        if names:
+            frames.write(frame, names)
+        for name in new.keys() - names.keys():
+            stack.set_operand(frame, name, new[name])
 
     def remove(self, name: str) -> None:
         """A function's local cannot be unbound from outside; the retry binds it again."""

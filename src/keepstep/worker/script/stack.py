@@ -1,4 +1,7 @@
-"""The iterators that running `for` loops hold: they lie on a frame's value stack, under no name.
+"""What a running frame holds under no name: the iterators of its `for` loops, and operands.
+
+`total += step(x)` puts `total` on the frame's value stack before it calls `step`, and so does
+`losses.append(step(x))` with the list, and a comprehension with the list that it builds.
 
 CPython shows them to nobody, so they are read from memory: an interpreter frame has its locals in
 an array, and the value stack right behind them. How deep a loop's iterator lies is a property of
@@ -12,9 +15,12 @@ nested loops (`available`). Without it, only iterators that have a name are seen
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import dis
+import functools
 import sys
+from collections import deque
 from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple
 
@@ -22,6 +28,14 @@ _WORD: Final = ctypes.sizeof(ctypes.c_void_p)
 _F_FRAME: Final = object.__basicsize__ + _WORD  # PyFrameObject: head, f_back, f_frame
 _KNOWN_VERSIONS: Final = ((3, 11), (3, 12), (3, 13))
 _UNKNOWN_DEPTH: Final = -1
+OPERAND: Final = "<operand "
+
+
+class _Layout(NamedTuple):
+    """Of a frame's value stack at one instruction."""
+
+    loops: tuple[LoopSlot, ...]
+    operands: tuple[int, ...]  # words
 
 
 class LoopSlot(NamedTuple):
@@ -34,26 +48,56 @@ def loop_iterators(frame: FrameType) -> list[tuple[Any, int]]:
     """Of the `for` loops around the current instruction, outermost first, each with its line."""
     if not available:
         return []
-    slots = _slots(frame.f_code, frame.f_lasti)
-    return [(_at(frame, slot.word), slot.line) for slot in slots] if slots else []
+    return [(_at(frame, slot.word), slot.line) for slot in _layout(frame).loops]
+
+
+def operands(frame: FrameType) -> dict[str, Any]:
+    """What waits on the value stack until the current call returns, by made-up names."""
+    if not available:
+        return {}
+    found = {}
+    for word in _layout(frame).operands:
+        if _word(_address(frame, word)):  # Python pushes null pointers, too
+            found[f"{OPERAND}{word}>"] = _at(frame, word)
+    return found
+
+
+def set_operand(frame: FrameType, name: str, value: Any) -> None:
+    word = int(name[len(OPERAND) : -1])
+    if word not in _layout(frame).operands:
+        return
+    address = _address(frame, word)
+    old = _word(address)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    ctypes.c_size_t.from_address(address).value = id(value)
+    ctypes.pythonapi.Py_DecRef(ctypes.c_void_p(old))
+
+
+def collector(frame: FrameType) -> str:
+    """The name of what the current instruction runs, if that is C code which collects what it is
+    given where nobody sees it: `sum(step(x) for x in batches)`."""
+    key = frame.f_code, frame.f_lasti
+    if key not in _collectors:
+        _collectors[key] = _find_collector(frame)
+    return _collectors[key]
 
 
 # ------------------------------------------------------------------------------------- bytecode
 
-_slots_of: dict[tuple[CodeType, int], tuple[LoopSlot, ...]] = {}
+_layouts: dict[tuple[CodeType, int], _Layout] = {}
+_collectors: dict[tuple[CodeType, int], str] = {}
 
 
-def _slots(code: CodeType, lasti: int) -> tuple[LoopSlot, ...]:
-    known = _slots_of.get((code, lasti))
+def _layout(frame: FrameType) -> _Layout:
+    code, lasti = frame.f_code, frame.f_lasti
+    known = _layouts.get((code, lasti))
     if known is None:
-        known = _slots_of[code, lasti] = _find_slots(code, lasti)
+        known = _layouts[code, lasti] = _find_layout(code, lasti)
     return known
 
 
-def _find_slots(code: CodeType, lasti: int) -> tuple[LoopSlot, ...]:
+def _find_layout(code: CodeType, lasti: int) -> _Layout:
     instructions = list(dis.get_instructions(code))
-    if not any(x.opname == "FOR_ITER" for x in instructions):
-        return ()
     depths = _depths(code, instructions)
     cells = sum(name not in code.co_varnames for name in code.co_cellvars)
     base = code.co_nlocals + cells + len(code.co_freevars)
@@ -73,7 +117,34 @@ def _find_slots(code: CodeType, lasti: int) -> tuple[LoopSlot, ...]:
         position = depths.get(instruction.offset, 0) - 1
         if 0 <= position < in_use:
             found.append(LoopSlot(position, line, base + position))
-    return tuple(sorted(found))
+    taken = {slot.word for slot in found}
+    words = range(base, base + max(in_use, 0))
+    return _Layout(tuple(sorted(found)), tuple(word for word in words if word not in taken))
+
+
+def _find_collector(frame: FrameType) -> str:
+    code = frame.f_code
+    instructions = list(dis.get_instructions(code))
+    here = max((i for i, x in enumerate(instructions) if x.offset <= frame.f_lasti), default=0)
+    current = instructions[here]
+    if current.opname in _COLLECTING:
+        return _COLLECTING[current.opname]
+    if not current.opname.startswith("CALL"):
+        return ""
+    depths = _depths(code, instructions)
+    below = depths.get(current.offset, 0) + _effect(current, jump=False) - 1
+    for x in reversed(instructions[:here]):  # who has put the callable there
+        depth = depths.get(x.offset, _UNKNOWN_DEPTH)
+        if depth + _effect(x, jump=False) > below + 2 or depth > below + 1:
+            continue
+        if x.opname in ("LOAD_METHOD", "LOAD_ATTR"):
+            return f".{x.argval}" if x.argval in _COLLECTING_METHODS else ""
+        if x.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            known = {**vars(builtins), **frame.f_globals}.get(x.argval)
+            return x.argval if any(known is one for one in _COLLECTORS) else ""
+        if x.opname not in ("PUSH_NULL", "COPY_FREE_VARS"):
+            return ""
+    return ""
 
 
 def _depths(code: CodeType, instructions: list[dis.Instruction]) -> dict[int, int]:
@@ -104,6 +175,19 @@ def _effect(x: dis.Instruction, *, jump: bool) -> int:
     return dis.stack_effect(x.opcode, x.arg, jump=jump)
 
 
+_COLLECTORS: Final = (
+    *(list, tuple, set, frozenset, dict, deque, sum, max, min, sorted, any, all, functools.reduce),
+)
+_COLLECTING_METHODS: Final = frozenset({"extend", "join", "update", "fromiter", "reduce"})
+_COLLECTING: Final = {
+    "LIST_EXTEND": "[*...]",
+    "SET_UPDATE": "{*...}",
+    "DICT_UPDATE": "{**...}",
+    "UNPACK_SEQUENCE": "an unpacking assignment",
+    "UNPACK_EX": "an unpacking assignment",
+    "CALL_FUNCTION_EX": "f(*...)",
+    "CONTAINS_OP": "in",
+}
 _ENDS: Final = {"RETURN_VALUE", "RETURN_CONST", "RERAISE", "RAISE_VARARGS"}
 
 
@@ -114,9 +198,12 @@ def _word(address: int) -> int:
     return ctypes.c_size_t.from_address(address).value
 
 
+def _address(frame: FrameType, word: int) -> int:
+    return _word(id(frame) + _F_FRAME) + _locals_at + word * _WORD
+
+
 def _at(frame: FrameType, word: int) -> Any:
-    address = _word(id(frame) + _F_FRAME) + _locals_at + word * _WORD
-    return ctypes.py_object.from_address(address).value
+    return ctypes.py_object.from_address(_address(frame, word)).value
 
 
 def _find_locals() -> int:
@@ -145,6 +232,16 @@ def _self_test() -> bool:
         for item in items:  # noqa: UP028  # the loop is what is looked for
             yield item
 
+    def adding(value: int) -> int:
+        return value + changed(sys._getframe())
+
+    def changed(frame: FrameType) -> int:
+        (name,) = operands(frame)
+        set_operand(frame, name, 30)
+        return 4
+
+    if adding(3) != 34:
+        return False
     a, b = iter([1, 2]), iter((3, 4))
     third = iter([5, 6])
     generator = suspended(third)

@@ -45,6 +45,7 @@ from keepstep.worker.script.namespaces import (
     SlotNames,
 )
 from keepstep.worker.script.nodes import Node, suffix
+from keepstep.worker.script.stack import OPERAND, collector
 
 FORMAT: Final = 1
 SWEEP_EVERY: Final = 256
@@ -78,6 +79,8 @@ class Variables:
     ) -> None:
         graph_ = self._graph
         graph_.journal = None
+        if function is not None:
+            _refuse_collected(stack, function)
         graph_.excluded = _inside(arguments)
         self._enter(stack)
         for node in tuple(graph_.fleeting):
@@ -290,7 +293,7 @@ class _Landing:
                     continue
                 self._labels[number] = f"{self._labels.get(parent, '')}{suffix(key)}"
                 own = self._own(kind, parent, key, about)
-                if own is not None and not (bound and kind in ("items", "blob")):
+                if own is not None and not (bound and _shared(own, about)):
                     self._nodes[number] = own
                     self._objects[number] = own.target
                     self._taken.add(own.number)
@@ -354,6 +357,16 @@ class _Landing:
             self._graph.touch(node)
 
 
+def _shared(own: Node, about: str) -> bool:
+    """Whether it must not be changed in place, because others here may refer to it that refer to
+    something else there."""
+    if own.kind == "blob":
+        return own.about() != about or not contents.alone(own)
+    if own.kind != "items":
+        return False
+    return sum(not str(key).startswith(OPERAND) for _, key in own.parents) > 1
+
+
 _MAKE: Final[dict[str, Callable[..., Node]]] = {
     "items": Items,
     "blob": Blob,
@@ -380,6 +393,18 @@ def _made(kind: str, about: str, payload: Any) -> Any:
         return _CONTAINERS[about]()
     found = values.class_named(about)
     return found.__new__(found) if kind == "items" else object.__new__(found)
+
+
+def _refuse_collected(frames_: list[FrameType], function: Any) -> None:
+    for frame in frames_:
+        name = collector(frame)
+        if name:
+            called = getattr(function, "__qualname__", "a step")
+            raise UsageError(
+                f"{called} runs inside {name} in {frames.place(frame)}, which collects results "
+                "where no other process can see them",
+                hint="write a `for` loop, and collect in a variable",
+            )
 
 
 def _plain(key: Any) -> Any:
