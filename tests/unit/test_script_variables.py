@@ -296,6 +296,35 @@ def test_an_iterator_that_has_a_name() -> None:
     check(script)
 
 
+def test_a_loop_over_something_that_has_no_name() -> None:
+    def script(ks: Rank) -> None:
+        for epoch in range(2):
+            for index in torch.randperm(6).split(2):
+                ks.step(nothing)
+                ks.log.append((epoch, index.tolist()))
+
+    torch.manual_seed(1)
+    undisturbed = run(script)
+    for number in range(3):  # a walk that draws otherwise
+        torch.manual_seed(2)
+        newcomer = run(script, undisturbed.trees[number])
+        assert newcomer.log[1 : 3 - number] == undisturbed.log[number + 1 : 3]
+
+
+def test_a_script_that_resumes_by_itself() -> None:
+    start = 0
+
+    def script(ks: Rank) -> None:
+        for epoch in range(start, 4):
+            ks.step(nothing)
+            ks.log.append(epoch)
+
+    undisturbed = run(script)
+    start = 3
+    for number, tree in enumerate(undisturbed.trees):
+        assert run(script, tree).log[1:] == undisturbed.log[number + 1 :]
+
+
 def one() -> int:
     return 1
 

@@ -12,6 +12,10 @@ alike.
 
 What has no replica is rebuilt by the optimizer from the gradients (redundancy.py). So there nothing
 but the optimizer may change it: a change behind the update, or between steps, is refused by name.
+Such a change may come rarely (at an epoch's end, every fifth step). So besides what is looked at in
+full, every update is followed by a signature of these parameters, which must be the same at the
+next entry: samples of what is in host memory, norms of what is on a device, where nothing waits for
+them until it matters.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import torch
 import xxhash
 
 from keepstep.errors import UsageError
-from keepstep.worker import codec, shards
+from keepstep.worker import codec, shards, witness
 from keepstep.worker.digest import digest
 from keepstep.worker.state import memory, on_cpu
 
@@ -42,6 +46,15 @@ class Parameters:
         self._entry: dict[str, bytes] | None = None  # contents, if this call is looked at
         self._updated: dict[str, bytes] | None = None  # contents behind the last update
         self._names: dict[str, torch.nn.Parameter] = {}
+        self._alone: dict[str, torch.nn.Parameter] | None = None
+        self._signed: list[Any] | None = None  # signatures behind the last update
+        self._differ: torch.Tensor | None = None  # on a device: which have ever differed
+
+    def _without_replica(self) -> dict[str, torch.nn.Parameter]:
+        if self._alone is None:
+            units = self._seat.redundancy.units
+            self._alone = {u.name: u.parameter for u in units if u.parameter is not None}
+        return self._alone
 
     def _all(self) -> dict[str, torch.nn.Parameter]:
         if not self._names:
@@ -77,15 +90,33 @@ class Parameters:
         }
 
     def fence(self, site: str, updating: bool) -> None:
+        self.between()
         if self._entry is None:
             return
-        now = self._contents()
-        names = {name for name, before in self._entry.items() if now.get(name) != before}
-        new = names - self._changing.setdefault(site, set())
-        if new:
-            self._note(site, new)
-        if not updating and names:
-            self._refuse(self._entry, now, f"in step {site!r} without an optimizer")
+        self.midway(site)
+        if self._seat.redundancy.needed or not updating:
+            how = "before the update" if updating else "without an optimizer"
+            self._refuse(self._entry, self._contents(), f"in step {site!r} {how}")
+
+    def midway(self, site: str) -> None:
+        """A backward begins. What is put back before the update is changed here."""
+        if self._entry is not None:
+            now = self._contents()
+            names = {name for name, before in self._entry.items() if now.get(name) != before}
+            new = names - self._changing.setdefault(site, set())
+            if new:
+                self._note(site, new)
+
+    def export(self) -> dict[str, list[str]]:
+        return {site: sorted(names) for site, names in self._changing.items()}
+
+    def load(self, changing: dict[str, list[str]]) -> None:
+        """A newcomer: what others have noted."""
+        for site, names in changing.items():
+            self._changing.setdefault(site, set()).update(names)
+            for name, item in self._seat.objects.items():
+                if f"object {name}" in names:
+                    item.undoable = True
 
     def _note(self, site: str, new: set[str]) -> None:
         self._changing[site] |= new
@@ -104,8 +135,45 @@ class Parameters:
 
     def updated(self) -> None:
         """Behind an optimizer's update."""
-        if self._seat.redundancy.needed and self._entry is not None:
+        if not self._seat.redundancy.needed:
+            return
+        self._signed = self._signatures()
+        if self._entry is not None:
             self._updated = self._contents()
+
+    def _signatures(self) -> list[Any]:
+        parts = [shards.local(p).detach() for p in self._without_replica().values()]
+        if parts and parts[0].device.type != "cpu":
+            return [torch.stack(torch._foreach_norm(parts))]
+        return [witness.content(part) for part in parts]
+
+    @torch.no_grad()
+    def between(self) -> None:
+        """At the entry of a step or section, whatever came before, and at its fence."""
+        before = self._signed
+        if before is None:
+            return
+        now = self._signatures()
+        if isinstance(before[0], torch.Tensor):
+            differ = before[0] != now[0]
+            self._differ = differ if self._differ is None else self._differ | differ
+        elif before != now:
+            self._refuse_changed([a != b for a, b in zip(before, now, strict=True)])
+
+    def forget(self) -> None:
+        """State was installed."""
+        self._signed = None
+
+    def confirm(self) -> None:
+        """A rank is to be rebuilt: nothing on this one has changed otherwise than by updates."""
+        self.between()
+        if self._differ is not None:
+            self._refuse_changed(self._differ.tolist())
+
+    def _refuse_changed(self, differ: list[bool]) -> None:
+        names = [name for name, one in zip(self._without_replica(), differ, strict=True) if one]
+        if names:
+            self._say_refused(sorted(names), "outside the update")
 
     def exit(self, site: str) -> None:
         if self._updated is not None:
@@ -115,11 +183,14 @@ class Parameters:
         alone = {unit.name for unit in self._seat.redundancy.units if unit.parameter is not None}
         changed = sorted(n for n in alone if n in before and before[n] != now.get(n))
         if changed:
-            raise UsageError(
-                f"{len(changed)} parameters that no other rank has (first: {changed[0]}) are "
-                f"changed {where}: after a loss they are rebuilt by the optimizer alone",
-                hint="let an optimizer make the change, or use a layout with replicas",
-            )
+            self._say_refused(changed, where)
+
+    def _say_refused(self, changed: list[str], where: str) -> None:
+        raise UsageError(
+            f"{len(changed)} parameters that no other rank has (first: {changed[0]}) are "
+            f"changed {where}: after a loss they are rebuilt by the optimizer alone",
+            hint="let an optimizer make the change, or use a layout with replicas",
+        )
 
     @torch.no_grad()
     def undo(self) -> None:

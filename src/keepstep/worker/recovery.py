@@ -257,6 +257,7 @@ class Recovery:
         if groups.solo() and not groups.destroyed():
             groups.reset_ddp(seat.version)
         cuda.drain()  # whoever reads the state does so in other streams
+        seat.changes.confirm()
         export = seat.state.export()
         server = StateServer(seat.welcome.interface, seat.welcome.token, export, seat.tick)
         try:
@@ -326,6 +327,7 @@ class Recovery:
         seat.alone = command.solo or seat.world == 1
         seat.generation = seat.resumed = command.generation
         seat.replicated.forget()
+        seat.changes.forget()
         seat.page.set("generation", command.generation)
         seat.page.set("stepping", 1)  # a newcomer that stands still from here on hangs
         seat.page.new_tick()

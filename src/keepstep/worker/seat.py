@@ -308,6 +308,7 @@ class Seat:
             "flags": self.flags.save(),
             "extra": self.cells.extra(),
             "late": self.cells.export_late(),
+            "changing": self.changes.export(),
             "outliving": sorted(self.gradients.outliving),
             "carrying": self.gradients.carrying,
             "comparable": self.agreement.comparable,
@@ -319,6 +320,7 @@ class Seat:
         own = self.state.own or frozenset()
         self.cells.import_late(saved["late"])
         self.cells.put_extra({n: v for n, v in saved["extra"].items() if n not in own})
+        self.changes.load(saved["changing"])
         self.gradients.outliving |= set(saved["outliving"])
         self.gradients.carrying = saved["carrying"]
         self.agreement.comparable = saved["comparable"]

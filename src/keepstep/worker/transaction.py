@@ -103,6 +103,7 @@ class Transactions:
         """The last pass of a step, going by the step before: what will be published is known."""
         if self.running and self._step and not self._fenced and not self.warming:
             self._backwards += 1
+            self.seat.changes.midway(self.running)
             if self._backwards == 1:
                 self._own.meets()
                 self.seat.gradients.before_backward()
@@ -312,6 +313,7 @@ class Transactions:
         seat.agreement.begin()
         if seat.world > 1:
             seat.replicated.enter(seat.tick)
+        seat.changes.between()
         if step:
             seat.changes.enter(site)
         if step:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
+from keepstep.errors import UsageError
 from keepstep.worker import codec
 from keepstep.worker.script import iterators, values
 from keepstep.worker.script.nodes import MISSING, OPAQUE, Node
@@ -266,6 +267,8 @@ class Position(Node):
     def __init__(self, graph: Graph, target: Any, label: str, depth: int) -> None:
         super().__init__(graph, target, label, depth)
         self.last: Any = None
+        self._sequence: Any = None
+        self._encoded: bytes | None = None
 
     @property
     def carried(self) -> bool:
@@ -292,10 +295,55 @@ class Position(Node):
                 graph.adopt(generator, self, key)
 
     def payload(self, graph: Graph) -> Any:
-        return self.last
+        return [self.last, self._unnamed(graph)]
+
+    def _unnamed(self, graph: Graph) -> bytes | None:
+        """What a loop runs over that has no name: `for index in torch.randperm(8).split(2)`."""
+        sequence = iterators.sequence(self.target)
+        if sequence is None or id(sequence) in graph.nodes:
+            return None
+        if sequence is not self._sequence:
+            self._sequence, self._encoded = sequence, _encoded(sequence)
+            if self._encoded is None and any(isinstance(x, torch.Tensor) for x in sequence):
+                graph.omit(self.label)
+        return self._encoded
 
     def put_back(self, old: Any) -> None:
         iterators.set_position(self.target, old, self.label)
 
     def apply(self, data: Any, referred: Callable[[int], Any]) -> None:
-        iterators.set_position(self.target, data, self.label)
+        position, unnamed = data
+        try:
+            other = None
+            mine = iterators.sequence(self.target)
+            if unnamed is not None and mine is not None and _encoded(mine) != unnamed:
+                other = iter(codec.loads_inline(unnamed))
+                iterators.set_position(other, position, self.label)
+            else:
+                iterators.set_position(self.target, position, self.label)
+        except UsageError:
+            other = iterators.remade(self.target, position)
+            if other is None:
+                raise
+        ways = [(way[1], parent) for way, parent in self.parents.items()]
+        if other is not None and not any(parent.set_loop(key, other) for key, parent in ways):
+            raise UsageError(
+                f"the {type(self.target).__name__} {self.label} runs over other items here than in "
+                "the rank that is replaced",
+                hint="give what it runs over a name, or use ks.batches",
+            )
+
+
+def _encoded(sequence: Any) -> bytes | None:
+    """If it is plain and not large."""
+    tensors = [item for item in sequence if isinstance(item, torch.Tensor)]
+    size = sum(tensor.nbytes for tensor in tensors)
+    if len(sequence) > values.ITEMS_MAX or size > values.BYTES_MAX:
+        return None
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        return None
+    try:
+        data = codec.dumps_inline(sequence)
+    except UsageError:
+        return None
+    return data if len(data) <= values.BYTES_MAX else None

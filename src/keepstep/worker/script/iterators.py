@@ -84,6 +84,22 @@ def set_position(iterator: Any, wanted: Position, place: str) -> None:
         set_position(part, there, place)
 
 
+def sequence(iterator: Any) -> Any:
+    """The list or tuple that it runs over."""
+    if type(iterator) not in _SEQUENCES:
+        return None
+    found = iterator.__reduce__()[1]
+    return found[0] if found and type(found[0]) in (list, tuple) and found[0] else None
+
+
+def remade(iterator: Any, wanted: Position) -> Any:
+    """Another iterator in its place; None: that is not possible. A script that resumes by itself,
+    `range(start, 10)`, starts later in a process that is started later."""
+    if type(iterator) is type(iter(range(0))) and wanted[0] == type(iterator).__name__:
+        return iter(range(*wanted[1])) if wanted[1] else iter(range(0))
+    return None
+
+
 def generators(iterator: Any) -> Iterator[GeneratorType[Any, Any, Any]]:
     """Generators that it is, or draws from."""
     if type(iterator) is GeneratorType:
@@ -241,6 +257,7 @@ def _set_chain(iterator: Any, wanted: Position) -> bool:
     return bool(state)
 
 
+_SEQUENCES: Final[tuple[type, ...]] = (type(iter([])), type(iter(())))
 _SEQUENCE = _Kind(_read_sequence, _set_sequence, _no_parts)
 _COMPOUND = _Kind(lambda _: [], _never, lambda it: it.__reduce__()[1])
 _FUNCTIONAL = _Kind(lambda _: [], _never, lambda it: it.__reduce__()[1][1:])

@@ -455,6 +455,13 @@ class FrameNames(Names):
             if value is not MISSING and value is not last.get(name, MISSING):
                 self._rebound(graph, name, last.get(name, MISSING), value)
 
+    def set_loop(self, key: Any, iterator: Any) -> bool:
+        frame = self.frame()
+        if frame is None or key.__class__ is not tuple or key[0] != "for":
+            return False
+        stack.set_loop(frame, key[1], iterator)
+        return True
+
     def _loops(self, frame: FrameType) -> list[tuple[Any, int]]:
         loops = stack.loop_iterators(frame)
         inner = getattr(self.target, "gi_yieldfrom", None)

@@ -85,6 +85,10 @@ class Node:
     def rest(self, graph: Graph) -> None:
         """The transaction is over: hold nothing that the script may want to be freed."""
 
+    def set_loop(self, key: Any, iterator: Any) -> bool:
+        """Whether the loop under this key goes on with this iterator now."""
+        return False
+
     def payload(self, graph: Graph) -> Any:
         raise NotImplementedError
 

@@ -64,8 +64,16 @@ def operands(frame: FrameType) -> dict[str, Any]:
 
 def set_operand(frame: FrameType, name: str, value: Any) -> None:
     word = int(name[len(OPERAND) : -1])
-    if word not in _layout(frame).operands:
-        return
+    if word in _layout(frame).operands:
+        _put(frame, word, value)
+
+
+def set_loop(frame: FrameType, number: int, iterator: Any) -> None:
+    """Let the loop, counted from the outermost, go on with another iterator."""
+    _put(frame, _layout(frame).loops[number].word, iterator)
+
+
+def _put(frame: FrameType, word: int, value: Any) -> None:
     address = _address(frame, word)
     old = _word(address)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
@@ -185,7 +193,6 @@ _COLLECTING: Final = {
     "DICT_UPDATE": "{**...}",
     "UNPACK_SEQUENCE": "an unpacking assignment",
     "UNPACK_EX": "an unpacking assignment",
-    "CALL_FUNCTION_EX": "f(*...)",
     "CONTAINS_OP": "in",
 }
 _ENDS: Final = {"RETURN_VALUE", "RETURN_CONST", "RERAISE", "RAISE_VARARGS"}

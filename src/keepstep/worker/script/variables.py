@@ -256,12 +256,20 @@ class Variables:
             raise UsageError("variables come in another format", hint="use one Keepstep")
         for name in omitted:
             self._graph.omit(name)
+        if lenient and not self._stands_there(entries):
+            self.end()
+            return
         landing = _Landing(self._graph, slot, lenient)
         landing.find(entries)
         landing.fill(entries)
         self._graph.scan()
         landing.mark(entries)
         self.end()
+
+    def _stands_there(self, entries: list[Any]) -> bool:
+        """Whether all functions are running that were running there."""
+        live = {root.label for root in self._live}
+        return all(e[3] in live for e in entries if e[2] == 0 and e[1] == FrameNames.kind)
 
 
 class _Landing:
