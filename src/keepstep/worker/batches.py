@@ -89,6 +89,7 @@ class Loop:
             self.aim(self.target)
             self.pos.yields, self.pos.outside = self.target.yields, self.target.outside
             self.pos.entry, self.pos.before = self.target.entry, self.target.before
+            self.pos.ahead = self.target.ahead
             self.pos.drawn, self.pos.workers = self.target.drawn, self.target.workers
             self.pos.varies, self.pos.first = self.target.varies, self.target.first
         self._left_with = tracker.skipped()  # variables of the script where this loop was left
@@ -101,6 +102,8 @@ class Loop:
             if self._left_with and self.variables is not None:
                 self.variables.put(self._left_with)
                 self._left_with = None
+            raise StopIteration
+        if self.pos.ended:
             raise StopIteration
         if self._iterator is None:
             self._iterator = self._open()
@@ -115,18 +118,25 @@ class Loop:
         if in_txn:
             self.pulled.append(item)
         if item.error is not None:
-            if isinstance(item.error, StopIteration):
+            if isinstance(item.error, StopIteration) and not in_txn and self.pos.ahead > 0:
+                self.pos.ended = True
+            elif isinstance(item.error, StopIteration):
                 self.close()
                 if not in_txn and self.variables is not None:
                     self.tracker.left(self.level, self.variables.captured)
             raise item.error
         if not in_txn:
-            self._note_variables()
-            self._note_batch(item.batch)
-            self._owed = False
+            if not self._owed or self._last_owed():
+                self._note_variables()
+                self._note_batch(item.batch)
+                self._owed = False
             self.pos.before, self.pos.drawn = item.before, item.drawn
         self.tracker.yielded(self.level, self.pos)
         return item.batch
+
+    def _last_owed(self) -> bool:
+        """Whether the batch that comes now is the last that the rank before had."""
+        return self.target is not None and self.pos.yields + 1 >= self.target.outside
 
     def _note_variables(self) -> None:
         """The script's own loop is about to get a batch. Whether its rounds differ shows in the
@@ -153,7 +163,7 @@ class Loop:
         before = state_of() if state_of is not None else None
         batch, error = None, None
         in_txn = self.tracker.in_txn
-        if self._owed and self.target is not None and self.target.drawn is not None:
+        if self._owed and self._last_owed() and self.target and self.target.drawn is not None:
             self._go_to(self.target.drawn)
         drawn = None if in_txn else self.streams.capture()
         watched = rng.capture() if self._watched and self.fetched else None
@@ -237,10 +247,10 @@ class Loop:
             self._go_to(entry["streams"])
             self.loader.load_state_dict(target.before)
             iterator = iter(self.loader)
-            self.fetched = target.begin
+            self.fetched = max(target.outside - 1, 0) if target.outside else target.yields
         else:
             iterator = self._open_at(target, entry)
-            if self._owed and target.drawn is not None:
+            if self._owed and target.drawn is not None and target.ahead <= 0:
                 self._refuse_shared(target.drawn)
         if not self._owed:
             if self.tracker.replay is None:
@@ -331,7 +341,7 @@ class Loop:
         target = self.target
         if target is None:
             return
-        goal = target.outside - 1 if self._owed else target.yields
+        goal = target.begin if self._owed else target.yields
         if self.fetched - len(self.again) < goal:
             state = self.streams.capture()
             while self.fetched - len(self.again) < goal:

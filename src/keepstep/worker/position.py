@@ -22,6 +22,10 @@ One finished scope is special: the one that holds the last committed *step*. It 
 ("frozen") and re-entered, because the newcomer needs one call of the step function with real
 arguments to warm up.
 
+A script may hold batches back: a prefetcher pulls the next one before it hands out the last. How
+many shows when the first step of a loop begins (`ahead`). The newcomer then gets as many earlier
+ones first, and a loop that has come to its end stays open for the steps that are still to come.
+
 Nothing here does I/O or knows torch. `Tree` values are plain dicts and lists (worker.codec).
 """
 
@@ -83,6 +87,8 @@ class Tracker:
         level = self.stack[-1]
         if level.kind == "loops" and not level.log:
             for loop in level.loops:
+                if loop.ahead < 0:
+                    loop.ahead = max(loop.outside - 1, 0)
                 loop.varies = loop.varies or loop.first not in ("", site)
                 loop.first = site
         if step:
@@ -185,6 +191,7 @@ class Tracker:
         """A ks.batches loop begins; returns its level, its live position and, when it is to be
         re-entered, the position to walk to. A loop to be skipped is marked closed."""
         loop = LoopPos()
+        self._close_ended()
         top = self.stack[-1]
         if self._siblings_to_skip:
             self._siblings_to_skip -= 1
@@ -213,6 +220,13 @@ class Tracker:
         self._push(level)
         return level, loop, None
 
+    def _close_ended(self) -> None:
+        top = self.stack[-1]
+        if not self.in_txn and top.loops and all(x.ended or x.closed for x in top.loops):
+            for loop in top.loops:
+                loop.closed = True
+            self._close(top)
+
     def yielded(self, level: Level, loop: LoopPos) -> None:
         loop.yields += 1
         loop.begun = True
@@ -223,7 +237,9 @@ class Tracker:
         level.log.clear()
         seek = self.replay.seek if self.replay is not None else None
         if self.replay is not None and seek is not None and seek.level is level:
-            self.replay.seek = None
+            there = self.replay.path[-1][0].loops
+            if all(x.outside >= y.outside for x, y in zip(level.loops, there, strict=False)):
+                self.replay.seek = None
 
     def over(self, level: Level) -> bool:
         """Is this loop to end now, because the target is beyond it?"""

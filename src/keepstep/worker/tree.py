@@ -53,6 +53,8 @@ class LoopPos:
     yields: int = 0
     outside: int = 0
     closed: bool = False
+    ahead: int = -1  # batches that the script holds back when a step begins; -1: not known yet
+    ended: bool = False  # no more batches, but steps for those that were held back
     entry: bytes | None = None  # all streams when the iterator was made
     before: Any = None  # stateful loaders: state before the batch `outside` was fetched
     drawn: bytes | None = None  # all streams before the batch `outside` was fetched
@@ -68,7 +70,9 @@ class LoopPos:
     @property
     def begin(self) -> int:
         """The batch at which a newcomer begins to fetch."""
-        return self.outside - 1 if self.outside else self.yields
+        if not self.outside:
+            return self.yields
+        return max(self.outside - 1 - max(self.ahead, 0), 0)
 
     def tree(self) -> Tree:
         return {
@@ -77,6 +81,8 @@ class LoopPos:
             "y": self.yields,
             "o": self.outside,
             "c": self.closed,
+            "a": self.ahead,
+            "n": self.ended,
             "e": self.entry,
             "b": self.before,
             "v": self.variables,
@@ -147,6 +153,8 @@ def level_from(tree: Tree) -> Level:
                 yields=x["y"],
                 outside=x["o"],
                 closed=x["c"],
+                ahead=x["a"],
+                ended=x["n"],
                 entry=x["e"],
                 before=x["b"],
                 drawn=x.get("d"),
