@@ -113,7 +113,8 @@ test-all: export KEEPSTEP_ALL := 1
 test-all: setup setup-postgres setup-criu setup-slurm k8s-control-plane lint unit sim network
 	$(BIN)/pytest -q tests/schedulers --suite-report benchmarks/results/suite-schedulers.json
 	$(BIN)/pytest -q tests/chaos --chaos-all --chaos-report benchmarks/results/chaos-full.json
-	$(BIN)/pytest -q tests/zoo --zoo-all --zoo-report benchmarks/results/zoo.json
+	$(BIN)/pytest -q tests/zoo --zoo-all --zoo-report benchmarks/results/zoo.json \
+	  --mutants-report benchmarks/results/mutants.json
 	$(BIN)/pytest -q tests/transparent --transparent-all \
 	  --suite-report benchmarks/results/suite-transparent.json
 

@@ -83,7 +83,9 @@ class Job:
         home: Path | None = None,
         out: Path | None = None,
         script: Path = SCRIPT,
+        source: Path | None = None,
     ) -> None:
+        """`source`: of another Keepstep than the one that is installed."""
         # Not below pytest's own folder: there are names of sockets in it, which must be short.
         self.base = base = Path(tempfile.mkdtemp(prefix="keepstep-chaos-"))
         self.home = home or base / "home"
@@ -100,6 +102,8 @@ class Job:
         if script_args and "--slow" in script_args:
             command[command.index("--slow") + 1] = str(self.slow)
         self.env = environment(self.home)
+        if source is not None:
+            self.env["PYTHONPATH"] = str(source)
         self.process = subprocess.Popen(
             command, env=self.env, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True
         )

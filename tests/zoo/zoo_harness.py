@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +39,8 @@ from keepstep.native.build import cache_folder
 HERE = Path(__file__).parent
 SCRIPTS = HERE / "scripts"
 EXPECTED = HERE / "expected.toml"
+MUTANTS = HERE / "mutants.toml"
+SOURCE = HERE.parents[1] / "src" / "keepstep"
 WORLD = 2
 STILL_S = 90.0  # nothing of a job changes for so long: it hangs
 MOVING = ("state", "committed_step", "last_incident", "injects_fired", "ranks", "spares")
@@ -136,12 +138,13 @@ def plain(case: Case) -> list[dict[str, Any]]:
     return results
 
 
-def start(case: Case) -> Job:
+def start(case: Case, source: Path | None = None) -> Job:
     options = ["--nproc-per-node", str(WORLD), "--spares", "1"]
     for kill in case.kills:
         rank, step, point = kill.split()
         options += ["--inject", f"kill:rank={rank},step={step},point={point}"]
-    return Job(*options, script=case.script, script_args=list(case.options), world=WORLD)
+    script_args = list(case.options)
+    return Job(*options, script=case.script, script_args=script_args, world=WORLD, source=source)
 
 
 def judge(case: Case, job: Job) -> Outcome:
@@ -158,13 +161,47 @@ class Run(NamedTuple):
     outcome: Outcome
 
 
-def run_script(case: Case) -> Run:
-    job = start(case)
+def run_script(case: Case, source: Path | None = None) -> Run:
+    job = start(case, source)
     try:
         return Run(job, judge(case, job))
     finally:
         job.kill()
         job.log.close()
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault in the worker, and the script that is to find it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    case: Case
+
+
+def mutants() -> list[Mutant]:
+    known = {case.name: case for case in cases()}
+    found = []
+    for name, line in tomllib.loads(MUTANTS.read_text()).items():
+        case = replace(known[line["script"]], kills=tuple(line["kills"]))
+        found.append(Mutant(name, line["file"], line["old"], line["new"], case))
+    return found
+
+
+def run_mutant(mutant: Mutant) -> Run:
+    base = Path(tempfile.mkdtemp(prefix="keepstep-mutant-"))
+    try:
+        plain(mutant.case)
+        shutil.copytree(SOURCE, base / "keepstep", ignore=shutil.ignore_patterns("__pycache__"))
+        path = base / "keepstep" / mutant.file
+        text = path.read_text()
+        assert text.count(mutant.old) == 1, f"{mutant.name}: {mutant.file} has changed"
+        path.write_text(text.replace(mutant.old, mutant.new))
+        return run_script(mutant.case, base)
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
 
 
 def _hangs(job: Job) -> str:
