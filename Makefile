@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 APT := DEBIAN_FRONTEND=noninteractive sh -c 'apt-get update -qq && apt-get install -y -qq "$$0"'
 
 .PHONY: setup setup-postgres setup-network setup-slurm setup-criu k8s-control-plane demo test test-all lint unit sim sim-soak \
-  chaos zoo network net-soak schedulers transparent test-gpu bench docs clean
+  chaos zoo network net-soak schedulers transparent test-gpu bench reports docs clean
 
 setup: $(VENV)/.ready
 
@@ -125,6 +125,10 @@ test-gpu:
 
 bench: setup
 	$(BIN)/python -m benchmarks
+
+# Which committed reports are older than the code under them.
+reports: setup
+	$(BIN)/python -m benchmarks.reports
 
 # Pages that repeat what the code says; a unit test compares.
 docs: setup
