@@ -103,7 +103,9 @@ class Job:
             command[command.index("--slow") + 1] = str(self.slow)
         self.env = environment(self.home)
         if source is not None:
-            self.env["PYTHONPATH"] = str(source)
+            self.env["PYTHONPATH"] = os.pathsep.join(
+                [str(source), *filter(None, [self.env.get("PYTHONPATH")])]
+            )
         self.process = subprocess.Popen(
             command, env=self.env, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True
         )
