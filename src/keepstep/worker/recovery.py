@@ -192,6 +192,8 @@ class Recovery:
 
         was = seat.page.get("where")
         seat.page.where("diverged")
+        seat.page.set("asked_ns", time.monotonic_ns())
+        seat.page.set("hold", 1)
         try:
             for again in itertools.count():
                 if found:

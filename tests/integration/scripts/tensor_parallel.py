@@ -97,4 +97,4 @@ for p in net.parameters():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         state.update(local.detach().contiguous().numpy().tobytes())
 said = {"rank": rank, "sha256": state.hexdigest(), "losses": losses, "unlike": sorted(unlike)}
-print("END " + json.dumps(said), flush=True)
+os.write(1, f"END {json.dumps(said)}\n".encode())  # one write: ranks share the pipe
