@@ -68,3 +68,36 @@ def test_what_no_replica_has_may_be_changed_by_optimizers_alone(where: str) -> N
         changes.exit("step")
         perturb(net)
         changes.enter("step")
+
+
+def test_what_is_put_back_before_the_update_is_found_at_a_backward() -> None:
+    net, seat, changes = make()
+    changes.enter("sam")
+    before = net.weight.detach().clone()
+    perturb(net)
+    changes.midway("sam")
+    net.weight.data.copy_(before)
+    changes.fence("sam", True)
+    assert len(seat.warned) == 1
+    other = make()[2]
+    other.load(changes.export())  # a newcomer
+    assert other.export() == {"sam": ["model/m/weight"]}
+
+
+@pytest.mark.parametrize("where", ["between", "fence", "confirm"])
+def test_a_rare_change_of_what_no_replica_has_is_found(where: str) -> None:
+    net, _, changes = make(alone=True)
+    for _ in range(10):  # no longer looked at in full
+        changes.between()
+        changes.enter("step")
+        changes.fence("step", True)
+        net.weight.data.mul_(0.9)
+        changes.updated()
+        changes.exit("step")
+    changes.between()
+    changes.confirm()
+    perturb(net)
+    with pytest.raises(UsageError, match=r"model/m/weight.*outside the update"):
+        changes.fence("step", True) if where == "fence" else getattr(changes, where)()
+    changes.forget()
+    changes.between()

@@ -394,6 +394,20 @@ def test_steps_inside_what_collects_are_refused_by_name() -> None:
             run(script)
 
 
+def test_methods_of_the_script_may_have_such_names() -> None:
+    class Trainer:
+        def extend(self, ks: Rank) -> None:
+            ks.step(one)
+
+    def script(ks: Rank) -> None:
+        trainer = Trainer()
+        for _ in range(3):
+            trainer.extend(ks)
+            ks.log.append(None)
+
+    run(script)
+
+
 class Phase(enum.Enum):
     WARM = 1
     FULL = 2

@@ -21,7 +21,7 @@ them until it matters.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import xxhash
@@ -37,6 +37,17 @@ if TYPE_CHECKING:
 FIRST, EVERY = 3, 64  # calls of a site in which content is looked at
 
 
+_NORMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Signed(NamedTuple):
+    """Signatures of what has no replica."""
+
+    here: dict[str, str]  # in host memory, by name
+    norms: dict[str, torch.Tensor]  # on devices, by device and dtype
+    names: dict[str, list[str]]
+
+
 class Parameters:
     def __init__(self, seat: Seat) -> None:
         self._seat = seat
@@ -47,8 +58,8 @@ class Parameters:
         self._updated: dict[str, bytes] | None = None  # contents behind the last update
         self._names: dict[str, torch.nn.Parameter] = {}
         self._alone: dict[str, torch.nn.Parameter] | None = None
-        self._signed: list[Any] | None = None  # signatures behind the last update
-        self._differ: torch.Tensor | None = None  # on a device: which have ever differed
+        self._signed: _Signed | None = None  # behind the last update
+        self._differ: dict[str, torch.Tensor] = {}  # on a device: which have ever differed
 
     def _without_replica(self) -> dict[str, torch.nn.Parameter]:
         if self._alone is None:
@@ -141,11 +152,20 @@ class Parameters:
         if self._entry is not None:
             self._updated = self._contents()
 
-    def _signatures(self) -> list[Any]:
-        parts = [shards.local(p).detach() for p in self._without_replica().values()]
-        if parts and parts[0].device.type != "cpu":
-            return [torch.stack(torch._foreach_norm(parts))]
-        return [witness.content(part) for part in parts]
+    def _signatures(self) -> _Signed:
+        here: dict[str, str] = {}
+        away: dict[str, list[tuple[str, torch.Tensor]]] = {}
+        for name, parameter in self._without_replica().items():
+            part = shards.local(parameter).detach()
+            if part.device.type == "cpu":
+                here[name] = witness.content(part)
+            elif part.dtype in _NORMED:
+                away.setdefault(f"{part.device} {part.dtype}", []).append((name, part))
+        norms = {
+            kind: torch.stack(torch._foreach_norm([part for _, part in found]))
+            for kind, found in away.items()
+        }
+        return _Signed(here, norms, {kind: [n for n, _ in found] for kind, found in away.items()})
 
     @torch.no_grad()
     def between(self) -> None:
@@ -154,11 +174,11 @@ class Parameters:
         if before is None:
             return
         now = self._signatures()
-        if isinstance(before[0], torch.Tensor):
-            differ = before[0] != now[0]
-            self._differ = differ if self._differ is None else self._differ | differ
-        elif before != now:
-            self._refuse_changed([a != b for a, b in zip(before, now, strict=True)])
+        for kind, norms in now.norms.items():
+            differ = before.norms[kind] != norms
+            known = self._differ.get(kind)
+            self._differ[kind] = differ if known is None else known | differ
+        self._refuse_changed([n for n, one in now.here.items() if before.here[n] != one])
 
     def forget(self) -> None:
         """State was installed."""
@@ -167,11 +187,12 @@ class Parameters:
     def confirm(self) -> None:
         """A rank is to be rebuilt: nothing on this one has changed otherwise than by updates."""
         self.between()
-        if self._differ is not None:
-            self._refuse_changed(self._differ.tolist())
+        if self._signed is not None:
+            for kind, differ in self._differ.items():
+                names = self._signed.names[kind]
+                self._refuse_changed([n for n, one in zip(names, differ.tolist()) if one])
 
-    def _refuse_changed(self, differ: list[bool]) -> None:
-        names = [name for name, one in zip(self._without_replica(), differ, strict=True) if one]
+    def _refuse_changed(self, names: list[str]) -> None:
         if names:
             self._say_refused(sorted(names), "outside the update")
 

@@ -186,7 +186,7 @@ def _effect(x: dis.Instruction, *, jump: bool) -> int:
 _COLLECTORS: Final = (
     *(list, tuple, set, frozenset, dict, deque, sum, max, min, sorted, any, all, functools.reduce),
 )
-_COLLECTING_METHODS: Final = frozenset({"extend", "join", "update", "fromiter", "reduce"})
+_COLLECTING_METHODS: Final = frozenset({"extend", "fromiter", "reduce"})
 _COLLECTING: Final = {
     "LIST_EXTEND": "[*...]",
     "SET_UPDATE": "{*...}",
