@@ -4,15 +4,16 @@ fault=$(cat "$FAULT_FILE" 2>/dev/null)
 folder=.
 for word; do
     [ "$before" = -D ] && folder=$word
+    [ "$before" = -t ] && tree=$word
     before=$word
 done
 case "$fault $1" in
 "dump-killed dump")
-    # Each time a little later.
-    times=$(wc -c <"$FAULT_STRUCK" 2>/dev/null || echo 0)
+    # When it has taken hold of the process, and before it runs code of its own in there: a process
+    # whose tracer is killed in the middle of that gets a trap and dies, whoever CRIU belongs to.
     printf x >>"$FAULT_STRUCK"
     $REAL_CRIU "$@" &
-    sleep "0.$((2 * times + 1))"
+    until grep -q 'TracerPid:.[1-9]' "/proc/$tree/status" || ! kill -0 $!; do :; done
     kill -9 $!
     exit 137
     ;;
