@@ -221,8 +221,10 @@ class Tracker:
         return level, loop, None
 
     def _close_ended(self) -> None:
+        """A loop whose steps are all done; not one whose sibling in a zip is still to open."""
         top = self.stack[-1]
-        if not self.in_txn and top.loops and all(x.ended or x.closed for x in top.loops):
+        over = all(x.ended or x.closed for x in top.loops)
+        if not self.in_txn and over and any(x.ended for x in top.loops):
             for loop in top.loops:
                 loop.closed = True
             self._close(top)
