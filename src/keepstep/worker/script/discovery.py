@@ -99,6 +99,7 @@ class Graph:
         still = looping and isinstance(node, Position | FrameNames)
         node.still = still and (node.still or not node.parents)
         node.parents[parent.number, key] = parent
+        node.entry = None
         parent.children[key] = node
         if isinstance(node, Holder) or (isinstance(node, Items) and node.not_plain):
             return OPAQUE
@@ -152,6 +153,7 @@ class Graph:
 
     def unlink(self, child: Node, parent: Node, key: Any) -> None:
         child.parents.pop((parent.number, key), None)
+        child.entry = None
         if not child.parents and self.nodes.get(id(child.target)) is child:
             self._drop(child)
 
@@ -203,7 +205,7 @@ class Graph:
 
     def touch(self, node: Node) -> None:
         """Its payload has changed."""
-        node.raw = None
+        node.raw = node.entry = None
         self.changes += 1
         if node.carried:
             self.carry[node] = None

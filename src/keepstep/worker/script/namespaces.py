@@ -120,7 +120,7 @@ class Names(Node):
             self._fleet(graph, name)
         was_opaque = self.opaque.pop(name, None) is not None
         if again and not was_opaque:
-            self.raw = None  # it refers to a node that is gone
+            self.raw = self.entry = None  # it refers to a node that is gone
             return
         if old is not MISSING and not again:
             self.changing_names.add(name)

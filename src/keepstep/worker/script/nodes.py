@@ -57,6 +57,7 @@ class Node:
         self.changing = False
         self.late = graph.settled
         self.raw: Any = None  # encoded payload, while it is good
+        self.entry: tuple[Node, Any, bool, Any] | None = None  # and entry, by its only way
         self.refers: list[Node] = []
         self.still = False  # only a running loop has it: it cannot move while a transaction runs
 

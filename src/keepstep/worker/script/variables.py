@@ -29,13 +29,13 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
 
-import msgspec
 import torch
 
 from keepstep.errors import UsageError
 from keepstep.worker.script import contents, frames, graph, values, witness
 from keepstep.worker.script.contents import Blob, Items, Position
 from keepstep.worker.script.discovery import Graph
+from keepstep.worker.script.encoding import FORMAT, encoded
 from keepstep.worker.script.namespaces import (
     DictNames,
     FrameNames,
@@ -47,7 +47,6 @@ from keepstep.worker.script.namespaces import (
 from keepstep.worker.script.nodes import Node, suffix
 from keepstep.worker.script.stack import OPERAND, collector
 
-FORMAT: Final = 1
 SWEEP_EVERY: Final = 256
 _EMPTY: Final = b""
 
@@ -63,7 +62,7 @@ class Variables:
         self._modules = 0
         self._calls = 0
         self._captured = _EMPTY
-        self._changes = -1
+        self._as_of = -1, -1  # call and changes that it was captured in
         self._witness = witness.Witness()
         self._watched: list[Any] = []
         self._warned: set[str] = set()
@@ -124,16 +123,17 @@ class Variables:
     def capture(self) -> bytes:
         """What a newcomer needs after this call. Empty: nothing has changed since the start."""
         self._graph.scan()
-        self._captured = self._encoded()
-        self._changes = self._graph.changes
+        if (self._calls, self._graph.changes) != self._as_of:
+            self._captured = encoded(self._graph)
+            self._as_of = self._calls, self._graph.changes
         return self._captured
 
     def late(self) -> bytes | None:
         """The same as of the call's end; None: as captured."""
         self._graph.scan()
-        if self._graph.changes == self._changes:
+        if self._graph.changes == self._as_of[1]:
             return None
-        now = self._encoded()
+        now = encoded(self._graph)
         return now if now != self._captured else None
 
     def end(self) -> None:
@@ -172,74 +172,6 @@ class Variables:
     def unknown(self) -> list[str]:
         """What step functions read, that changes from step to step, and that is not carried."""
         return self._witness.unknown(self._graph)
-
-    # ------------------------------------------------------------------ encoding
-
-    def _encoded(self) -> bytes:
-        graph_ = self._graph
-        out: list[Any] = []
-        placed: dict[int, Any] = {}
-        todo, looked_at = deque(graph_.carry), set()
-        while todo:
-            node = todo.popleft()
-            if node.number not in looked_at:
-                looked_at.add(node.number)
-                entry = self._place(node, out, placed)
-                if entry:
-                    if entry[6] is None and node.carried:
-                        entry[6] = self._raw(node)
-                    todo.extend(node.refers)
-        if not any(entry[6] is not None for entry in out):
-            return _EMPTY
-        omitted = list(graph_.omitted)
-        return values.encode([FORMAT, values.slot_now, omitted, out])
-
-    def _place(self, node: Node, out: list[Any], placed: dict[int, Any]) -> Any:
-        """Append it behind its parent; None: no root leads here."""
-        if node.number in placed:
-            return placed[node.number]
-        placed[node.number] = None  # a way that comes back here is none
-        where = self._way(node, out, placed)
-        if where is None:
-            del placed[node.number]
-            return None
-        parent, key, bound = where
-        entry = [node.number, node.kind, parent, key, bound, node.about(), None]
-        placed[node.number] = entry
-        out.append(entry)
-        if bound:
-            node.carry_all(self._graph)
-        if node.carried:
-            entry[6] = self._raw(node)
-        return entry
-
-    def _way(self, node: Node, out: list[Any], placed: dict[int, Any]) -> Any:
-        if node.depth == 0:
-            if isinstance(node, FrameNames) and node.target is None:
-                return None
-            return 0, node.label, False
-        ways = list(node.parents.items())
-        if len(ways) > 1:
-            ways.sort(key=lambda way: way[1].varies(way[0][1]))
-        for (_, key), parent in ways:
-            if self._place(parent, out, placed):
-                return parent.number, _plain(key), parent.varies(key)
-        return None
-
-    def _raw(self, node: Node) -> Any:
-        if node.raw is None:
-            node.refers = []
-            try:
-                raw = values.encode(node.payload(self._graph))
-            except (OverflowError, UnicodeEncodeError):  # scalars that msgpack does not know
-                assert isinstance(node, Items)
-                node.flat = False
-                raw = values.encode(node.payload(self._graph))
-            if len(raw) > values.BYTES_MAX:
-                self._graph.omit(node.label)
-                raw = values.encode(None)
-            node.raw = msgspec.Raw(raw)
-        return node.raw
 
     # ------------------------------------------------------------------ the newcomer
 
@@ -421,10 +353,6 @@ def _calls(frame: FrameType, name: str) -> bool:
     while inner is not None and inner.f_back is not frame:
         inner = inner.f_back
     return inner is not None and inner.f_code.co_name == name
-
-
-def _plain(key: Any) -> Any:
-    return list(map(_plain, key)) if isinstance(key, tuple) else key
 
 
 def _key(key: Any) -> Any:

@@ -4,6 +4,9 @@ CPython up to 3.12 gives every dict a number that grows with each change (PEP 50
 large model has a thousand namespaces that hardly ever change; reading their numbers with one numpy
 gather costs less than looking into one of them. Where there are no such numbers, every dict is
 reported every time.
+
+The gather is prepared for all dicts at once, which takes long. Many come and go with every step, so
+a new one is reported every time until it has stayed for a while.
 """
 
 from __future__ import annotations
@@ -16,9 +19,14 @@ import numpy as np
 
 _AT: Final = object.__basicsize__ + ctypes.sizeof(ctypes.c_ssize_t)  # behind the number of items
 
+PATIENCE: Final = 16  # calls until a dict is no longer new
+YOUNG_MAX: Final = 64
+
 
 class Versions:
     def __init__(self) -> None:
+        self._young: dict[int, tuple[dict[Any, Any], Any, int]] = {}  # and since which call
+        self._calls = 0
         self._dicts: dict[int, tuple[dict[Any, Any], Any]] = {}  # held: an address must stay good
         self._stale = True
         self._owners: list[Any] = []
@@ -27,17 +35,33 @@ class Versions:
         self._seen: Any = None
 
     def watch(self, names: dict[Any, Any], owner: Any) -> None:
-        self._dicts[id(names)] = (names, owner)
-        self._stale = True
+        self.forget(names)
+        self._young[id(names)] = names, owner, self._calls
 
     def forget(self, names: dict[Any, Any]) -> None:
-        if self._dicts.pop(id(names), None) is not None:
+        young = self._young.pop(id(names), None)
+        if young is None and self._dicts.pop(id(names), None) is not None:
             self._stale = True
 
     def changed(self) -> list[Any]:
         """Owners of dicts that may have changed since the last call."""
         if not available:
-            return [owner for _, owner in self._dicts.values()]
+            return [owner for _, owner, *_ in (*self._dicts.values(), *self._young.values())]
+        self._calls += 1
+        if self._young:
+            self._grow_up()
+        return self._changed() + [owner for _, owner, _ in self._young.values()]
+
+    def _grow_up(self) -> None:
+        all_of_them = len(self._young) > YOUNG_MAX
+        for key, (names, owner, since) in list(self._young.items()):
+            if not all_of_them and self._calls - since <= PATIENCE:
+                return  # they are in the order in which they came
+            del self._young[key]
+            self._dicts[key] = names, owner
+            self._stale = True
+
+    def _changed(self) -> list[Any]:
         known = None
         if self._stale:
             known = dict(zip(map(id, self._owners), self._seen)) if self._owners else {}
@@ -73,7 +97,8 @@ def _self_test() -> bool:
     watched = Versions()
     watched.watch(first, "first")
     watched.watch(second, "second")
-    watched.changed()
+    for _ in range(PATIENCE + 1):
+        watched.changed()
     quiet = watched.changed()
     second["b"] = 2
     told = watched.changed()
@@ -84,7 +109,8 @@ def _self_test() -> bool:
     thing = Thing()
     thing.count = 1
     watched.watch(vars(thing), "thing")
-    watched.changed()
+    for _ in range(PATIENCE + 1):
+        watched.changed()
     told_of_thing = []
     for _ in range(50):  # long enough for the interpreter to specialise the assignment
         thing.count += 1

@@ -1,0 +1,122 @@
+"""The tree of the script's variables, as bytes.
+
+Everything that is carried is written at every fence, and a script may carry a lot: a history with a
+dict per epoch grows for weeks. So an entry is made once and kept as bytes with its node, until the
+node changes, is bound elsewhere, or its binding begins to be carried. What comes and goes (frames,
+iterators) and what several names lead to is made anew.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Final
+
+import msgspec
+
+from keepstep.worker.script import values
+from keepstep.worker.script.contents import Items
+from keepstep.worker.script.discovery import Graph
+from keepstep.worker.script.namespaces import FrameNames
+from keepstep.worker.script.nodes import Node
+
+FORMAT: Final = 1
+
+
+def encoded(graph: Graph) -> bytes:
+    """Empty: nothing is carried."""
+    return _Encoding(graph).bytes()
+
+
+class _Encoding:
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._out: list[Any] = []
+        self._placed: dict[int, Any] = {}  # number -> entry, kept or new
+        self._new: list[tuple[Node, list[Any]]] = []
+        self._carries = False
+
+    def bytes(self) -> bytes:
+        todo, looked_at = deque(self._graph.carry), set()
+        while todo:
+            node = todo.popleft()
+            if node.number in looked_at:
+                continue
+            looked_at.add(node.number)
+            entry = self._place(node)
+            if entry is None:
+                continue
+            if entry.__class__ is list and entry[6] is None and node.carried:
+                entry[6] = self._raw(node)
+            todo.extend(node.refers)
+        self._keep()
+        if not self._carries:
+            return b""
+        head = [FORMAT, values.slot_now, list(self._graph.omitted)]
+        return values.encode([*head, self._out])
+
+    def _keep(self) -> None:
+        for node, entry in self._new:
+            self._carries = self._carries or entry[6] is not None
+            if len(node.parents) == 1 and not node.moves:
+                (((_, key), parent),) = node.parents.items()
+                node.entry = parent, key, entry[4], msgspec.Raw(values.encode(entry))
+
+    def _place(self, node: Node) -> Any:
+        """Append it behind its parent; None: no root leads here."""
+        placed = self._placed
+        if node.number in placed:
+            return placed[node.number]
+        placed[node.number] = None  # a way that comes back here is none
+        if node.entry is not None:
+            parent, key, bound, kept = node.entry
+            if self._place(parent) is not None and parent.varies(key) == bound:
+                self._carries = self._carries or node.raw is not None
+                placed[node.number] = kept
+                self._out.append(kept)
+                return kept
+        where = self._way(node)
+        if where is None:
+            del placed[node.number]
+            return None
+        number, key, bound = where
+        entry = [node.number, node.kind, number, key, bound, node.about(), None]
+        placed[node.number] = entry
+        self._out.append(entry)
+        self._new.append((node, entry))
+        if bound:
+            node.carry_all(self._graph)
+        if node.carried:
+            entry[6] = self._raw(node)
+        return entry
+
+    def _way(self, node: Node) -> tuple[int, Any, bool] | None:
+        if node.depth == 0:
+            if isinstance(node, FrameNames) and node.target is None:
+                return None
+            return 0, node.label, False
+        ways = list(node.parents.items())
+        if len(ways) > 1:
+            ways.sort(key=lambda way: way[1].varies(way[0][1]))
+        for (_, key), parent in ways:
+            if self._place(parent) is not None:
+                return parent.number, _plain(key), parent.varies(key)
+        return None
+
+    def _raw(self, node: Node) -> Any:
+        if node.raw is None:
+            node.refers = []
+            try:
+                raw = values.encode(node.payload(self._graph))
+            except (OverflowError, UnicodeEncodeError):  # scalars that msgpack does not know
+                assert isinstance(node, Items)
+                node.flat = False
+                raw = values.encode(node.payload(self._graph))
+            if len(raw) > values.BYTES_MAX:
+                self._graph.omit(node.label)
+                raw = values.encode(None)
+            node.raw = msgspec.Raw(raw)
+        return node.raw
+
+
+def _plain(key: Any) -> Any:
+    return list(map(_plain, key)) if isinstance(key, tuple) else key
