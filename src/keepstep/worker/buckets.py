@@ -9,16 +9,22 @@ differently, which shows in the last bit.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, TypedDict
 
 import torch
 
 from keepstep.worker import extension, groups
 
+_first: weakref.WeakKeyDictionary[Any, torch.nn.Parameter | None] = weakref.WeakKeyDictionary()
 
-def _reducer_parameters(module: Any) -> list[torch.nn.Parameter]:
-    parameters: list[torch.nn.Parameter] = module._build_params_for_reducer()[0]
-    return parameters
+
+def _first_parameter(module: Any) -> torch.nn.Parameter | None:
+    """Of its reducer, which keeps the parameters that it was made with: one that is frozen later
+    stays among them."""
+    if module not in _first:
+        _first[module] = next(iter(module._build_params_for_reducer()[0]), None)
+    return _first[module]
 
 
 def modules(parameters: list[torch.nn.Parameter]) -> dict[str, Any]:
@@ -26,9 +32,9 @@ def modules(parameters: list[torch.nn.Parameter]) -> dict[str, Any]:
     place = {id(p): i for i, p in enumerate(parameters)}
     found = {}
     for module in groups.ddp_modules():
-        own = _reducer_parameters(module)
-        if own and id(own[0]) in place:
-            found[str(place[id(own[0])])] = module
+        first = _first_parameter(module)
+        if first is not None and id(first) in place:
+            found[str(place[id(first)])] = module
     return found
 
 

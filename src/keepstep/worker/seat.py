@@ -498,6 +498,16 @@ class Seat:
             return False
         return True
 
+    def sends_ahead(self) -> bool:
+        """Whether the side state goes to the buddy while the last backward pass of a step runs.
+        What lies on another device is not waited for, and what the user saves by a function of his
+        is saved in his thread."""
+        if self.channel.buddy is None or not self.ahead.worthwhile():
+            return False
+        return not any(o.per_rank for o in self.objects.values()) and all(
+            tensor.device.type == "cpu" for tensor in self.cells.tensors()
+        )
+
     def publish_ahead(
         self,
         site: str,
@@ -505,19 +515,12 @@ class Seat:
         variables: bytes,
         rest: dict[str, Any] | None,
     ) -> None:
-        """The last backward pass of a step begins. What lies on another device is not waited for,
-        and what the user saves by a function of his is saved in his thread."""
+        """The last backward pass of a step begins."""
         address = self.channel.buddy
-        if address is None or not self.ahead.worthwhile():
+        if address is None:
             return
-        if any(o.per_rank for o in self.objects.values()) or any(
-            tensor.device.type != "cpu" for tensor in self.cells.tensors()
-        ):
-            return
-
-        position = self.tracker.position(
-            site, True, result
-        )  # the tracker is no other thread's business
+        # The tracker is no other thread's business.
+        position = self.tracker.position(site, True, result, variables)
 
         def send() -> bytes:
             data = self.side_state(site, True, True, position, rest=rest)

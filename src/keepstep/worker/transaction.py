@@ -109,7 +109,7 @@ class Transactions:
                 self.seat.gradients.before_backward()
             last = self._backwards == self._usual.get(self.running)
             self.seat.redundancy.backward(last)
-            if last:
+            if last and self.seat.sends_ahead():
                 variables = self.seat.variables.capture()
                 self.seat.publish_ahead(self.running, self._foreseen(), variables, self._rest())
 
