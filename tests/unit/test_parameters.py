@@ -101,3 +101,23 @@ def test_a_rare_change_of_what_no_replica_has_is_found(where: str) -> None:
         changes.fence("step", True) if where == "fence" else getattr(changes, where)()
     changes.forget()
     changes.between()
+
+
+@pytest.mark.parametrize("how", ["data", "in place", "other memory"])
+def test_a_change_that_begins_late_is_found_before_a_retry(how: str) -> None:
+    net, _, changes = make()
+    for _ in range(10):  # no longer looked at in full
+        changes.enter("step")
+        net.weight.data.mul_(0.9)
+    changes.enter("step")
+    assert changes.left_changed() == ""
+    if how == "data":
+        perturb(net)
+    elif how == "in place":
+        with torch.no_grad():
+            net.weight[0, 0].add_(0.0)
+    else:
+        net.weight.data = net.weight.data.clone()
+    assert changes.left_changed() == "model/m/weight"
+    changes.enter("step")
+    assert changes.left_changed() == ""

@@ -32,6 +32,7 @@ _IN_PROCESS = [
     "solo_backend.cpp",
     "gloo_waits.cpp",
     "numbers.cpp",
+    "samples.cpp",
     "fingerprint.cpp",
     "copier.cpp",
     "sender.cpp",

@@ -8,7 +8,9 @@ perturb them and put them back, hand-written updates need no optimizer) are foun
 in the first steps of a call site and now and then later: version counters do not see `p.data` and
 views. From then on such a site pays for a copy of what it changes, made at the entry of each step,
 and is told so once. Registered objects that are too large to be copied at every step are treated
-alike.
+alike. A site may begin with it late, in a step that nobody looks at and that must be retried. So of
+every parameter the version counter and some elements are noted at each entry; a retry that finds
+others is refused.
 
 What has no replica is rebuilt by the optimizer from the gradients (redundancy.py). So there nothing
 but the optimizer may change it: a change behind the update, or between steps, is refused by name.
@@ -27,16 +29,20 @@ import torch
 import xxhash
 
 from keepstep.errors import UsageError
-from keepstep.worker import codec, shards, witness
+from keepstep.worker import codec, extension, shards, witness
 from keepstep.worker.digest import digest
-from keepstep.worker.state import memory, on_cpu
+from keepstep.worker.state import dense, memory, on_cpu
 
 if TYPE_CHECKING:
     from keepstep.worker.seat import Seat
 
-FIRST, EVERY = 3, 64  # calls of a site in which content is looked at
+FIRST, EVERY = 3, 256  # calls of a site in which content is looked at
+SAMPLES = 8  # elements of a parameter, in every call
 
-
+_RECORD = 24  # bytes: version counter, place, hash of elements (samples.h)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_NOTHING = torch.empty(0)
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NORMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -48,9 +54,76 @@ class _Signed(NamedTuple):
     names: dict[str, list[str]]
 
 
+class _Samples:
+    """Version counters, places and some elements of parameters, as of one moment."""
+
+    def __init__(self, parameters: dict[str, torch.nn.Parameter]) -> None:
+        self._names = list(parameters)
+        self._parameters = list(parameters.values())
+        self._sharded = any(shards.local(p) is not p for p in self._parameters)
+        self._parts = self._parts_now()
+        self._views: dict[tuple[Any, Any], dict[int, torch.Tensor]] = {}  # of what a device has
+        self._viewed: bytes | None = None
+        self._records = b""
+        self._elements: dict[tuple[Any, Any], torch.Tensor] = {}
+        self._on_device = any(part.device.type != "cpu" for part in self._parts)
+
+    def _parts_now(self) -> list[torch.Tensor]:
+        found = [shards.local(p) for p in self._parameters]
+        return [part if type(part) in _PLAIN else _NOTHING for part in found]
+
+    def _records_now(self) -> bytes:
+        if self._sharded:
+            self._parts = self._parts_now()
+        found: bytes = extension.load().sampled(self._parameters, self._parts, SAMPLES)
+        return found
+
+    def take(self) -> None:
+        self._records = self._records_now()
+        if self._on_device:
+            self._take_elements()
+
+    def _take_elements(self) -> None:
+        places = b"".join(record[8:16] for record in _split(self._records))
+        if places != self._viewed:
+            self._viewed = places
+            self._views.clear()
+            for index, part in enumerate(self._parts):
+                if part.device.type != "cpu" and part.numel() and part.element_size() in _WORDS:
+                    words = part.detach().view(_WORDS[part.element_size()])
+                    kind = part.device, words.dtype
+                    if dense(words):
+                        self._views.setdefault(kind, {})[index] = _spread(words)
+        self._elements = {kind: torch.cat([*v.values()]) for kind, v in self._views.items()}
+
+    def changed(self) -> set[str]:
+        """Since they were taken."""
+        pairs = zip(_split(self._records), _split(self._records_now()))
+        found = {index for index, (before, now) in enumerate(pairs) if before != now}
+        for kind, views in self._views.items():
+            at = 0
+            for index, view in views.items():
+                before = self._elements[kind][at : at + len(view)]
+                at += len(view)
+                if not torch.equal(before, view):
+                    found.add(index)
+        return {self._names[index] for index in found}
+
+
+def _split(records: bytes) -> list[bytes]:
+    return [records[at : at + _RECORD] for at in range(0, len(records), _RECORD)]
+
+
+def _spread(words: torch.Tensor) -> torch.Tensor:
+    """Elements all over its memory."""
+    count = min(words.numel(), SAMPLES)
+    return words.as_strided((count,), (words.numel() // count,), words.storage_offset())
+
+
 class Parameters:
     def __init__(self, seat: Seat) -> None:
         self._seat = seat
+        self._samples: _Samples | None = None
         self._calls: Counter[str] = Counter()
         self._changing: dict[str, set[str]] = {}  # site -> names of what it changes early
         self._copies: dict[str, torch.Tensor] = {}
@@ -93,12 +166,14 @@ class Parameters:
         if self._updated is not None and self._entry is not None:
             self._refuse(self._updated, self._entry, "between steps")
         self._updated = None
-        changing = self._changing.get(site, set())
-        self._copies = {
-            name: shards.local(p).detach().clone()
-            for name, p in self._all().items()
-            if name in changing
-        }
+        if self._samples is None:
+            self._samples = _Samples(self._all())
+        self._samples.take()
+        changing = self._changing.get(site)
+        self._copies = {}
+        if changing:
+            own = {name: p for name, p in self._all().items() if name in changing}
+            self._copies = {n: shards.local(p).detach().clone() for n, p in own.items()}
 
     def fence(self, site: str, updating: bool) -> None:
         self.between()
@@ -220,11 +295,13 @@ class Parameters:
             shards.local(own[name]).detach().copy_(copy)
 
     def left_changed(self) -> str:
-        """The first name of what a retry could not put back, if this call was looked at."""
-        if self._entry is None:
+        """The first name of what a retry could not put back, as far as this call was looked at."""
+        if self._entry is not None:
+            now = self._contents()
+            return min((n for n, was in self._entry.items() if now.get(n) != was), default="")
+        if self._samples is None:
             return ""
-        now = self._contents()
-        return next((name for name, was in self._entry.items() if now.get(name) != was), "")
+        return min(self._samples.changed() - self._copies.keys(), default="")
 
 
 def content(tensor: Any) -> bytes:

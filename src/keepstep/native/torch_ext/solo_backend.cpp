@@ -35,6 +35,7 @@
 #include "fingerprint.h"
 #include "gloo_waits.h"
 #include "numbers.h"
+#include "samples.h"
 #include "sender.h"
 
 // The holder that torch's own bindings use; the declaration must be equal to theirs.
@@ -472,6 +473,10 @@ PYBIND11_MODULE(keepstep_ext, m) {
   m.def("plain_floats", &plain_floats);
   m.def("numbers", &numbers, py::call_guard<py::gil_scoped_release>());
   m.def("can_digest", &can_digest);
+  m.def("sampled", [](const py::list& tensors, const py::list& parts, size_t count) {
+    const auto found = sampled(tensors.ptr(), parts.ptr(), count);
+    return py::bytes(reinterpret_cast<const char*>(found.data()), found.size() * sizeof(Sample));
+  });
   py::class_<Copier, std::shared_ptr<Copier>>(m, "Copier")
       .def(py::init([](size_t helpers) {
         return std::shared_ptr<Copier>(new Copier(helpers), DeleteOurs());

@@ -1,0 +1,18 @@
+#pragma once
+#include <Python.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace keepstep {
+
+struct Sample {
+  uint64_t version;  // its version counter, which writing in place moves
+  uint64_t place;
+  uint64_t elements;  // a hash of some, spread over its memory; of a device's memory none are read
+};
+
+// Of each tensor, a list of Python's. `parts` is a list as long: what is here of each.
+std::vector<Sample> sampled(PyObject* tensors, PyObject* parts, size_t count);
+
+}  // namespace keepstep
