@@ -68,6 +68,7 @@ def measure(options: list[str], arguments: list[str]) -> dict[str, Any]:
         },
     }
     result["hot_path_us"] = hot_path(ranks)
+    result["witnesses_us"] = witnesses(ranks)
     trips = [t / 1e3 for rank in ranks for t in rank["fence_round_trip_ns"]]
     result["fence_round_trip_us"] = report.summary(trips)
     result["missing_probes"] = ranks[0]["missing_probes"]
@@ -123,11 +124,22 @@ def hot_path(ranks: list[dict[str, Any]]) -> dict[str, float]:
     own = []
     for rank in ranks:
         for step in rank["profile"]:
-            fence = step.get("step/function/fence", 0)
-            own.append((step["step"] - step.get("step/function", 0) + fence) / 1e3)
+            inside = sum(ns for path, ns in step.items() if _directly_inside(path))
+            own.append((step["step"] - step.get("step/function", 0) + inside) / 1e3)
     if own:
         medians["all of Keepstep"] = statistics.median(own)
     return medians
+
+
+def _directly_inside(path: str) -> bool:
+    """A probe that the user's own function has called."""
+    return path.startswith("step/function/") and path.count("/") == 2
+
+
+def witnesses(ranks: list[dict[str, Any]]) -> dict[str, float]:
+    """Microseconds per step; the mean counts what is done now and then only."""
+    found = [ns / 1e3 for rank in ranks for ns in rank["witnesses_ns"]]
+    return {"median": statistics.median(found), "mean": statistics.fmean(found)}
 
 
 def run(quick: bool, rounds: int | None = None) -> list[str]:
@@ -174,6 +186,10 @@ def hot_path_table(results: dict[str, Any]) -> str:
         rows.append([name, *(r["hot_path_us"].get(path, "-") for r in results.values())])
     bare = [r["fence_round_trip_us"].get("p50", "-") for r in results.values()]
     rows.append(["bare meeting, no rank late", *bare])
+    for what in ("median", "mean"):
+        rows.append(
+            [f"witnesses together, {what}", *(r["witnesses_us"][what] for r in results.values())]
+        )
     for what in sorted({k for r in results.values() for k in _background(r)}):
         row = [f"{_background(r).get(what, 0.0):.1f} %" for r in results.values()]
         rows.append([f"background CPU, {what}", *row])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import UserDict
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -32,6 +35,24 @@ def test_inputs_are_told_apart_by_content_and_named_by_path() -> None:
     batch["x"][3] = 9.0
     (found,) = differences(first, inputs_of({"0": batch, "rate": 0.5}))
     assert found.startswith("0['x'] is ")
+
+
+@dataclasses.dataclass
+class Sample:
+    image: Any
+    path: str = ""
+
+
+def test_inputs_inside_objects_count() -> None:
+    def batch(number: float, path: str) -> dict[str, Any]:
+        encoding = UserDict({"ids": torch.full((3,), number)})
+        sample = Sample({"pixels": numpy.full((2, 2), number)}, path)
+        return {"0": encoding, "1": [sample]}
+
+    first = inputs_of(batch(1.0, "/here"))
+    assert set(first) == {"0['ids']", "1[0].image['pixels']"}
+    assert differences(first, inputs_of(batch(1.0, "/there"))) == []
+    assert len(differences(first, inputs_of(batch(2.0, "/here")))) == 2
 
 
 def test_a_large_input_is_read_at_its_beginning_and_its_end() -> None:
@@ -102,7 +123,7 @@ def test_replicas_that_are_equal_agree_and_buffers_of_a_rank_do_not_count() -> N
 def test_one_changed_number_is_found_within_one_turn_and_by_name() -> None:
     (one, _, mine), (_, _, theirs) = rank(1), rank(1)
     one[0].weight.data[150, 7] += 1e-6
-    turns = 2 + sum(p.nbytes for p in one.parameters()) // SLICE_BYTES
+    turns = sum(1 + p.nbytes // SLICE_BYTES for p in one.parameters()) + 2
     for tick in range(turns):
         mine.enter(tick)
         theirs.enter(tick)
@@ -124,5 +145,6 @@ def test_what_a_roll_back_leaves_changed_is_seen() -> None:
     net, _, mine = rank(1)
     mine.enter(0)
     assert not mine.changed_since_entry(0)
-    next(net.parameters()).data.mul_(2)
+    for parameter in net.parameters():
+        parameter.data.mul_(2)
     assert mine.changed_since_entry(0)

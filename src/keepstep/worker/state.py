@@ -155,6 +155,18 @@ class StateSet:
     # -- export
 
     def export(self) -> Exported:
+        tensors, classes, meta = self._gathered()
+        specs = {name: shards.spec(tensor) for name, tensor in tensors.items()}
+        meta["table"] = {n: (*describe(t), specs[n], classes[n]) for n, t in tensors.items()}
+        parts = {name: shards.local(tensor) for name, tensor in tensors.items()}
+        return Exported(parts, codec.dumps_inline(meta), classes, specs)
+
+    def parts(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The tensors of an export and their classes, without how to put them back."""
+        tensors, classes, _ = self._gathered()
+        return {name: shards.local(tensor) for name, tensor in tensors.items()}, classes
+
+    def _gathered(self) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
         self.replicas.wrapped_by_ddp(self._ddp())
         tensors = self._model_tensors()
         classes = {name: self.replicas.of(tensor) for name, tensor in tensors.items()}
@@ -163,10 +175,7 @@ class StateSet:
             "objects": {name: self._export_object(name, tensors, classes) for name in self.objects},
         }
         meta["gradients"] = self._export_gradients(tensors, classes)
-        specs = {name: shards.spec(tensor) for name, tensor in tensors.items()}
-        meta["table"] = {n: (*describe(t), specs[n], classes[n]) for n, t in tensors.items()}
-        parts = {name: shards.local(tensor) for name, tensor in tensors.items()}
-        return Exported(parts, codec.dumps_inline(meta), classes, specs)
+        return tensors, classes, meta
 
     def _export_gradients(
         self, tensors: dict[str, Tensor], classes: dict[str, str]

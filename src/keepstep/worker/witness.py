@@ -24,27 +24,38 @@ On a device nothing here waits: sums are queued behind the work and read with th
 
 from __future__ import annotations
 
+import bisect
+import ctypes
+import dataclasses
+import functools
+import itertools
 import weakref
 import zlib
+from collections import UserDict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy
 import torch
 import xxhash
 
 from keepstep.worker import codec, digest, shards
-from keepstep.worker.state import dense, memory, on_cpu
+from keepstep.worker.state import memory, on_cpu, plain
 
 if TYPE_CHECKING:
     from keepstep.worker.seat import Seat
 
-PERIOD = 128  # ticks
+PERIOD = 256  # ticks
 EARLY = (1, 2, 3, 8)  # ticks at which a script that is wrong from the start is told
-SLICE_BYTES = 64 << 10  # per class and step
+SLICE_BYTES = 16 << 10  # of one tensor, per class and step
 INPUT_BYTES_MAX = 256 << 10  # of a tensor; of a larger one as many in SAMPLES places
 SAMPLES = 8
 LEAVES_MAX = 64
 AGREEING_MIN = 2  # fences in which all ranks agreed before a difference counts
+
+_SCALARS = (bool, int, float, str)
+_SEQUENCES = (list, tuple)
+_MAPPINGS = (dict, UserDict)  # tokenizers make the latter
 
 Words = tuple[int, int, int]
 Kind = Literal["", "update", "collectives", "learning-rate"]
@@ -74,14 +85,21 @@ def _collect(node: Any, path: str, found: dict[str, str], depth: int, kept: bool
     if isinstance(node, torch.Tensor):
         if node.device.type == "cpu" and node.layout is torch.strided:
             found[path] = _digest_once(node, kept)
-    elif isinstance(node, bool | int | float | str):
+    elif isinstance(node, _SCALARS):
         found[path] = repr(node)[:64]
-    elif isinstance(node, dict):
+    elif isinstance(node, _MAPPINGS):
         for key, item in node.items():
             _collect(item, f"{path}[{key!r}]" if path else str(key), found, depth + 1, kept)
-    elif isinstance(node, list | tuple):
+    elif isinstance(node, _SEQUENCES):
         for index, item in enumerate(node):
             _collect(item, f"{path}[{index}]", found, depth + 1, kept)
+    elif isinstance(node, numpy.ndarray):
+        if node.dtype.kind in "?biufc":
+            found[path] = f"{node.dtype}{node.shape}{_hashed(numpy.ascontiguousarray(node).data)}"
+    elif dataclasses.is_dataclass(node) and not isinstance(node, type) and path != "self":
+        for name, item in vars(node).items() if hasattr(node, "__dict__") else ():
+            if not isinstance(item, _SCALARS):  # those of a configuration may be the slot's own
+                _collect(item, f"{path}.{name}", found, depth + 1, kept)
 
 
 def _digest_once(tensor: torch.Tensor, keep: bool) -> str:
@@ -98,16 +116,32 @@ def _digest_once(tensor: torch.Tensor, keep: bool) -> str:
 
 
 def content(tensor: torch.Tensor) -> str:
-    part = shards.local(tensor).detach()
-    view = memory(part if dense(part) else on_cpu(part))
-    if len(view) <= INPUT_BYTES_MAX:
-        return xxhash.xxh3_64_hexdigest(view)
-    hashed = xxhash.xxh3_64(str(len(view)).encode())
+    part = shards.local(tensor)
+    if not part.is_contiguous() or not plain(part):
+        part = on_cpu(part)
+    size = part.nbytes
+    if 0 < size <= INPUT_BYTES_MAX:
+        return str(xxhash.xxh3_64_hexdigest(_block(size).from_address(part.data_ptr())))
+    return _hashed(memory(part))
+
+
+def _hashed(data: memoryview) -> str:
+    """Of many bytes some."""
+    data = data.cast("B") if data.nbytes else data
+    size = data.nbytes
+    if size <= INPUT_BYTES_MAX:
+        return str(xxhash.xxh3_64_hexdigest(data))
+    hashed = xxhash.xxh3_64(str(size).encode())
     piece = INPUT_BYTES_MAX // SAMPLES
     for number in range(SAMPLES):
-        start = (len(view) - piece) * number // (SAMPLES - 1)
-        hashed.update(view[start : start + piece])
+        start = (size - piece) * number // (SAMPLES - 1)
+        hashed.update(data[start : start + piece])
     return hashed.hexdigest()
+
+
+@functools.lru_cache(maxsize=256)
+def _block(size: int) -> Any:
+    return ctypes.c_char * size
 
 
 def differences(theirs: dict[str, str], mine: dict[str, str]) -> list[str]:
@@ -174,7 +208,7 @@ class Replicated:
 
     def __init__(self, seat: Seat) -> None:
         self._seat = seat
-        self._items: dict[str, list[torch.Tensor]] = {}  # class -> its tensors, by name
+        self._items: dict[str, _Tensors] = {}  # class -> its tensors, by name
         self._hashes: dict[str, Any] = {}  # class -> running hash (on a device: a tensor)
         self._slices: dict[str, str] = {}  # class -> of this tick, on the host
         self._looked = False
@@ -201,10 +235,10 @@ class Replicated:
         self._tick = tick
         self._slices.clear()
         for kind, tensors in self._items.items():
-            if tensors[0].device.type != "cpu":
+            if tensors.on_device:
                 self._fold(kind, tensors, tick)
                 continue
-            found = self._slices[kind] = self._slice(tensors, tick)
+            found = self._slices[kind] = tensors.digest(tick)
             before = self._hashes.get(kind, "")
             self._hashes[kind] = xxhash.xxh3_64_hexdigest(f"{before}{tick}{found}".encode())
 
@@ -212,23 +246,21 @@ class Replicated:
         """Whether a rolled-back step left something changed that `enter` has read."""
         if tick != self._tick:
             return False
-        return any(
-            self._slice(self._items[kind], tick) != found for kind, found in self._slices.items()
-        )
+        return any(self._items[kind].digest(tick) != found for kind, found in self._slices.items())
 
     def _refresh(self) -> None:
         self._looked = True
-        exported = self._seat.state.export()
+        tensors, classes = self._seat.state.parts()
         buffers = self._seat.cells.buffers() - self._seat.cells.late
         found: dict[str, list[tuple[str, torch.Tensor]]] = {}
         buffers |= self._own_tensors()
-        for name, tensor in exported.tensors.items():
+        for name, tensor in tensors.items():
             own = name.startswith(("grad/", "object/keepstep/")) or name in buffers
-            kind = exported.classes[name]
+            kind = classes[name]
             if not own and len(self._seat.replicas.ranks[kind]) > 1 and tensor.numel():
                 found.setdefault(f"{kind}/{tensor.device.type}", []).append((name, tensor))
         self._items = {
-            kind: [tensor for _, tensor in sorted(pairs, key=lambda pair: pair[0])]
+            kind: _Tensors([tensor for _, tensor in sorted(pairs, key=lambda pair: pair[0])])
             for kind, pairs in found.items()
         }
 
@@ -239,15 +271,9 @@ class Replicated:
             for place in item.own
         }
 
-    def _slice(self, tensors: list[torch.Tensor], tick: int) -> str:
-        hashed = xxhash.xxh3_64()
-        for raw in _window(tensors, tick):
-            hashed.update(memory(raw))
-        return hashed.hexdigest()
-
-    def _fold(self, kind: str, tensors: list[torch.Tensor], tick: int) -> None:
-        for raw in _window(tensors, tick):
-            words = raw[: raw.numel() // 4 * 4].view(torch.int32)
+    def _fold(self, kind: str, tensors: _Tensors, tick: int) -> None:
+        words = tensors.words(tick)
+        if words is not None:
             place = torch.arange(1, words.numel() + 1, device=words.device)
             value = (words * place).sum()
             before = self._hashes.get(kind)
@@ -301,17 +327,15 @@ class Replicated:
     def table(self) -> dict[str, str]:
         """Of everything replicas must share, as "class|name" -> digest."""
         seat = self._seat
-        exported = seat.state.export()
+        tensors, classes = seat.state.parts()
         buffers = (seat.cells.buffers() - seat.cells.late) | self._own_tensors()
         found: dict[str, str] = {}
-        for name, tensor in exported.tensors.items():
-            kind = exported.classes[name]
+        for name, tensor in tensors.items():
+            kind = classes[name]
             own = name.startswith(("grad/", "object/keepstep/")) or name in buffers
             if not own and len(seat.replicas.ranks[kind]) > 1:
                 found[f"{kind}|{name}"] = _digest(tensor)
-        shared = sorted(
-            k for k in set(exported.classes.values()) if len(seat.replicas.ranks[k]) > 1
-        )
+        shared = sorted(k for k in set(classes.values()) if len(seat.replicas.ranks[k]) > 1)
         role = xxhash.xxh3_64_hexdigest(repr(shared).encode())
         for name, item in seat.objects.items():
             if not item.per_rank:
@@ -326,23 +350,32 @@ def _digest(tensor: torch.Tensor) -> str:
     return xxhash.xxh3_64_hexdigest(memory(on_cpu(tensor)))
 
 
-def _window(tensors: list[torch.Tensor], tick: int) -> Iterable[torch.Tensor]:
-    """The bytes whose turn it is, as pieces of the tensors they are in."""
-    total = sum(tensor.nbytes for tensor in tensors)
-    start = tick * SLICE_BYTES % total if total else 0
-    left = min(SLICE_BYTES, total)
-    for tensor in tensors:
-        size = tensor.nbytes
-        if start >= size:
-            start -= size
-            continue
-        if left <= 0:
-            return
-        part = shards.local(tensor).detach()
-        if dense(part) and part.is_contiguous():
-            taken = min(size - start, left)
-            yield part.view(-1).view(torch.uint8)[start : start + taken]
-            left -= taken
-        else:
-            left -= min(size - start, left)
-        start = 0
+class _Tensors:
+    """Of one class, in the order of their names; read in slices, which take turns."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = [shards.local(tensor) for tensor in tensors]
+        self._ends = list(itertools.accumulate(-(-t.nbytes // SLICE_BYTES) for t in tensors))
+        self.on_device = tensors[0].device.type != "cpu"
+
+    def _turn(self, tick: int) -> tuple[torch.Tensor, int]:
+        """Whose turn it is, and from which byte on."""
+        number = tick % self._ends[-1]
+        index = bisect.bisect_right(self._ends, number)
+        before = self._ends[index - 1] if index else 0
+        return self._tensors[index], (number - before) * SLICE_BYTES
+
+    def digest(self, tick: int) -> str:
+        tensor, start = self._turn(tick)
+        size = min(tensor.nbytes - start, SLICE_BYTES)
+        if size <= 0 or not tensor.is_contiguous() or not plain(tensor):
+            return ""
+        return str(xxhash.xxh3_64_hexdigest(_block(size).from_address(tensor.data_ptr() + start)))
+
+    def words(self, tick: int) -> torch.Tensor | None:
+        """On a device, if they can be read in place."""
+        tensor, start = self._turn(tick)
+        if not tensor.is_contiguous() or not plain(tensor):
+            return None
+        raw = tensor.detach().view(-1).view(torch.uint8)[start : start + SLICE_BYTES]
+        return raw[: raw.numel() // 4 * 4].view(torch.int32)

@@ -22,7 +22,7 @@ from keepstep.worker.script import graph
 from keepstep.worker.script.roots import Roots
 
 PREFIX: Final = "script/"
-FIRST, EVERY = 3, 64  # calls of a step in which they are looked for
+FIRST, EVERY = 3, 256  # calls of a step in which they are looked for
 HASHED_BYTES_MAX = 64 << 10  # of a model, in every step
 
 Tensors = dict[str, torch.Tensor]
@@ -95,7 +95,10 @@ class Unasked:
         tensors = list(module.parameters()) + list(module.buffers())
         versions = [(id(tensor), tensor._version) for tensor in tensors]
         before = self._contents.get(path)
-        small = sum(tensor.nbytes for tensor in tensors) <= HASHED_BYTES_MAX
+        small = (  # and nothing waits for a device
+            sum(tensor.nbytes for tensor in tensors) <= HASHED_BYTES_MAX
+            and all(tensor.device.type == "cpu" for tensor in tensors)
+        )
         if before is not None and before[0] == versions and not deep and not small:
             return False
         hashed = xxhash.xxh3_128()
