@@ -121,3 +121,15 @@ def test_a_change_that_begins_late_is_found_before_a_retry(how: str) -> None:
     assert changes.left_changed() == "model/m/weight"
     changes.enter("step")
     assert changes.left_changed() == ""
+
+
+def test_an_update_that_a_device_has_left_out_is_no_change() -> None:
+    net, _, changes = make()
+    for _ in range(10):
+        changes.enter("step")
+    changes.queued()
+    with torch.no_grad():
+        net.weight.add_(0.0)  # the version counter moves, the content does not
+    assert changes.left_changed() == ""
+    perturb(net)
+    assert changes.left_changed() == "model/m/weight"

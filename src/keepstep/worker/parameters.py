@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy
 import torch
 import xxhash
 
@@ -84,7 +85,7 @@ class _Samples:
             self._take_elements()
 
     def _take_elements(self) -> None:
-        places = b"".join(record[8:16] for record in _split(self._records))
+        places = numpy.frombuffer(self._records, numpy.uint64)[1::3].tobytes()
         if places != self._viewed:
             self._viewed = places
             self._views.clear()
@@ -96,10 +97,12 @@ class _Samples:
                         self._views.setdefault(kind, {})[index] = _spread(words)
         self._elements = {kind: torch.cat([*v.values()]) for kind, v in self._views.items()}
 
-    def changed(self) -> set[str]:
-        """Since they were taken."""
+    def changed(self, queued: bool) -> set[str]:
+        """Since they were taken. `queued`: an update was, and the device has left it out; the
+        version counters do not know that."""
+        skip = 8 if queued else 0
         pairs = zip(_split(self._records), _split(self._records_now()))
-        found = {index for index, (before, now) in enumerate(pairs) if before != now}
+        found = {i for i, (before, now) in enumerate(pairs) if before[skip:] != now[skip:]}
         for kind, views in self._views.items():
             at = 0
             for index, view in views.items():
@@ -124,6 +127,7 @@ class Parameters:
     def __init__(self, seat: Seat) -> None:
         self._seat = seat
         self._samples: _Samples | None = None
+        self._queued = False
         self._calls: Counter[str] = Counter()
         self._changing: dict[str, set[str]] = {}  # site -> names of what it changes early
         self._copies: dict[str, torch.Tensor] = {}
@@ -169,6 +173,7 @@ class Parameters:
         if self._samples is None:
             self._samples = _Samples(self._all())
         self._samples.take()
+        self._queued = False
         changing = self._changing.get(site)
         self._copies = {}
         if changing:
@@ -183,6 +188,10 @@ class Parameters:
         if self._seat.redundancy.needed or not updating:
             how = "before the update" if updating else "without an optimizer"
             self._refuse(self._entry, self._contents(), f"in step {site!r} {how}")
+
+    def queued(self) -> None:
+        """An update is queued on a device, which may yet leave it out."""
+        self._queued = True
 
     def midway(self, site: str) -> None:
         """A backward begins. What is put back before the update is changed here."""
@@ -301,7 +310,7 @@ class Parameters:
             return min((n for n, was in self._entry.items() if now.get(n) != was), default="")
         if self._samples is None:
             return ""
-        return min(self._samples.changed() - self._copies.keys(), default="")
+        return min(self._samples.changed(self._queued) - self._copies.keys(), default="")
 
 
 def content(tensor: Any) -> bytes:

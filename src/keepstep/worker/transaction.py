@@ -164,6 +164,7 @@ class Transactions:
         guarded = not compared and self._guard.suits(optimizer)
         self._publish(updating=True)
         if guarded and self._guard.begin(optimizer, self.seat.aborted):
+            self.seat.changes.queued()
             return  # the rest of the fence is in the post-hook
         self._meet(cuda.wait_for_queue)
         self._update_begins()
