@@ -48,6 +48,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Any:
             tick=0, version=0, generation=0, alone=True, world=1, models={},
             optimizers={"0": sgd}, parameters=[parameter], objects={}, loops=[],
             tracker=Tracker(), gradients=Gradients([parameter]), streams=Streams(),
+            rebuilding=False,
         )  # fmt: skip
         seat.injector.__bool__.return_value = False
         seat.aborted.return_value = False
@@ -165,3 +166,18 @@ def test_side_state_is_sent_ahead_at_the_last_backward_pass_of_a_step(world: Any
     transactions.run("section", False, lambda: passes(1))
     passes(1)  # outside of any
     assert seen == [1]
+
+
+def test_an_update_outside_of_steps_is_refused_if_it_changes_something(world: Any) -> None:
+    seat, _, _, sgd = world("RETRY")
+    sgd.step()  # nothing to apply
+    (parameter,) = sgd.param_groups[0]["params"]
+    parameter.grad = torch.ones(2)
+    with pytest.raises(UsageError, match=r"SGD.step\(\) outside of any @ks.step"):
+        sgd.step()
+    seat.rebuilding = True
+    sgd.step()
+    seat.rebuilding = False
+    sgd.param_groups[0]["lr"] = 0.0  # torch makes the state of an optimizer so
+    sgd.step()
+    assert parameter.tolist() == [-1.0, -1.0]

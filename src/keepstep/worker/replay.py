@@ -73,7 +73,11 @@ class Replay:
             set_hyper(optimizer, note["hyper"][name])
             for key, value in note["scaling"][name].items():
                 setattr(optimizer, key, value)
-            optimizer.step()
+            self._seat.rebuilding = True
+            try:
+                optimizer.step()
+            finally:
+                self._seat.rebuilding = False
             for key in note["scaling"][name]:
                 delattr(optimizer, key)
         for unit in self._units:

@@ -158,6 +158,7 @@ class Seat:
         self.generation = 0
         self.alone = world == 1  # no peers: fences pass by themselves
         self.done = False
+        self.rebuilding = False  # updates are made again that the rank before has made
         self.resumed = -1  # generation whose first commit must be announced
         self.abort_ns = 0
         self.last_commit_ns = 0

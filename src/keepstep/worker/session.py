@@ -93,6 +93,7 @@ class Session(PlainSession):
             self._newcomer = Newcomer(seat, self._recovery, self._transactions)
         self._announced = False
         self._begun = False
+        self._transactions.outside = self._run
 
     # ------------------------------------------------------------------ user surface
 

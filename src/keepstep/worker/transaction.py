@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
 )
 
 from keepstep.errors import KeepstepError, UsageError
-from keepstep.worker import cuda, fsdp, groups, guard, refusals, results, trace
+from keepstep.worker import buckets, cuda, fsdp, groups, guard, refusals, results, trace
 from keepstep.worker.finish import Finishing, Locals
 from keepstep.worker.objects import Undo
 from keepstep.worker.pace import OwnTime
@@ -34,9 +34,11 @@ from keepstep.worker.placements import GradientPlacement
 from keepstep.worker.recovery import Recovery, Retry
 from keepstep.worker.script.frames import script_frames
 from keepstep.worker.seat import Seat
+from keepstep.worker.tree import Txn
 from keepstep.worker.unseen import Unseen
 from keepstep.worker.witness import EARLY
 
+_TRAIN_INSIDE = "forward, backward and optimizer.step() belong into one @ks.step function"
 NAMED_AT, NAMED_EVERY = 4, 64  # steps after which variables that are not carried are named
 
 
@@ -55,6 +57,9 @@ class Transactions:
         self._pending: Callable[[], None] | None = None  # to be done at the next entry
         self._updated: list[str] = []  # optimizers, in the order of their updates
         self._backwards = 0
+        self.outside: Callable[[str, bool, Callable[[], Any]], Any] = lambda *_: None
+        self._forwarded = False  # a DDP model's forward for a backward, in this transaction
+        self._strayed = False  # and the last one outside of any
         self._result: bytes | None = None  # as published in the fence
         self._variables = b""  # of the script, as published in the fence
         self._locals: dict[str, Locals] = {}  # by site
@@ -81,23 +86,60 @@ class Transactions:
         """DDP's collectives start in C++: its forward and any backward are where to see them."""
         ddp: Any = torch.nn.parallel.DistributedDataParallel
         autograd: Any = torch.autograd
-        forward, backward = ddp._pre_forward, autograd.backward
+        forward, backward, sync = ddp._pre_forward, autograd.backward, ddp._sync_buffers
+
+        def watched_sync(module: Any) -> None:
+            if self.running or self.warming:
+                sync(module)
+            # else it has been done in a section of its own
 
         def watched_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             self.refuse_collective("forward of a DistributedDataParallel model")
+            if not self.running and not self.warming:
+                self._buffers_outside(module, lambda: sync(module))
             synced = module.require_backward_grad_sync
+            if torch.is_grad_enabled() and synced and not self.warming:
+                self._forwarded = bool(self.running)
+                self._strayed = not self._forwarded
             self.seat.agreement.collective(f"DDP forward, synchronised: {synced}", ())
             return forward(module, *args, **kwargs)
 
         def watched_backward(*args: Any, **kwargs: Any) -> Any:
             if self._passed and groups.ddp_modules():
                 self.refuse_collective("backward through a DistributedDataParallel model")
+            if self._strayed and not self._forwarded and not self.warming:
+                raise UsageError(
+                    "backward through a DistributedDataParallel model whose forward ran outside of "
+                    "any step: the collectives in it could not be repeated",
+                    hint=_TRAIN_INSIDE,
+                )
             self._backward_begins()
             result = backward(*args, **kwargs)
             self.seat.redundancy.backward_done()
             return result
 
-        ddp._pre_forward, autograd.backward = watched_forward, watched_backward
+        ddp._pre_forward, ddp._sync_buffers = watched_forward, watched_sync
+        autograd.backward = watched_backward
+
+    def _buffers_outside(self, module: Any, sync: Callable[[], None]) -> None:
+        """An evaluation between steps. DDP broadcasts the buffers in its first forward behind a
+        training step, in C++: here that is a section. What it does to the buffers is part of the
+        state at its fence."""
+        names = {id(m): name for name, m in buckets.modules(self.seat.parameters).items()}
+        site = f"buffers of DistributedDataParallel {names.get(id(module), '')} (bare)"
+        replay = self.seat.tracker.replay
+        if replay is not None:  # a newcomer: its own module has no training step behind it
+            expected = replay.expected()
+            due = isinstance(expected, Txn) and expected.site == site
+        else:
+            due = module.will_sync_module_buffers()
+        if due and hasattr(module, "buffer_hook"):
+            raise UsageError(
+                "forward of a DistributedDataParallel model with a buffer hook outside of any step",
+                hint="put the evaluation into a function with @ks.section, or use model.module",
+            )
+        if due:
+            self.outside(site, False, sync)
 
     def _backward_begins(self) -> None:
         """The last pass of a step, going by the step before: what will be published is known."""
@@ -130,7 +172,10 @@ class Transactions:
         if self._finishing is not None:
             code = getattr(self._function, "code", None)
             self._finishing.fence(code, self.seat.parameters)
-        if not self.running or self.warming:
+        if self.warming or self.seat.rebuilding:
+            return
+        if not self.running:
+            self._refuse_outside(optimizer)
             return
         refusals.inside_backward(optimizer, self.running)
         if id(optimizer) not in self._attached:
@@ -156,6 +201,17 @@ class Transactions:
         else:
             self._fence_update(optimizer)
         self._updated.append(name)
+
+    def _refuse_outside(self, optimizer: Any) -> None:
+        """Not if it changes nothing: a call that keeps schedulers quiet, or with a learning rate of
+        zero, by which torch makes the state of an optimizer."""
+        groups_ = optimizer.param_groups
+        graded = any(p.grad is not None for group in groups_ for p in group["params"])
+        if graded and any(_rate(group.get("lr", 1)) != 0 for group in groups_):
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() outside of any @ks.step",
+                hint=_TRAIN_INSIDE,
+            )
 
     def _fence_update(self, optimizer: Any) -> None:
         self._about_to = self._attached[id(optimizer)]
@@ -289,6 +345,7 @@ class Transactions:
         self._refused: KeepstepError | None = None
         self._hold = self._snapshot = -1
         self._backwards = 0
+        self._forwarded = False
         self._about_to = ""
         self._updated = []
         self._placement.forget()
