@@ -106,6 +106,12 @@ def members() -> dict[str, list[int]]:
     return {name: sorted(ranks[pg]) for name, pg in _groups()}
 
 
+def alone_operations() -> int:
+    """How many collectives this process has made in solo mode that would have met others."""
+    found = [b for _, pg in _groups() if pg.size() > 1 for _, b in _ext.backends(pg)]
+    return sum(getattr(backend, "operations", 0) for backend in found)
+
+
 def leave_stores() -> None:
     """In solo mode: no group keeps a connection to a store. `swap` brings the next one."""
     for pg in list(c10d._world.pg_map):

@@ -75,6 +75,7 @@ class Newcomer:
         self._warm_up_runs = 0
         self._position: dict[str, Any] | None = None  # None: not asked yet
         self._site = ""
+        self._alone = -1  # collectives made alone when the walk was over
         self._per_rank: list[tuple[Registered, bytes | None]] = []  # as the script built it
 
     # ------------------------------------------------------------------ position
@@ -150,6 +151,7 @@ class Newcomer:
 
             ended = self._finish(function, Finishing(rest, site, at_fence), side["late"])
             if ended is not None:
+                self._alone = groups.alone_operations()
                 return ended
         elif unknown and side["late"]:
             raise UsageError(
@@ -158,7 +160,20 @@ class Newcomer:
                 hint="draw random numbers and change variables before the update, or between steps",
             )
         seat.apply_side_state(side, self.late)
+        self._alone = groups.alone_operations()
         return None
+
+    def _refuse_alone(self) -> None:
+        """Behind the walk, collectives that no section has seen have met nobody: those of DTensors
+        and of compiled code."""
+        before, self._alone = self._alone, -1
+        if before >= 0 and groups.alone_operations() != before:
+            raise UsageError(
+                f"behind step {self.seat.version} the script makes collectives outside of steps "
+                "and sections, in a way that cannot be seen on the other ranks; what they give "
+                f"on the newcomer of rank {self.seat.rank} is not what all ranks had",
+                hint="put them into a function with @ks.section",
+            )
 
     def _finish(self, function: Any, finishing: Finishing, late: list[str]) -> tuple[Any] | None:
         """None: it cannot be done, and but for the result, nothing was lost with the rank."""
@@ -282,6 +297,7 @@ class Newcomer:
     def enter(self) -> None:
         """At the entry of the transaction that comes next, or at the script's end."""
         seat = self.seat
+        self._refuse_alone()
         seat.page.where("held")
         while True:
             if self._copy is None:
