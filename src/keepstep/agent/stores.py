@@ -157,19 +157,27 @@ async def _read_port(process: subprocess.Popen[bytes], timeout_s: float) -> int:
 async def _read_line(process: subprocess.Popen[bytes]) -> bytes:
     assert process.stdout is not None
     loop = asyncio.get_running_loop()
-    fd = process.stdout.fileno()
+    # A number of its own: whoever ends the process closes the pipe at once, and the next descriptor
+    # that somebody opens and watches would get the number that is watched here.
+    fd = os.dup(process.stdout.fileno())
+    os.set_blocking(fd, False)
+    readable = asyncio.Event()
     line = b""
-    while not line.endswith(b"\n"):
-        readable = asyncio.Event()
-        loop.add_reader(fd, readable.set)
-        try:
+    loop.add_reader(fd, readable.set)
+    try:
+        while not line.endswith(b"\n"):
             await readable.wait()
-        finally:
-            loop.remove_reader(fd)
-        data = os.read(fd, 1)
-        line += data
-        if not data or len(line) > PORT_LINE_BYTES_MAX:
-            break
+            readable.clear()
+            try:
+                data = os.read(fd, 1)
+            except BlockingIOError:
+                continue
+            line += data
+            if not data or len(line) > PORT_LINE_BYTES_MAX:
+                break
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
     return line
 
 
