@@ -133,3 +133,15 @@ def test_an_update_that_a_device_has_left_out_is_no_change() -> None:
     assert changes.left_changed() == ""
     perturb(net)
     assert changes.left_changed() == "model/m/weight"
+
+
+def test_what_is_written_with_the_same_content_is_copied_from_then_on() -> None:
+    net, seat, changes = make()
+    for number in range(10):
+        changes.enter("step")
+        with torch.no_grad():
+            net.weight.clamp_(-100.0, 100.0)  # nothing is beyond
+        changes.fence("step", True)
+        changes.undo()
+        assert changes.left_changed() == "", number
+    assert len(seat.warned) == 1

@@ -46,7 +46,7 @@ class Sample:
 def test_inputs_inside_objects_count() -> None:
     def batch(number: float, path: str) -> dict[str, Any]:
         encoding = UserDict({"ids": torch.full((3,), number)})
-        sample = Sample({"pixels": numpy.full((2, 2), number)}, path)
+        sample = Sample({"pixels": numpy.full((2, 2), number), "paths": [path]}, path)
         return {"0": encoding, "1": [sample]}
 
     first = inputs_of(batch(1.0, "/here"))

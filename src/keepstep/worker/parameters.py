@@ -198,6 +198,8 @@ class Parameters:
         if self._entry is not None:
             now = self._contents()
             names = {name for name, before in self._entry.items() if now.get(name) != before}
+            if self._samples is not None:  # written to, or moved, with the same content
+                names |= self._samples.changed(self._queued)
             new = names - self._changing.setdefault(site, set())
             if new:
                 self._note(site, new)

@@ -98,16 +98,19 @@ class Transactions:
             if not self.running and not self.warming:
                 self._buffers_outside(module, lambda: sync(module))
             synced = module.require_backward_grad_sync
-            if torch.is_grad_enabled() and synced and not self.warming:
-                self._forwarded = bool(self.running)
-                self._strayed = not self._forwarded
+            if torch.is_grad_enabled() and self.running:
+                self._forwarded, self._strayed = True, False
+            elif torch.is_grad_enabled() and synced and not self.warming:
+                self._forwarded, self._strayed = False, True
             self.seat.agreement.collective(f"DDP forward, synchronised: {synced}", ())
             return forward(module, *args, **kwargs)
 
         def watched_backward(*args: Any, **kwargs: Any) -> Any:
             if self._passed and groups.ddp_modules():
                 self.refuse_collective("backward through a DistributedDataParallel model")
-            if self._strayed and not self._forwarded and not self.warming:
+            # Inside it may be of another model; a script that trains so does it from the start.
+            stray = self._strayed and not self._forwarded and not self.warming
+            if stray and (not self.running or self.seat.version == 0):
                 raise UsageError(
                     "backward through a DistributedDataParallel model whose forward ran outside of "
                     "any step: the collectives in it could not be repeated",
@@ -399,11 +402,12 @@ class Transactions:
         seat.cells.undo()
         if self._step:
             seat.changes.undo()
-            arguments = getattr(self._function, "arguments", None)
-            self._left_changed = seat.changes.left_changed() or seat.changed_inputs(arguments)
+            self._left_changed = seat.changes.left_changed()
         if not self._left_changed and seat.replicated.changed_since_entry(seat.tick):
             self._left_changed = "state that replicas share"
         seat.variables.undo()
+        if self._step and not self._left_changed:
+            self._left_changed = seat.changed_inputs(getattr(self._function, "arguments", None))
         for loop in seat.loops:
             loop.retry()
         seat.streams.restore(undo.streams)

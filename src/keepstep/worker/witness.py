@@ -51,6 +51,7 @@ SLICE_BYTES = 16 << 10  # of one tensor, per class and step
 INPUT_BYTES_MAX = 256 << 10  # of a tensor; of a larger one as many in SAMPLES places
 SAMPLES = 8
 LEAVES_MAX = 64
+ITEMS_MAX = 256  # of a container
 AGREEING_MIN = 2  # fences in which all ranks agreed before a difference counts
 
 _SCALARS = (bool, int, float, str)
@@ -79,27 +80,33 @@ def inputs_of(arguments: Any, *, kept: bool = False, fresh: bool = False) -> dic
     return found
 
 
-def _collect(node: Any, path: str, found: dict[str, str], depth: int, kept: bool) -> None:
-    if len(found) >= LEAVES_MAX or depth > 4:
+def _collect(
+    node: Any, path: str, found: dict[str, str], depth: int, kept: bool, scalars: bool = True
+) -> None:
+    """`scalars`: not those of a configuration, which may be the slot's own."""
+    if depth > 4:
         return
+    inside: Iterable[tuple[str, Any]] = ()
     if isinstance(node, torch.Tensor):
         if node.device.type == "cpu" and node.layout is torch.strided:
             found[path] = _digest_once(node, kept)
     elif isinstance(node, _SCALARS):
-        found[path] = repr(node)[:64]
+        if scalars:
+            found[path] = repr(node)[:64]
     elif isinstance(node, _MAPPINGS):
-        for key, item in node.items():
-            _collect(item, f"{path}[{key!r}]" if path else str(key), found, depth + 1, kept)
+        inside = ((f"{path}[{k!r}]" if path else str(k), item) for k, item in node.items())
     elif isinstance(node, _SEQUENCES):
-        for index, item in enumerate(node):
-            _collect(item, f"{path}[{index}]", found, depth + 1, kept)
+        inside = ((f"{path}[{index}]", item) for index, item in enumerate(node))
     elif isinstance(node, numpy.ndarray):
         if node.dtype.kind in "?biufc":
             found[path] = f"{node.dtype}{node.shape}{_hashed(numpy.ascontiguousarray(node).data)}"
     elif dataclasses.is_dataclass(node) and not isinstance(node, type) and path != "self":
-        for name, item in vars(node).items() if hasattr(node, "__dict__") else ():
-            if not isinstance(item, _SCALARS):  # those of a configuration may be the slot's own
-                _collect(item, f"{path}.{name}", found, depth + 1, kept)
+        scalars = False
+        inside = ((f"{path}.{name}", item) for name, item in getattr(node, "__dict__", {}).items())
+    for number, (where, item) in enumerate(inside):
+        if len(found) >= LEAVES_MAX or number >= ITEMS_MAX:
+            return
+        _collect(item, where, found, depth + 1, kept, scalars)
 
 
 def _digest_once(tensor: torch.Tensor, keep: bool) -> str:

@@ -381,6 +381,7 @@ class FrameNames(Names):
     def __init__(self, graph: Graph, target: Any, label: str, depth: int) -> None:
         super().__init__(graph, target, label, depth)
         self._at = -1
+        self._stood = -1
 
     def frame(self) -> FrameType | None:
         target = self.target
@@ -421,6 +422,9 @@ class FrameNames(Names):
         frame = self.frame()
         if self.still and graph.journal is not None:
             return
+        if self.depth > 0 and frame is not None and frame.f_lasti != self._stood:
+            self._stood = frame.f_lasti  # it is part of what is said about a generator
+            graph.touch(self)
         if self.depth == 0 and graph.journal is not None:
             # A step that runs inside reaches the locals of its callers through cells only.
             if frame is not None and _cells(frame):
