@@ -58,6 +58,9 @@ tables = (
     ddp._forward_pre_hooks,
 )
 before = [set(table) for table in tables]
+# What Keepstep puts its own functions in the place of; without them a plain step is refused.
+PATCHED = ((torch.autograd, "backward"), (type(ddp), "_pre_forward"), (type(ddp), "_sync_buffers"))
+originals = [getattr(owner, name) for owner, name in PATCHED]
 ks = keepstep.attach(ddp, adam, scheduler=scheduler)
 
 
@@ -81,10 +84,13 @@ class Hooks:
             for key, hook in list(table.items())
             if key not in old
         ]
+        self._patches = [getattr(owner, name) for owner, name in PATCHED]
         if ks.protected and not self._own:
             raise SystemExit("Keepstep installed no hooks: this benchmark no longer measures it")
 
     def on(self, active: bool) -> None:
+        for (owner, name), patch, original in zip(PATCHED, self._patches, originals):
+            setattr(owner, name, patch if active else original)
         for table, key, hook in self._own:
             if active:
                 table[key] = hook
