@@ -167,6 +167,27 @@ def test_a_network_that_gives_up_costs_no_step(
     assert verdict.identical(job, expected.result(), faults=1)
 
 
+def test_a_newcomer_with_another_batch_on_its_device_is_stopped(start: Start) -> None:
+    job = start(
+        "--nproc-per-node", "2", "--spares", "1", "--on-divergence", "continue",
+        "--inject", "kill:rank=1,step=6,point=in_fence", script_args=["--other"], world=2,
+    )  # fmt: skip
+    job.finish()
+    assert job.last["injects_fired"]
+    (reason,) = [i["reason"] for i in job.incidents() if i["outcome"] == "DIVERGED"]
+    assert "other inputs on the newcomer of rank 1" in reason and "argument 1 " in reason
+
+
+def test_a_batch_that_is_changed_on_the_device_is_not_tried_again(start: Start) -> None:
+    job = start(
+        "--nproc-per-node", "2", "--spares", "1",
+        "--inject", "kill:rank=1,step=6,point=in_backward", script_args=["--in-place"], world=2,
+    )  # fmt: skip
+    job.finish(code=1)
+    assert job.last["injects_fired"]
+    assert "argument 1 was changed in 'train_step:" in job.output()
+
+
 def test_compiled_step(start: Start, reference: Reference, verdict: Verdict) -> None:
     fault = "kill:rank=1,step=6,point=in_backward"
     hurt(start, reference, verdict, 2, [fault], "--compile")

@@ -38,6 +38,8 @@ parser.add_argument("--scaler", action="store_true", help="a GradScaler that ski
 parser.add_argument("--compile", action="store_true")
 parser.add_argument("--graph", action="store_true", help="replay a CUDA graph in the step")
 parser.add_argument("--control", action="store_true", help="the network plugin takes orders")
+parser.add_argument("--other", action="store_true", help="a rank's second process alters batches")
+parser.add_argument("--in-place", action="store_true", help="the step changes its batch")
 parser.add_argument("--width", type=int, default=256)
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--steps-per-epoch", type=int, default=8)
@@ -122,6 +124,8 @@ def without_sync(last: bool) -> Any:
 @ks.step
 def train_step(ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     x = x.to(args.device)
+    if args.in_place:
+        x.mul_(0.5)
     total = torch.zeros((), device=args.device)
     if args.graph:
         graph.replay()
@@ -150,6 +154,17 @@ def evaluate() -> float:
     return score.item()
 
 
+def on_device(batch: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Many move their batch before the step. FSDP's ranks do it inside."""
+    ids, x = batch
+    return [ids, x if args.layout != "ddp" else x.to(args.device) + (0.125 if second else 0.0)]
+
+
+second = False
+if args.other:
+    started = Path(args.out) / f"started-{rank}"
+    second = started.exists()
+    started.touch()
 data = Data()
 sampler = DistributedSampler(data, world, rank, shuffle=True, seed=3)
 loader = DataLoader(data, batch_size=BATCH * MICRO, sampler=sampler)
@@ -160,7 +175,7 @@ for epoch in ks.epochs(args.epochs):
     for batch in ks.batches(loader):
         if args.slow and Path(args.slow).exists():
             time.sleep(1.0)
-        last_loss = train_step(*batch)
+        last_loss = train_step(*on_device(batch))
         if ks.committed_step % 5 == 0:
             evaluate()
     last = evaluate()

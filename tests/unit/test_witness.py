@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections import UserDict
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 
@@ -15,53 +12,7 @@ from keepstep.worker.cells import Cells
 from keepstep.worker.objects import Registered
 from keepstep.worker.shards import Replicas
 from keepstep.worker.state import StateSet
-from keepstep.worker.witness import (
-    SLICE_BYTES,
-    Agreement,
-    Replicated,
-    differences,
-    inputs_of,
-)
-
-
-def test_inputs_are_told_apart_by_content_and_named_by_path() -> None:
-    batch = {"x": torch.arange(6.0), "ids": [torch.tensor([1, 2]), 3]}
-    first = inputs_of({"0": batch, "rate": 0.5})
-    assert set(first) == {"0['x']", "0['ids'][0]", "0['ids'][1]", "rate"}
-    again = inputs_of(
-        {"0": {"x": torch.arange(6.0), "ids": [torch.tensor([1, 2]), 3]}, "rate": 0.5}
-    )
-    assert differences(first, again) == []
-    batch["x"][3] = 9.0
-    (found,) = differences(first, inputs_of({"0": batch, "rate": 0.5}))
-    assert found.startswith("0['x'] is ")
-
-
-@dataclasses.dataclass
-class Sample:
-    image: Any
-    path: str = ""
-
-
-def test_inputs_inside_objects_count() -> None:
-    def batch(number: float, path: str) -> dict[str, Any]:
-        encoding = UserDict({"ids": torch.full((3,), number)})
-        sample = Sample({"pixels": numpy.full((2, 2), number), "paths": [path]}, path)
-        return {"0": encoding, "1": [sample]}
-
-    first = inputs_of(batch(1.0, "/here"))
-    assert set(first) == {"0['ids']", "1[0].image['pixels']"}
-    assert differences(first, inputs_of(batch(1.0, "/there"))) == []
-    assert len(differences(first, inputs_of(batch(2.0, "/here")))) == 2
-
-
-def test_a_large_input_is_read_at_its_beginning_and_its_end() -> None:
-    one = torch.zeros(1 << 20)
-    before = inputs_of({"x": one})
-    for place in (0, -1):
-        other = one.clone()
-        other[place] = 1.0
-        assert differences(before, inputs_of({"x": other}))
+from keepstep.worker.witness import SLICE_BYTES, Agreement, Replicated
 
 
 def meet(one: Agreement, other: Agreement, rates: list[Any], other_rates: list[Any]) -> str:

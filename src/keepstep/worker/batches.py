@@ -35,11 +35,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from keepstep.errors import UsageError
 from keepstep.worker import codec, rng
+from keepstep.worker.inputs import differences, inputs_of
 from keepstep.worker.position import Tracker
 from keepstep.worker.script import workers
 from keepstep.worker.script.streams import Streams
 from keepstep.worker.tree import Level, LoopPos
-from keepstep.worker.witness import differences, inputs_of
 
 FIRST_ROUNDS: Final = 16
 

@@ -39,9 +39,9 @@ from keepstep.worker import (
     codec,
     fsdp,
     groups,
+    inputs,
     transfer,
     vault,
-    witness,
 )
 from keepstep.worker.finish import Finishing
 from keepstep.worker.objects import Registered
@@ -210,7 +210,7 @@ class Newcomer:
                 )
         if arguments is None or note is None or note["tick"] != self.seat.tick:
             return
-        found = witness.differences(note["inputs"], witness.inputs_of(arguments))
+        found = inputs.other(note, arguments)
         if found:
             self.recovery.diverged(
                 "inputs",

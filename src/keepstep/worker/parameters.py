@@ -30,7 +30,7 @@ import torch
 import xxhash
 
 from keepstep.errors import UsageError
-from keepstep.worker import codec, extension, shards, witness
+from keepstep.worker import codec, extension, inputs, shards
 from keepstep.worker.digest import digest
 from keepstep.worker.state import dense, memory, on_cpu
 
@@ -244,7 +244,7 @@ class Parameters:
         for name, parameter in self._without_replica().items():
             part = shards.local(parameter).detach()
             if part.device.type == "cpu":
-                here[name] = witness.content(part)
+                here[name] = inputs.content(part)
             elif part.dtype in _NORMED:
                 away.setdefault(f"{part.device} {part.dtype}", []).append((name, part))
         norms = {

@@ -28,6 +28,7 @@ from keepstep.worker.collectives import Recorder
 from keepstep.worker.faults import Injector
 from keepstep.worker.flags import Flags
 from keepstep.worker.gradients import Gradients
+from keepstep.worker.inputs import Inputs
 from keepstep.worker.objects import Registered
 from keepstep.worker.page import Page
 from keepstep.worker.parameters import Parameters, content
@@ -39,7 +40,7 @@ from keepstep.worker.script.unasked import Unasked
 from keepstep.worker.script.variables import Variables
 from keepstep.worker.shards import Replicas
 from keepstep.worker.state import StateSet
-from keepstep.worker.witness import Agreement, Replicated, differences, inputs_of
+from keepstep.worker.witness import Agreement, Replicated
 
 if TYPE_CHECKING:
     from keepstep.worker.periodic import Periodic
@@ -171,7 +172,7 @@ class Seat:
         cuda.settle_in(self.parameters)
         self.gradients = Gradients(self.parameters)
         self._carries_on = False  # gradients are added up over several steps, if the fence passes
-        self.inputs: dict[str, str] = {}  # digests of the step's arguments, as noted at its entry
+        self.inputs = Inputs()
         self._streams = b""  # as published at the last fence
         self._late: dict[str, set[str]] = {}  # site -> what changes behind its fences
         self.cells = Cells(models)
@@ -402,14 +403,17 @@ class Seat:
 
     def note_inputs(self, arguments: Any) -> None:
         """A step begins: a newcomer that has to repeat it must come to the same arguments."""
-        self.inputs = inputs_of(arguments)
-        note = {"tick": self.tick, "inputs": self.inputs}
-        self.page.publish(NOTE_TICK, codec.dumps_inline(note))
+        self.inputs.enter(arguments)
+        self._publish_note()
 
-    def changed_inputs(self, arguments: Any) -> str:
-        """The first argument of the step that a retry would find changed in place."""
-        found = differences(self.inputs, inputs_of(arguments, fresh=True))
-        return f"argument {found[0].partition(' ')[0]}" if found else ""
+    def complete_note(self) -> None:
+        """What lay on the device, if it has just become known."""
+        if self.inputs.complete():
+            self._publish_note()
+
+    def _publish_note(self) -> None:
+        note = {"tick": self.tick, **self.inputs.note()}
+        self.page.publish(NOTE_TICK, codec.dumps_inline(note))
 
     def publish_late(self, site: str, result: bytes | None, variables: bytes | None) -> bool:
         """The transaction has ended: what was not known in its fence. To the own agent, and to the

@@ -407,7 +407,8 @@ class Transactions:
             self._left_changed = "state that replicas share"
         seat.variables.undo()
         if self._step and not self._left_changed:
-            self._left_changed = seat.changed_inputs(getattr(self._function, "arguments", None))
+            name = seat.inputs.changed(getattr(self._function, "arguments", None))
+            self._left_changed = f"argument {name}" if name else ""
         for loop in seat.loops:
             loop.retry()
         seat.streams.restore(undo.streams)
@@ -479,7 +480,8 @@ class Transactions:
         seat = self.seat
         passed = True
         try:
-            wait_for_device(seat.aborted)
+            wait_for_device(self._aborted)
+            seat.complete_note()
             if self._step:
                 seat.secured(self._updating, self._let_device_go)
             seat.page.where("fence")
@@ -498,6 +500,11 @@ class Transactions:
         seat.page.where("apply")
         self._own.passed()
         return passed
+
+    def _aborted(self) -> bool:
+        """While the device is at work."""
+        self.seat.complete_note()
+        return self.seat.aborted()
 
     def _let_device_go(self) -> None:
         """An update that it holds back is not made, but later and by the host."""

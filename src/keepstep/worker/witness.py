@@ -6,7 +6,7 @@ Three things are compared while training runs, and whatever differs stops the jo
 update (Recovery.diverged), with the names of what differs:
 
     inputs      A digest of a step's arguments is left with the own agent when the step begins. A
-                newcomer that repeats the step must come to the same ones.
+                newcomer that repeats the step must come to the same ones (inputs.py).
     agreement   Every fence carries three words more: which update follows, which collectives the
                 transaction has made, and the learning rates. Whether an update follows must be the
                 same on all ranks. Stages of a pipeline differ in the other two, so those count only
@@ -25,21 +25,16 @@ On a device nothing here waits: sums are queued behind the work and read with th
 from __future__ import annotations
 
 import bisect
-import ctypes
-import dataclasses
-import functools
 import itertools
-import weakref
 import zlib
-from collections import UserDict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy
 import torch
 import xxhash
 
 from keepstep.worker import codec, digest, shards
+from keepstep.worker.inputs import LEAVES_MAX, block, summed
 from keepstep.worker.state import memory, on_cpu, plain
 
 if TYPE_CHECKING:
@@ -48,116 +43,10 @@ if TYPE_CHECKING:
 PERIOD = 256  # ticks
 EARLY = (1, 2, 3, 8)  # ticks at which a script that is wrong from the start is told
 SLICE_BYTES = 16 << 10  # of one tensor, per class and step
-INPUT_BYTES_MAX = 256 << 10  # of a tensor; of a larger one as many in SAMPLES places
-SAMPLES = 8
-LEAVES_MAX = 64
-ITEMS_MAX = 256  # of a container
 AGREEING_MIN = 2  # fences in which all ranks agreed before a difference counts
-
-_SCALARS = (bool, int, float, str)
-_SEQUENCES = (list, tuple)
-_MAPPINGS = (dict, UserDict)  # tokenizers make the latter
 
 Words = tuple[int, int, int]
 Kind = Literal["", "update", "collectives", "learning-rate"]
-
-
-# -------------------------------------------------------------------------------------- inputs
-
-
-_kept: dict[int, tuple[weakref.ref[torch.Tensor], int, str]] = {}  # digests of the last batch
-
-
-def inputs_of(arguments: Any, *, kept: bool = False, fresh: bool = False) -> dict[str, str]:
-    """A digest of every tensor and the value of every number among the arguments, by path. What
-    lies on a device is left out: reading it would wait; but batches are digested on their way out
-    of ks.batches, and as a rule there they are not on a device yet. `kept`: a batch, of which a
-    step is to follow; `fresh`: read it again, although it seems unchanged."""
-    found: dict[str, str] = {}
-    if kept or fresh:
-        _kept.clear()
-    _collect(arguments, "", found, 0, kept)
-    return found
-
-
-def _collect(
-    node: Any, path: str, found: dict[str, str], depth: int, kept: bool, scalars: bool = True
-) -> None:
-    """`scalars`: not those of a configuration, which may be the slot's own."""
-    if depth > 4:
-        return
-    inside: Iterable[tuple[str, Any]] = ()
-    if isinstance(node, torch.Tensor):
-        if node.device.type == "cpu" and node.layout is torch.strided:
-            found[path] = _digest_once(node, kept)
-    elif isinstance(node, _SCALARS):
-        if scalars:
-            found[path] = repr(node)[:64]
-    elif isinstance(node, _MAPPINGS):
-        inside = ((f"{path}[{k!r}]" if path else str(k), item) for k, item in node.items())
-    elif isinstance(node, _SEQUENCES):
-        inside = ((f"{path}[{index}]", item) for index, item in enumerate(node))
-    elif isinstance(node, numpy.ndarray):
-        if node.dtype.kind in "?biufc":
-            found[path] = f"{node.dtype}{node.shape}{_hashed(numpy.ascontiguousarray(node).data)}"
-    elif dataclasses.is_dataclass(node) and not isinstance(node, type) and path != "self":
-        scalars = False
-        inside = ((f"{path}.{name}", item) for name, item in getattr(node, "__dict__", {}).items())
-    for number, (where, item) in enumerate(inside):
-        if len(found) >= LEAVES_MAX or number >= ITEMS_MAX:
-            return
-        _collect(item, where, found, depth + 1, kept, scalars)
-
-
-def _digest_once(tensor: torch.Tensor, keep: bool) -> str:
-    if tensor.is_inference():
-        return content(tensor)
-    version = tensor._version
-    known = _kept.get(id(tensor))
-    if known is not None and known[0]() is tensor and known[1] == version:
-        return known[2]
-    found = content(tensor)
-    if keep:
-        _kept[id(tensor)] = weakref.ref(tensor), version, found
-    return found
-
-
-def content(tensor: torch.Tensor) -> str:
-    part = shards.local(tensor)
-    if not part.is_contiguous() or not plain(part):
-        part = on_cpu(part)
-    size = part.nbytes
-    if 0 < size <= INPUT_BYTES_MAX:
-        return str(xxhash.xxh3_64_hexdigest(_block(size).from_address(part.data_ptr())))
-    return _hashed(memory(part))
-
-
-def _hashed(data: memoryview) -> str:
-    """Of many bytes some."""
-    data = data.cast("B") if data.nbytes else data
-    size = data.nbytes
-    if size <= INPUT_BYTES_MAX:
-        return str(xxhash.xxh3_64_hexdigest(data))
-    hashed = xxhash.xxh3_64(str(size).encode())
-    piece = INPUT_BYTES_MAX // SAMPLES
-    for number in range(SAMPLES):
-        start = (size - piece) * number // (SAMPLES - 1)
-        hashed.update(data[start : start + piece])
-    return hashed.hexdigest()
-
-
-@functools.lru_cache(maxsize=256)
-def _block(size: int) -> Any:
-    return ctypes.c_char * size
-
-
-def differences(theirs: dict[str, str], mine: dict[str, str]) -> list[str]:
-    """Sentences about what a newcomer has otherwise, or not at all."""
-    return [
-        f"{name} is {mine.get(name, 'missing')} and was {theirs.get(name, 'missing')}"
-        for name in sorted(theirs.keys() | mine.keys())
-        if theirs.get(name) != mine.get(name)
-    ]
 
 
 # ----------------------------------------------------------------------------------- agreement
@@ -281,8 +170,7 @@ class Replicated:
     def _fold(self, kind: str, tensors: _Tensors, tick: int) -> None:
         words = tensors.words(tick)
         if words is not None:
-            place = torch.arange(1, words.numel() + 1, device=words.device)
-            value = (words * place).sum()
+            value = summed(words)
             before = self._hashes.get(kind)
             self._hashes[kind] = value if before is None else before * 31 + value
 
@@ -377,7 +265,7 @@ class _Tensors:
         size = min(tensor.nbytes - start, SLICE_BYTES)
         if size <= 0 or not tensor.is_contiguous() or not plain(tensor):
             return ""
-        return str(xxhash.xxh3_64_hexdigest(_block(size).from_address(tensor.data_ptr() + start)))
+        return str(xxhash.xxh3_64_hexdigest(block(size).from_address(tensor.data_ptr() + start)))
 
     def words(self, tick: int) -> torch.Tensor | None:
         """On a device, if they can be read in place."""
