@@ -73,6 +73,12 @@ def test_refusals_cost_nothing(refused: Job) -> None:
     assert len({tuple(rest) for _, *rest in ends}) == 1, "both ranks have the same numbers"
 
 
+def test_what_a_step_reads_and_no_newcomer_gets_is_named_once_per_rank(refused: Job) -> None:
+    lines = refused.err.splitlines() + refused.out.splitlines()
+    for words in (".marker is bound to other objects", "honest decides by the clock"):
+        assert sum(words in line for line in lines) == 2, refused.err[-4000:]
+
+
 @pytest.mark.parametrize(
     ("case", "error", "hint"),
     [

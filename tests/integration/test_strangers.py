@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ import httpx
 import psutil
 import pytest
 
+from keepstep.cli.client import Client
 from keepstep.model.wire import FRAME_BYTES_MAX, HEADER
+from keepstep.orchestrator import registry
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
 
@@ -42,6 +44,12 @@ SLOW_HTTP = b"GET /v1/jobs HTTP/1.1\r\nHost: x\r\nX-Slow: " + b"x" * 100
 LARGE_HTTP = b"POST /v1/jobs HTTP/1.1\r\nHost: x\r\nContent-Length: 67108864\r\n\r\n" + b"x" * 4096
 SLOW_FRAME = HEADER.pack(200) + b"\x83\xa4type" + b"x" * 100
 LARGE_FRAME = HEADER.pack(FRAME_BYTES_MAX) + b"x" * 8192
+# A ClientHello that never ends, and one that announces the largest record and a message of 16 MiB.
+SLOW_TLS = bytes.fromhex("1603010200010001fc0303") + b"x" * 100
+LARGE_TLS = bytes.fromhex("160301400001ffffff0303") + b"x" * 8192
+
+Speech = tuple[bytes, bytes]  # what is said slowly, and what at once
+HTTP, FRAMES, TLS = (SLOW_HTTP, LARGE_HTTP), (SLOW_FRAME, LARGE_FRAME), (SLOW_TLS, LARGE_TLS)
 
 
 class Stranger:
@@ -81,9 +89,9 @@ class Stranger:
 class Crowd:
     """All strangers, in one thread. Looks every now and then for ports that have opened."""
 
-    def __init__(self, job: Job, own: dict[int, bool]) -> None:
-        self._job = job
-        self._own = own  # ports of orchestrator and agents -> speaks HTTP
+    def __init__(self, own: dict[int, Speech], others: Callable[[], set[int]] = set) -> None:
+        self._own = own  # ports of orchestrator and agents
+        self._others = others  # ports that open and close
         self._strangers: dict[int, list[Stranger]] = {}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -108,7 +116,7 @@ class Crowd:
                 for stranger in [one for some in self._strangers.values() for one in some]:
                     self._visit(stranger)
                 while not self._closing.wait(LOOK_S) and time.monotonic() < spoken + SPEAK_S:
-                    for port in {*self._own, *worker_ports(self._job)} - self._strangers.keys():
+                    for port in {*self._own, *self._others()} - self._strangers.keys():
                         self._come(port)
                     self.full.set()
         except BaseException as error:
@@ -118,8 +126,7 @@ class Crowd:
                 stranger.close()
 
     def _come(self, port: int) -> None:
-        http, frames = self._own.get(port, False), (SLOW_FRAME, LARGE_FRAME)
-        slow, large = (SLOW_HTTP, LARGE_HTTP) if http else frames
+        slow, large = self._own.get(port, FRAMES)
         kinds = [(b"", b""), (b"", slow), (large, b"")]
         count = STRANGERS if port in self._own else STRANGERS_AT_WORKERS
         self._strangers[port] = [Stranger(port, *kinds[i % 3]) for i in range(count)]
@@ -234,9 +241,9 @@ def migrate_among_strangers(job: Job, rank: int) -> dict[str, Any]:
     client = job._connect()
     assert client is not None
     rest = int(str(client.base_url).rstrip("/").rpartition(":")[2])
-    own = {port: port == rest for port in listening(watched)}
+    own = {port: HTTP if port == rest else FRAMES for port in listening(watched)}
     assert len(agents) == 1 and len(own) == 3 and rest in own, "REST, agents' streams, blobs"
-    with Crowd(job, own) as crowd:
+    with Crowd(own, lambda: worker_ports(job)) as crowd:
         incident = migrate(job, rank)
         wait_for(lambda: crowd.dropped > STRANGERS, "strangers that had to go", 30.0)
         among = [one.num_fds() - was for one, was in zip(watched, before, strict=True)]
@@ -251,3 +258,37 @@ def migrate_among_strangers(job: Job, rank: int) -> dict[str, Any]:
 
     wait_for(back, f"{before} descriptors again", 30.0)
     return incident
+
+
+def test_strangers_in_the_middle_of_a_handshake_keep_nobody_waiting(tmp_path: Path) -> None:
+    """Beyond loopback everything is TLS."""
+    env = {**os.environ, "KEEPSTEP_HOME": str(tmp_path)}
+    process = psutil.Popen(
+        [sys.executable, "-m", "keepstep", "orchestrator", "--id", "tls", "--host", "0.0.0.0"],
+        env=env,
+    )
+    try:
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
+        (entry,) = wait_for(lambda: registry.live(tmp_path), "an orchestrator")
+        assert entry.url.startswith("https://")
+
+        def answer_s() -> float:
+            """Of a client that comes anew."""
+            began = time.monotonic()
+            Client.of(entry).get("/v1/jobs", list)
+            return time.monotonic() - began
+
+        quiet = answer_s()
+        before = process.num_fds()
+        own = dict.fromkeys(listening([process]), TLS)
+        assert len(own) == 2, "REST and agents"
+        with Crowd(own) as crowd:
+            wait_for(lambda: crowd.dropped > STRANGERS, "strangers that had to go", 60.0)
+            loud = min(answer_s() for _ in range(3))
+            assert process.num_fds() - before <= DESCRIPTORS // 2
+        assert crowd.failure is None
+        assert loud <= quiet + PAUSE_GROWS_MS_MAX / 1e3, (quiet, loud)
+        wait_for(lambda: process.num_fds() <= before, f"{before} descriptors again", 30.0)
+    finally:
+        process.terminate()
+        process.wait(10)

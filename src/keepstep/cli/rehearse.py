@@ -111,6 +111,9 @@ def rehearse(
         if not 0 < value < 1e9:
             raise UsageError(f"{name} is {value:g}: it must be above 0")
     check_script(script, module)
+    own = {name for option in click.get_current_context().command.params for name in option.opts}
+    for word in sorted(own.intersection(args)):
+        say(f"note: {word} stands behind the script's name, so it is given to the script")
     native.store_host_path()  # builds once per torch; here, where the user sees why it takes time
     words = (["-m", script] if module else [script]) + list(args)
     with terminated_as_interrupt(), _scratch(script, module, args, in_place, keep) as place:
