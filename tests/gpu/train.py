@@ -102,6 +102,10 @@ adam = torch.optim.AdamW(net.parameters(), lr=3e-3, weight_decay=0.01, **kind)
 scheduler = torch.optim.lr_scheduler.LambdaLR(adam, lambda s: 1 / (1 + 0.01 * s))
 scaler = torch.amp.GradScaler(args.device, init_scale=256.0, growth_interval=5, enabled=args.scaler)
 history: list[Any] = []
+# State of the script's own, on the device, that nobody registers: one is changed in place, one is
+# bound anew in every step.
+bank = torch.zeros(16, WIDTH, device=args.device)
+smooth = torch.zeros((), device=args.device)
 
 ks = keepstep.attach(model, adam, scheduler=scheduler, scaler=scaler if args.scaler else None)
 ks.register(
@@ -123,16 +127,20 @@ def without_sync(last: bool) -> Any:
 
 @ks.step
 def train_step(ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    global smooth
     x = x.to(args.device)
     if args.in_place:
         x.mul_(0.5)
     total = torch.zeros((), device=args.device)
     if args.graph:
         graph.replay()
+    target = bank.mean(0) * 1e-2 + smooth * 1e-3
     for part in range(MICRO):
         rows = x[part * BATCH : (part + 1) * BATCH]
         with without_sync(part == MICRO - 1):
-            loss = (called(rows + random.random() * 1e-3) - rows.roll(1, 1)).square().mean() / MICRO
+            loss = (
+                called(rows + random.random() * 1e-3) - rows.roll(1, 1) - target
+            ).square().mean() / MICRO
             scaler.scale(loss).backward()
         total += loss.detach()
     if args.scaler and ks.committed_step == 5:
@@ -144,6 +152,8 @@ def train_step(ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     scaler.update()
     scheduler.step()
     adam.zero_grad()
+    bank[ks.committed_step % 16] = x.mean(0)
+    smooth = 0.9 * smooth + 0.1 * total
     return total
 
 
@@ -198,6 +208,7 @@ state = {
     "scaler": flat(scaler.state_dict()),
     "rng": [flat(torch.get_rng_state()), flat(torch.cuda.get_rng_state_all()), random.random()],
     "history": history,
+    "script": [flat(bank), flat(smooth)],
     "last": [last, last_loss.item()],
     "committed": ks.committed_step,
 }

@@ -54,7 +54,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Any:
         seat.aborted.return_value = False
         seat.channel.hold_generation = -1
         seat.changes.left_changed.return_value = ""
-        seat.changed_inputs.return_value = ""
+        seat.inputs.changed.return_value = ""
         seat.replicated.changed_since_entry.return_value = False
         seat.replicated.due.return_value = False
         seat.variables.late.return_value = None

@@ -19,7 +19,7 @@ import torch
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
 from keepstep.model.page import NOTE_TICK, late_tick
-from keepstep.worker import blobs, buckets, codec, cuda, groups, nccl
+from keepstep.worker import blobs, buckets, codec, cuda, groups, nccl, shards
 from keepstep.worker.ahead import Ahead
 from keepstep.worker.batches import Loop
 from keepstep.worker.cells import Cells
@@ -151,8 +151,9 @@ class Seat:
         self.loops: list[Loop] = []
         self.functions: dict[str, Any] = {}  # steps and sections, by site
         self.streams = Streams(self.roots)
-        self.variables = Variables(self.knows)
+        self.variables = Variables(self.knows, self.has_memory_of)
         self._known: set[int] = set()
+        self._memory: set[int] = set()  # addresses of storages
         self._known_at = -1
         self.tick = 0
         self.version = 0
@@ -269,12 +270,24 @@ class Seat:
         """It is part of what is attached or registered, or Keepstep's own."""
         if type(thing).__module__.startswith("keepstep."):
             return True
-        stamp = len(self.objects) + sum(len(o.state) for o in self.optimizers.values())
-        if stamp != self._known_at:
-            self._known, self._known_at = self._attached_ids(), stamp
+        self._know()
         return id(thing) in self._known
 
-    def _attached_ids(self) -> set[int]:
+    def has_memory_of(self, tensor: torch.Tensor) -> bool:
+        """It is, or is a view of, a tensor that is attached."""
+        self._know()
+        return tensor.untyped_storage().data_ptr() in self._memory
+
+    def _know(self) -> None:
+        stamp = len(self.objects) + sum(len(o.state) for o in self.optimizers.values())
+        if stamp != self._known_at:
+            self._known_at = stamp
+            found = self._attached()
+            self._known = {id(thing) for thing in found}
+            tensors = [shards.local(thing) for thing in found if isinstance(thing, torch.Tensor)]
+            self._memory = {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
+
+    def _attached(self) -> list[Any]:
         owners = [getattr(item.save, "__self__", None) for item in self.objects.values()]
         modules = [x for x in (*self.models.values(), *owners) if isinstance(x, torch.nn.Module)]
         found: list[Any] = [*owners, *self.optimizers.values(), *self.parameters]
@@ -283,7 +296,7 @@ class Seat:
         for optimizer in self.optimizers.values():
             for entry in optimizer.state.values():
                 found += entry.values() if isinstance(entry, dict) else [entry]
-        return {id(thing) for thing in found if thing is not None}
+        return [thing for thing in found if thing is not None]
 
     def roots(self) -> Roots:
         """Where the script's own state is looked for."""
@@ -389,6 +402,7 @@ class Seat:
 
     def _too_large(self, size: int) -> UsageError:
         parts = {f"buffer {n}": _bytes_of(value) for n, value in self.cells.side().items()}
+        parts |= self.variables.heavy()
         for name, item in self.objects.items():
             if item.per_rank or item.own:
                 parts[f"registered object {name!r}"] = item.size

@@ -18,6 +18,7 @@ import torch
 
 from keepstep.worker import codec
 from keepstep.worker.script import frames, graph, iterators, values
+from keepstep.worker.script.blocks import Block, Records
 from keepstep.worker.script.contents import Blob, Items, Position
 from keepstep.worker.script.namespaces import (
     ClassNames,
@@ -31,6 +32,7 @@ from keepstep.worker.script.namespaces import (
     SlotNames,
 )
 from keepstep.worker.script.nodes import LEAF, OPAQUE, Node, suffix
+from keepstep.worker.script.reads import Reads
 from keepstep.worker.script.versions import Versions
 
 DEPTH_MAX: Final = 12
@@ -42,8 +44,11 @@ _DICTS: Final = (dict, OrderedDict, Counter, defaultdict)
 
 
 class Graph:
-    def __init__(self, known: Callable[[Any], bool]) -> None:
-        self.known = known
+    def __init__(
+        self, known: Callable[[Any], bool], attached: Callable[[torch.Tensor], bool]
+    ) -> None:
+        """`known(thing)`: others carry it; `attached(tensor)`: they carry its memory."""
+        self.known, self.attached = known, attached
         self.settled = False  # the script's first transaction has begun
         self.versions = Versions()
         self.nodes: dict[int, Node] = {}  # by the id of their target
@@ -52,6 +57,12 @@ class Graph:
         self.excluded: frozenset[int] = frozenset()  # arguments of the call: the walk has them
         self.omitted: dict[str, None] = {}
         self.fleeting: dict[Node, None] = {}
+        self.records = Records()
+        self.heavy: dict[str, int] = {}  # blocks that are carried: label -> bytes
+        self.in_place: set[str] = set()  # labels under which blocks were changed
+        self.reads = Reads()
+        self.read: set[int] = set()  # ids of tensors that steps read now
+        self.deep = True  # contents of blocks are looked at in this call
         self.carry: dict[Node, None] = {}  # nodes with a payload
         self.changes = 0
         self._number = 0
@@ -79,6 +90,9 @@ class Graph:
         if kind in values.SCALARS:
             return LEAF
         node = self.nodes.get(id(value))
+        if isinstance(node, Block) and node.target is not value:  # it was another one's address
+            self._drop(node)
+            node = None
         if node is None:
             maker = self._makers.get(kind)
             if maker is None:
@@ -87,6 +101,8 @@ class Graph:
                 return LEAF
             if kind is tuple or maker is tuple:
                 return self._adopt_tuple(value, parent, key)
+            if maker is Blob and not self._small(value):
+                maker = Block if self._watched(value) else OPAQUE
             if maker is OPAQUE or not self._suits(value, maker):
                 return OPAQUE
             if parent.depth >= DEPTH_MAX or len(self.nodes) >= NODES_MAX:
@@ -101,13 +117,17 @@ class Graph:
         node.parents[parent.number, key] = parent
         node.entry = None
         parent.children[key] = node
-        if isinstance(node, Holder) or (isinstance(node, Items) and node.not_plain):
-            return OPAQUE
-        return node
+        return OPAQUE if self._left_alone(node) else node
+
+    def _left_alone(self, node: Node) -> bool:
+        """What names lead here is not carried."""
+        if isinstance(node, Block):
+            return node.address not in self.read or node.too_large(self)
+        return isinstance(node, Holder) or (isinstance(node, Items) and node.not_plain)
 
     def _suits(self, value: Any, maker: Any) -> bool:
-        if maker is Blob:
-            return self._small(value)
+        if maker is Blob or maker is Block:
+            return True
         if maker is FrameNames:
             code = value.gi_code
             return value.gi_frame is not None and frames.origin(code.co_filename) != "skipped"
@@ -125,6 +145,19 @@ class Graph:
                 return False
             return value.layout is torch.strided and value.dtype is not torch.bfloat16
         return value.dtype.kind in "?biufc"
+
+    def _watched(self, value: Any) -> bool:
+        """A tensor or array that is not small, and may change."""
+        if isinstance(value, bytearray) or id(value) in self.excluded:
+            return False
+        if isinstance(value, torch.Tensor):
+            if value.layout is not torch.strided or value.grad_fn is not None:
+                return False
+            if value.device.type == "meta" or self.known(value) or self.attached(value):
+                return False
+        elif value.dtype.kind not in "?biufc" or not value.flags.writeable:
+            return False
+        return self.records.of(value) is not None
 
     def _adopt_tuple(self, value: Any, parent: Node, key: Any) -> Any:
         result: Any = LEAF
@@ -154,13 +187,13 @@ class Graph:
     def unlink(self, child: Node, parent: Node, key: Any) -> None:
         child.parents.pop((parent.number, key), None)
         child.entry = None
-        if not child.parents and self.nodes.get(id(child.target)) is child:
+        if not child.parents and self.nodes.get(_address(child)) is child:
             self._drop(child)
 
     def _drop(self, node: Node) -> None:
         if self.journal is not None:
             node.scan(self)  # it may have changed before it was let go
-        self.nodes.pop(id(node.target), None)
+        self.nodes.pop(_address(node), None)
         self.fleeting.pop(node, None)
         self.carry.pop(node, None)
         if isinstance(node, DictNames):
@@ -187,6 +220,7 @@ class Graph:
     # -------------------------------------------------------------- looking
 
     def scan(self) -> None:
+        self.read = self.reads.ids()
         for node in self.versions.changed():
             node.scan(self)
         for node in tuple(self._looked_at):
@@ -226,11 +260,15 @@ class Graph:
         found = self.nodes.get(id(value))
         if found is None:
             return None
-        if isinstance(found, Holder) or (isinstance(found, Items) and found.not_plain):
+        if self._left_alone(found):
             raise values.NotPlain
         assert self._packing is not None
         self._packing.refers.append(found)
         return found.number
+
+
+def _address(node: Node) -> int:
+    return node.address if isinstance(node, Block) else id(node.target)
 
 
 def _maker(kind: type) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from keepstep.worker.script import values
+from keepstep.worker.script.blocks import Block
 from keepstep.worker.script.contents import Items
 from keepstep.worker.script.discovery import Graph
 from keepstep.worker.script.namespaces import FrameNames
@@ -111,10 +112,12 @@ class _Encoding:
                 assert isinstance(node, Items)
                 node.flat = False
                 raw = values.encode(node.payload(self._graph))
-            if len(raw) > values.BYTES_MAX:
+            if len(raw) > values.BYTES_MAX and not isinstance(node, Block):
                 self._graph.omit(node.label)
                 raw = values.encode(None)
             node.raw = msgspec.Raw(raw)
+            if isinstance(node, Block):
+                node.record.raw = node.raw
         return node.raw
 
 

@@ -116,7 +116,7 @@ class Names(Node):
         if found is OPAQUE:
             self._opaque(graph, name, value, rebound=old is not MISSING and not again)
             return
-        if found is not LEAF and found.moves:
+        if found is not LEAF and (found.moves or found.kind == "block"):
             self._fleet(graph, name)
         was_opaque = self.opaque.pop(name, None) is not None
         if again and not was_opaque:

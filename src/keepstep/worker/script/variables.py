@@ -32,7 +32,8 @@ from typing import Any, Final
 import torch
 
 from keepstep.errors import UsageError
-from keepstep.worker.script import contents, frames, graph, values, witness
+from keepstep.worker.script import blocks, contents, frames, graph, values, witness
+from keepstep.worker.script.blocks import Block
 from keepstep.worker.script.contents import Blob, Items, Position
 from keepstep.worker.script.discovery import Graph
 from keepstep.worker.script.encoding import FORMAT, encoded
@@ -53,11 +54,15 @@ _EMPTY: Final = b""
 
 class Variables:
     """`known(thing)`: it belongs to the attached state (models, optimizers, their tensors,
-    registered objects) and is carried by others."""
+    registered objects) and is carried by others; `attached(tensor)`: its memory does."""
 
-    def __init__(self, known: Callable[[Any], bool] = lambda _: False) -> None:
+    def __init__(
+        self,
+        known: Callable[[Any], bool] = lambda _: False,
+        attached: Callable[[torch.Tensor], bool] = lambda _: False,
+    ) -> None:
         frames.refuse_unless_available()
-        self._graph = Graph(known)
+        self._graph = Graph(known, attached)
         self._live: list[FrameNames] = []
         self._modules = 0
         self._calls = 0
@@ -81,6 +86,10 @@ class Variables:
         if function is not None:
             _refuse_collected(stack, function)
         graph_.excluded = _inside(arguments)
+        graph_.deep = self._calls < blocks.FIRST or self._calls % blocks.EVERY == 0
+        if function is not None:
+            graph_.reads.begins(function, graph_.deep)
+        graph_.read = graph_.reads.ids()
         self._enter(stack)
         for node in tuple(graph_.fleeting):
             node.wake(graph_)
@@ -160,14 +169,24 @@ class Variables:
     # ------------------------------------------------------------------ what is not carried
 
     def warnings(self) -> list[str]:
-        """Variables that are too large to be carried, each once."""
+        """Variables that are too large to be carried, or are a burden, each once."""
         new = [name for name in self._graph.omitted if name not in self._warned]
-        self._warned.update(new)
+        heavy = [name for name in self._graph.heavy if name not in self._warned]
+        self._warned.update(new, heavy)
         return [
             f"{name} has more than {values.ITEMS_MAX} items or {values.BYTES_MAX >> 10} KiB: a "
             "moved rank does not get it (hint: ks.register(name, save, load), or keep less)"
             for name in new
+        ] + [
+            f"{name} changes, and all of it ({self._graph.heavy[name] / 2**20:.1f} MiB) is carried "
+            "with every step (hint: hand batches to the step as arguments; what all ranks have "
+            "alike costs less as a buffer of the model)"
+            for name in heavy
         ]
+
+    def heavy(self) -> dict[str, int]:
+        """Sizes of what is carried whole."""
+        return self._graph.heavy
 
     def unknown(self) -> list[str]:
         """What step functions read, that changes from step to step, and that is not carried."""
@@ -274,7 +293,7 @@ class _Landing:
                 continue
             if node is None:
                 target = self._objects[number]
-                if kind == "blob":
+                if kind in ("blob", "block"):
                     continue  # made with its contents
                 node = _MAKE[kind](graph_, target, self._labels[number], 1)
             try:
@@ -300,6 +319,8 @@ class _Landing:
 def _shared(own: Node, about: str) -> bool:
     """Whether it must not be changed in place, because others here may refer to it that refer to
     something else there."""
+    if own.kind == "block":
+        return True
     if own.kind == "blob":
         return own.about() != about or not contents.alone(own)
     if own.kind != "items":
@@ -310,11 +331,12 @@ def _shared(own: Node, about: str) -> bool:
 _MAKE: Final[dict[str, Callable[..., Node]]] = {
     "items": Items,
     "blob": Blob,
+    "block": Block,
     "names": DictNames,
     "slots": SlotNames,
     "iterator": Position,
 }
-_MADE: Final = frozenset({"items", "blob", "names", "slots"})
+_MADE: Final = frozenset({"items", "blob", "block", "names", "slots"})
 _CONTAINERS: Final[dict[str, Callable[[], Any]]] = {
     "builtins:list": list,
     "builtins:dict": dict,
@@ -329,6 +351,8 @@ _CONTAINERS: Final[dict[str, Callable[[], Any]]] = {
 def _made(kind: str, about: str, payload: Any) -> Any:
     if kind == "blob":
         return contents.made(payload)
+    if kind == "block":
+        return blocks.made(payload)
     if about in _CONTAINERS:
         return _CONTAINERS[about]()
     found = values.class_named(about)

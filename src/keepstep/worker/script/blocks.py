@@ -1,0 +1,236 @@
+"""Large tensors and arrays of the script, and tensors on a device: a memory bank, a queue of keys,
+a replay buffer.
+
+Theory of operation
+-------------------
+A script holds many large tensors that never change (its dataset) and many that come and go
+(batches, losses). None of them is carried; a newcomer makes them itself. One that is changed *in
+place* is state: from the first change on it is carried whole with the script's other variables, and
+copied at every entry, so that a retry finds it as it was. So is one that a step reads under a name
+that is bound to other tensors (reads.py). The script is told once what that costs.
+
+    tensors     are looked at by their version counter; and by content in the first calls and now
+                and then, because `.data` and numpy's views leave the counter unchanged
+    arrays      have no counter. Small ones are hashed at every look, larger ones like tensors
+                without a counter, until they are found to change
+
+The graph lets go of what the script may want to free, and finds it again at the next entry. So what
+is known about a block is kept in a record by its identity, and nothing here keeps it alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy
+import torch
+import xxhash
+
+from keepstep.errors import UsageError
+from keepstep.worker import codec, cuda, digest
+from keepstep.worker.inputs import content as sampled
+from keepstep.worker.script.nodes import Node
+from keepstep.worker.state import memory, on_cpu
+
+if TYPE_CHECKING:
+    from keepstep.worker.script.discovery import Graph
+
+FIRST, EVERY = 3, 256  # calls in which contents are looked at
+HASHED_BYTES_MAX: Final = 256 << 10  # of an array, at every look
+FULL_BYTES_MAX: Final = 16 << 20  # of larger ones samples, until they are found to change
+COPIED_BYTES_MAX: Final = 16 << 20  # in the first calls, before it is known whether it changes
+BOUND_BYTES_MAX: Final = 32 << 20
+RECORDS_MAX: Final = 256
+_UNCOUNTED: Final = -1
+
+
+class Record:
+    """What is known about a block while it lives."""
+
+    def __init__(self, target: Any) -> None:
+        self.ref = weakref.ref(target)
+        self.version = _version(target)
+        self.content = b""
+        self.changing = False
+        self.uncounted = self.version == _UNCOUNTED  # its counter does not tell
+        self.raw: Any = None
+
+
+class Records:
+    def __init__(self) -> None:
+        self._known: dict[int, Record] = {}
+
+    def of(self, target: Any) -> Record | None:
+        """None: there are too many."""
+        found = self._known.get(id(target))
+        if found is not None and found.ref() is target:
+            return found
+        if len(self._known) >= RECORDS_MAX:
+            self._known = {n: one for n, one in self._known.items() if one.ref() is not None}
+            if len(self._known) >= RECORDS_MAX:
+                return None
+        found = self._known[id(target)] = Record(target)
+        return found
+
+
+class Block(Node):
+    kind = "block"
+
+    def __init__(self, graph: Graph, target: Any, label: str, depth: int) -> None:
+        record = graph.records.of(target)
+        assert record is not None
+        self.record = record
+        self.address = id(target)
+        self._before: Any = None
+        self._bound = False  # a name that is carried leads to it
+        super().__init__(graph, target, label, depth)
+        self.raw = record.raw
+        graph.fleeting.setdefault(self)
+        if self.changing:
+            graph.carry[self] = None
+            graph.changes += 1
+        if graph.journal is None:
+            self._keep(graph)
+
+    # Node's own attributes, kept with the record or not at all.
+    @property
+    def target(self) -> Any:  # type: ignore[override]
+        return self.record.ref()
+
+    @target.setter
+    def target(self, _: Any) -> None:
+        pass
+
+    @property
+    def changing(self) -> bool:  # type: ignore[override]
+        return self.record.changing
+
+    @changing.setter
+    def changing(self, now: bool) -> None:
+        self.record.changing = self.record.changing or now
+
+    @property
+    def carried(self) -> bool:
+        return self.record.changing or self._bound
+
+    def carry_all(self, graph: Graph) -> None:
+        if not self._bound:
+            self._bound = True
+            graph.heavy[self.label] = self.target.nbytes
+            graph.touch(self)
+
+    def too_large(self, graph: Graph) -> bool:
+        """To be carried because a name is bound to it, and not because it was changed."""
+        large: bool = self.target.nbytes > BOUND_BYTES_MAX
+        if large:
+            graph.omit(self.label)
+        return large
+
+    def about(self) -> str:
+        target = self.target
+        return f"{type(target).__name__} {target.dtype} {list(target.shape)}"
+
+    # ------------------------------------------------------------------ looking
+
+    def scan(self, graph: Graph) -> None:
+        target, record = self.target, self.record
+        if target is None:
+            return
+        version = _version(target)
+        changed = version != record.version
+        record.version = version
+        if not changed and (graph.deep or self._by_content(target)):
+            content = _content(target, record.changing or target.nbytes <= FULL_BYTES_MAX)
+            changed = record.content not in (b"", content)
+            record.uncounted = record.uncounted or changed
+            record.content = content  # and if it has changed, all of it below
+        if not changed:
+            return
+        record.content = _content(target, full=True) if record.uncounted else b""
+        if graph.journal is not None:
+            graph.note(self, None, self._before)
+        if not record.changing:
+            record.changing = True
+            graph.heavy[self.label] = target.nbytes
+        record.raw = None
+        graph.in_place.add(self.label)
+        graph.touch(self)
+
+    def _by_content(self, target: Any) -> bool:
+        if not self.record.uncounted:
+            return False
+        return self.record.changing or target.nbytes <= HASHED_BYTES_MAX
+
+    def wake(self, graph: Graph) -> None:
+        self.scan(graph)
+        self._keep(graph)
+
+    def rest(self, graph: Graph) -> None:
+        self._before = None
+
+    def _keep(self, graph: Graph) -> None:
+        target = self.target
+        if target is None:
+            return
+        first = graph.deep and target.nbytes <= COPIED_BYTES_MAX
+        if self.record.changing or first or self.label in graph.in_place:
+            self._before = _copy(target)
+
+    # ------------------------------------------------------------------ travelling
+
+    def payload(self, graph: Graph) -> Any:
+        target = self.target
+        if isinstance(target, torch.Tensor):
+            return [codec.dumps_inline(on_cpu(target)), target.device.type, target.requires_grad]
+        return [codec.dumps_inline(target), "", False]
+
+    def put_back(self, old: Any) -> None:
+        if old is None:
+            raise UsageError(
+                f"{self.label} ({self.about()}) was changed in place for the first time, and could "
+                "not be put back for a retry",
+                hint="make it a buffer of the model, or register it: ks.register(name, save, load)",
+            )
+        _fill(self.target, old)
+
+    def apply(self, data: Any, referred: Callable[[int], Any]) -> None:
+        _fill(self.target, codec.loads_inline(data[0]))
+        self.record.raw = None
+
+
+def made(data: Any) -> Any:
+    value = codec.loads_inline(data[0])
+    if not data[1]:
+        return value
+    device = cuda.home if data[1] == "cuda" and cuda.home is not None else data[1]
+    return value.to(device).requires_grad_(data[2])
+
+
+def _version(target: Any) -> int:
+    if isinstance(target, torch.Tensor) and not target.is_inference():
+        return target._version
+    return _UNCOUNTED
+
+
+def _content(target: Any, full: bool) -> bytes:
+    if isinstance(target, torch.Tensor):
+        if target.device.type != "cpu":
+            return digest.digest(target)
+        return xxhash.xxh3_128_digest(memory(on_cpu(target))) if full else sampled(target).encode()
+    if full or not target.flags.c_contiguous:
+        return xxhash.xxh3_128_digest(numpy.ascontiguousarray(target).data)
+    return sampled(torch.from_numpy(target)).encode()
+
+
+def _copy(target: Any) -> Any:
+    return target.detach().clone() if isinstance(target, torch.Tensor) else target.copy()
+
+
+def _fill(target: Any, value: Any) -> None:
+    if isinstance(target, torch.Tensor):
+        with torch.no_grad():
+            target.copy_(value)
+    else:
+        target[...] = value
