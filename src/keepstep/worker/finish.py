@@ -22,14 +22,17 @@ import dis
 import functools
 from collections.abc import Callable
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from keepstep.errors import UsageError
-from keepstep.worker import codec
+from keepstep.worker import codec, cuda
 from keepstep.worker.results import RESULT_BYTES_MAX, Lost, frame_of
 from keepstep.worker.script import frames
+
+LATE_BYTES_MAX: Final = 4 << 20  # of a tensor
+OVERHEAD_BYTES: Final = 256  # of its encoding
 
 
 @functools.lru_cache(maxsize=64)
@@ -56,6 +59,9 @@ class Locals:
 
     def __init__(self) -> None:
         self.needed = False  # something happens behind the fence
+        self.late = (
+            False  # and not only the result comes of it: variables change, numbers are drawn
+        )
 
     def publish(
         self, code: CodeType | None, arguments: dict[str, Any], knows: Callable[[Any], bool]
@@ -65,7 +71,7 @@ class Locals:
         if frame is None:
             return None
         given = {id(value) for value in arguments.values()}
-        values: dict[str, bytes] = {}
+        values: dict[str, tuple[bytes, bool]] = {}
         lost: list[str] = []
         for name in read_behind(frame.f_code, frame.f_lasti):
             value = frame.f_locals.get(name)
@@ -73,7 +79,7 @@ class Locals:
                 continue
             if _same_here(value) or knows(value):
                 continue
-            data = _encoded(value)
+            data = _encoded(value, self.late)
             if data is None:
                 lost.append(name)
             else:
@@ -86,16 +92,26 @@ def _same_here(value: Any) -> bool:
     return callable(value) and not isinstance(value, torch.Tensor)
 
 
-def _encoded(value: Any) -> bytes | None:
+def _encoded(value: Any, late: bool) -> tuple[bytes, bool] | None:
+    """With whether it lies on a device. Reading it there waits, so that is done only where the
+    newcomer cannot do without."""
+    limit, away = RESULT_BYTES_MAX, False
     if isinstance(value, torch.Tensor):
-        small = value.numel() * value.element_size() <= RESULT_BYTES_MAX
-        if not small or value.device.type != "cpu":
+        away = value.device.type != "cpu"
+        limit = LATE_BYTES_MAX if late else RESULT_BYTES_MAX
+        if value.nbytes > limit or (away and (not late or value.device.type != "cuda")):
             return None
+        value = value.detach().cpu() if away else value
     try:
         data = codec.dumps_inline(value)
     except UsageError:
         return None
-    return data if len(data) <= RESULT_BYTES_MAX else None
+    return (data, away) if len(data) <= limit + OVERHEAD_BYTES else None
+
+
+def _decoded(data: bytes, away: bool) -> Any:
+    value = codec.loads_inline(data)
+    return value.to(cuda.home) if away else value
 
 
 class Finishing:
@@ -120,7 +136,7 @@ class Finishing:
             self._set(frame)
 
     def _set(self, frame: FrameType) -> None:
-        values = {n: codec.loads_inline(x) for n, x in self._published["values"].items()}
+        values = {n: _decoded(*x) for n, x in self._published["values"].items()}
         for name in self._published["lost"]:
             why = "it is a local variable that cannot be carried to another process"
             values[name] = Lost(f"{self._site} ({name})", why)

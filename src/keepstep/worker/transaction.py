@@ -603,8 +603,10 @@ class Transactions:
             self._foresight[site].at_end(result, encoded)
         variables = late if late is not None else self._variables
         seat.tracker.commit(site, step, kept, encoded, variables)
-        if seat.publish_late(site, encoded, late) or not foreseen:
-            self._locals.setdefault(site, Locals()).needed = True
+        changed = seat.publish_late(site, encoded, late)
+        if changed or not foreseen:
+            locals_ = self._locals.setdefault(site, Locals())
+            locals_.needed, locals_.late = True, locals_.late or changed
         version = seat.version
         if step and (version == NAMED_AT or version % NAMED_EVERY == NAMED_AT):
             for text in (*seat.variables.warnings(), *seat.variables.unknown()):
