@@ -177,6 +177,7 @@ class Newcomer:
 
     def _finish(self, function: Any, finishing: Finishing, late: list[str]) -> tuple[Any] | None:
         """None: it cannot be done, and but for the result, nothing was lost with the rank."""
+        self.seat.unfinished = 1
         try:
             result = self.transactions.finish(function, finishing)
         except KeepstepError:
@@ -190,6 +191,7 @@ class Newcomer:
             )
             return None
         finally:
+            self.seat.unfinished = 0
             fsdp.reset(self.seat.models.values())
             buckets.forget_backward()
         return (result,) if finishing.reached else None

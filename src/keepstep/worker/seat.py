@@ -10,6 +10,7 @@ import statistics
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -152,14 +153,16 @@ class Seat:
         self.functions: dict[str, Any] = {}  # steps and sections, by site
         self.streams = Streams(self.roots)
         self.variables = Variables(self.knows, self.has_memory_of)
-        self._known: set[int] = set()
-        self._memory: set[int] = set()  # addresses of storages
+        # What is attached, by id and by the address of its memory. Both may be another's later.
+        self._known: dict[int, Callable[[], Any]] = {}
+        self._memory: dict[int, weakref.ref[torch.Tensor]] = {}
         self._known_at = -1
         self.tick = 0
         self.version = 0
         self.generation = 0
         self.alone = world == 1  # no peers: fences pass by themselves
         self.done = False
+        self.unfinished = 0  # steps that others have behind them, and whose rest is made here
         self.rebuilding = False  # updates are made again that the rank before has made
         self.resumed = -1  # generation whose first commit must be announced
         self.abort_ns = 0
@@ -271,21 +274,25 @@ class Seat:
         if type(thing).__module__.startswith("keepstep."):
             return True
         self._know()
-        return id(thing) in self._known
+        found = self._known.get(id(thing))
+        return found is not None and found() is thing
 
     def has_memory_of(self, tensor: torch.Tensor) -> bool:
         """It is, or is a view of, a tensor that is attached."""
         self._know()
-        return tensor.untyped_storage().data_ptr() in self._memory
+        address = tensor.untyped_storage().data_ptr()
+        found = self._memory.get(address)
+        owner = found() if found is not None else None
+        return owner is not None and _address(owner) == address
 
     def _know(self) -> None:
         stamp = len(self.objects) + sum(len(o.state) for o in self.optimizers.values())
         if stamp != self._known_at:
             self._known_at = stamp
             found = self._attached()
-            self._known = {id(thing) for thing in found}
-            tensors = [shards.local(thing) for thing in found if isinstance(thing, torch.Tensor)]
-            self._memory = {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
+            self._known = {id(thing): _weak(thing) for thing in found}
+            tensors = [thing for thing in found if isinstance(thing, torch.Tensor)]
+            self._memory = {_address(tensor): weakref.ref(tensor) for tensor in tensors}
 
     def _attached(self) -> list[Any]:
         owners = [getattr(item.save, "__self__", None) for item in self.objects.values()]
@@ -635,3 +642,14 @@ class Seat:
 
 def _bytes_of(value: Any) -> int:
     return value.nbytes if isinstance(value, torch.Tensor) else len(codec.dumps_inline(value))
+
+
+def _weak(thing: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(thing)
+    except TypeError:
+        return lambda: thing
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return shards.local(tensor).untyped_storage().data_ptr()

@@ -101,7 +101,8 @@ class Session(PlainSession):
     def committed_step(self) -> int:
         """Optimizer steps committed so far; on a newcomer, as seen from where its script is."""
         self._arrive()
-        return self._seat.version - self._seat.tracker.steps_to_replay
+        seat = self._seat
+        return seat.version - seat.tracker.steps_to_replay - seat.unfinished
 
     def step(self, function: F) -> F:
         """One optimizer step, with all its micro-batches; retried until it commits."""

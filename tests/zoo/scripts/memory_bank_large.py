@@ -1,7 +1,7 @@
 """Instance discrimination with a memory bank of a megabyte that the step itself changes in place.
 
 The bank is no buffer and nobody registers it; every rank has one of its own, and writes the rows of
-its samples behind the optimizer's update.
+its samples behind the optimizer's update, by a momentum that depends on the step.
 """
 
 import torch
@@ -32,8 +32,9 @@ class NCE:
     def loss(self, features, index):
         return nn.functional.cross_entropy(features @ self.bank.T / 0.2, index)
 
-    def update(self, features, index):
-        mixed = self.momentum * self.bank[index] + (1 - self.momentum) * features
+    def update(self, features, index, step):
+        momentum = self.momentum * step / (step + 4)
+        mixed = momentum * self.bank[index] + (1 - momentum) * features
         self.bank[index] = nn.functional.normalize(mixed, dim=1)
 
 
@@ -54,7 +55,7 @@ def main():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        criterion.update(features.detach(), index)
+        criterion.update(features.detach(), index, ks.committed_step)
         return loss.item()
 
     losses = []
