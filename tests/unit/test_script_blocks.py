@@ -158,3 +158,35 @@ def test_it_is_told_once_with_its_size() -> None:
 
     told = [text for texts in run(script).log for text in texts]
     assert len(told) == 1 and "rows changes, and all of it (0.1 MiB)" in told[0]
+
+
+def test_a_large_container_that_a_step_reads_is_not_left_behind_silently() -> None:
+    def script(ks: Rank) -> None:
+        replay: list[int] = list(range(5000))
+        log: list[int] = list(range(5000))
+
+        def step(i: int) -> int:
+            log.append(i)
+            replay.append(i)
+            return replay[i]
+
+        for i in range(4):
+            ks.log.append(ks.step(step, i))
+
+    rank = run(script)
+    with pytest.raises(UsageError, match=r"replay changes from step to step and is read"):
+        run(script, rank.trees[-1])
+
+
+def test_a_log_that_steps_only_append_to_stops_nobody() -> None:
+    def script(ks: Rank) -> None:
+        log: list[int] = list(range(5000))
+
+        def step(i: int) -> None:
+            log.append(i)
+
+        for i in range(4):
+            ks.step(step, i)
+            ks.log.append(i)
+
+    check(script)

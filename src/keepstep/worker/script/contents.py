@@ -61,6 +61,8 @@ class Items(Node):
         graph.touch(self)
         self._look_inside(graph, last)
         self.last = target.copy()
+        if self.not_plain and self.changing:
+            graph.left.setdefault(self)
         if self.opaque and self.carried:
             graph.fleeting.setdefault(self)
 
@@ -83,6 +85,8 @@ class Items(Node):
             graph.omit(self.label)
             self.changing = True
         self.last = size
+        if self.changing:
+            graph.left.setdefault(self)
         graph.touch(self)
 
     def _look_inside(self, graph: Graph, last: Any) -> None:

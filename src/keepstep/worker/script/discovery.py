@@ -57,6 +57,7 @@ class Graph:
         self.excluded: frozenset[int] = frozenset()  # arguments of the call: the walk has them
         self.omitted: dict[str, None] = {}
         self.fleeting: dict[Node, None] = {}
+        self.left: dict[Node, None] = {}  # containers that change and are not carried
         self.records = Records()
         self.heavy: dict[str, int] = {}  # blocks that are carried: label -> bytes
         self.in_place: set[str] = set()  # labels under which blocks were changed
@@ -195,6 +196,7 @@ class Graph:
             node.scan(self)  # it may have changed before it was let go
         self.nodes.pop(_address(node), None)
         self.fleeting.pop(node, None)
+        self.left.pop(node, None)
         self.carry.pop(node, None)
         if isinstance(node, DictNames):
             self.versions.forget(node.names)
@@ -246,6 +248,12 @@ class Graph:
 
     def omit(self, label: str) -> None:
         self.omitted.setdefault(label)
+
+    def missed(self) -> list[str]:
+        """What changes, is not carried, and is read by steps."""
+        left = [node for node in self.left if isinstance(node, Items) and node.not_plain]
+        read = self.reads.containers() if left else ()
+        return sorted(node.label for node in left if id(node.target) in read)
 
     # -------------------------------------------------------------- packing
 

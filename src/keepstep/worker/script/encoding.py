@@ -20,7 +20,7 @@ from keepstep.worker.script.discovery import Graph
 from keepstep.worker.script.namespaces import FrameNames
 from keepstep.worker.script.nodes import Node
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 
 
 def encoded(graph: Graph) -> bytes:
@@ -50,9 +50,10 @@ class _Encoding:
                 entry[6] = self._raw(node)
             todo.extend(node.refers)
         self._keep()
-        if not self._carries:
+        missed = self._graph.missed()
+        if not self._carries and not missed:
             return b""
-        head = [FORMAT, values.slot_now, list(self._graph.omitted)]
+        head = [FORMAT, values.slot_now, list(self._graph.omitted), missed]
         return values.encode([*head, self._out])
 
     def _keep(self) -> None:

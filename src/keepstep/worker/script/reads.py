@@ -13,6 +13,7 @@ does with the name is to load it; of a small container, what is in it.
 from __future__ import annotations
 
 import dis
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ _LOADS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASS
 _STORES: Final = frozenset({"STORE_GLOBAL", "STORE_NAME", "STORE_DEREF"})
 _ATTRIBUTES: Final = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 _CONTAINERS: Final = frozenset({list, tuple, deque})
+_APPENDING: Final = frozenset({"append", "appendleft", "extend"})  # nothing is read by it
 
 Get = Callable[[], Any]
 
@@ -54,6 +56,11 @@ class Reads:
             deep = True
         if deep:
             self._places |= {one.label: one for one in places if [*_tensors(one.get())]}
+
+    def containers(self) -> set[int]:
+        """Ids of those that are there now, and that are not only appended to."""
+        found = (place.get() for places in self._functions.values() for place in places)
+        return {id(x) for x in found if isinstance(x, list | dict | set | deque)}
 
     def ids(self) -> set[int]:
         """Of the tensors that are there now."""
@@ -91,12 +98,14 @@ def _places(
     first = code.co_varnames[0] if code.co_argcount else ""
     stored: set[str] = set()
     base: tuple[str, Get] | None = None
-    for instruction in dis.get_instructions(code):
+    instructions = [x for x in dis.get_instructions(code) if x.opname != "CACHE"]
+    for instruction, following in itertools.zip_longest(instructions, instructions[1:]):
         name, opname = str(instruction.argval), instruction.opname
+        appended = following is not None and following.argval in _APPENDING
         if opname in _LOADS:
             get = _named(function, name)
             base = name, get
-            if name not in stored:
+            if name not in stored and not appended:
                 yield Place(name, get)
             yield from _inside(get(), _nobody, "", seen, depth)
             continue
@@ -105,7 +114,7 @@ def _places(
             continue
         if base is not None and opname in _ATTRIBUTES:
             label = f"{base[0]}.{name}"
-            if label not in stored:
+            if label not in stored and not appended:
                 yield Place(label, _attribute(base[1], name))
             method = getattr(type(base[1]()), name, None)
             yield from _inside(method, base[1], base[0], seen, depth)

@@ -202,9 +202,16 @@ class Variables:
             return
         self.begin(stack)
         self._graph.journal = None
-        form, slot, omitted, entries = values.decode(tree)
+        form, *rest = values.decode(tree)
         if form != FORMAT:
             raise UsageError("variables come in another format", hint="use one Keepstep")
+        slot, omitted, missed, entries = rest
+        if missed and not lenient:
+            raise UsageError(
+                f"{' and '.join(missed[:4])} changes from step to step and is read by them, and is "
+                "too large, or holds things that cannot be carried to another process",
+                hint="register it: ks.register(name, save, load, per_rank=True)",
+            )
         for name in omitted:
             self._graph.omit(name)
         if lenient and not self._stands_there(entries):
