@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from keepstep.worker import inputs
-from keepstep.worker.inputs import Inputs, _words, differences, inputs_of, summed
+from keepstep.worker.inputs import Inputs, differences, inputs_of, summed, words_of
 
 
 def test_inputs_are_told_apart_by_content_and_named_by_path() -> None:
@@ -69,24 +69,24 @@ def test_a_large_input_is_read_at_its_beginning_and_its_end() -> None:
     ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}",
 )
 def test_sums_see_a_changed_element_and_an_exchange(tensor: torch.Tensor) -> None:
-    words = _words(tensor)
+    words = words_of(tensor)
     assert words is not None and words.numel() <= inputs.SUMMED_MAX
     before = summed(words)
     changed = tensor.clone(memory_format=torch.preserve_format)
-    again = _words(changed)
+    again = words_of(changed)
     assert again is not None and summed(again) == before
     first = changed[(0,) * changed.dim()]
     first.copy_(~first if tensor.dtype is torch.bool else first + 1)
-    assert summed(_words(changed)) != before
-    swapped = _words(tensor.flip(0))
+    assert summed(words_of(changed)) != before
+    swapped = words_of(tensor.flip(0))
     assert swapped is not None and (
         torch.equal(tensor, tensor.flip(0)) or summed(swapped) != before
     )
 
 
 def test_what_would_take_a_large_copy_is_left_out() -> None:
-    assert _words(torch.zeros(1 << 10, 1 << 10)[:, 1:]) is None
-    assert _words(torch.zeros(0)) is None
+    assert words_of(torch.zeros(1 << 10, 1 << 10)[:, 1:]) is None
+    assert words_of(torch.zeros(0)) is None
 
 
 class Later:

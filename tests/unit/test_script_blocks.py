@@ -190,3 +190,22 @@ def test_a_log_that_steps_only_append_to_stops_nobody() -> None:
             ks.log.append(i)
 
     check(script)
+
+
+@pytest.mark.parametrize("full", [True, False])
+@pytest.mark.parametrize(
+    "array",
+    [
+        numpy.zeros((ROWS, WIDTH), dtype=">f4"),
+        numpy.zeros((ROWS, WIDTH), dtype=numpy.float32)[::-1],
+        numpy.zeros((WIDTH, ROWS), dtype=numpy.complex64).T,
+        numpy.zeros((ROWS, WIDTH), dtype=bool),
+    ],
+    ids=["big-endian", "reversed", "transposed", "bool"],
+)
+def test_contents_of_arrays_of_any_layout(array: Any, full: bool) -> None:
+    before = blocks._content(array, full)
+    array[3] = 1
+    after = blocks._content(array, full)
+    array[3] = 0
+    assert before != after and blocks._content(array, full) == before

@@ -205,7 +205,7 @@ class _Sums:
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         parts = {name: shards.local(tensor).detach() for name, tensor in tensors.items()}
-        words = {name: _words(part) for name, part in parts.items()}
+        words = {name: words_of(part) for name, part in parts.items()}
         self._about = {
             name: f"{parts[name].dtype}{tuple(parts[name].shape)}"
             for name in tensors
@@ -236,7 +236,7 @@ class _Sums:
         }
 
 
-def _words(part: torch.Tensor) -> torch.Tensor | None:
+def words_of(part: torch.Tensor) -> torch.Tensor | None:
     """Some of it or all, as integers. None: to read it would take a large copy."""
     if not part.numel():
         return None
@@ -247,7 +247,8 @@ def _words(part: torch.Tensor) -> torch.Tensor | None:
     else:
         return None
     words = flat.view(_INTEGERS.get(part.element_size(), torch.int32))
-    return words[:: -(-words.numel() // SUMMED_MAX)]
+    # An odd distance: both halves of elements of eight bytes are among them.
+    return words[:: -(-words.numel() // SUMMED_MAX) | 1]
 
 
 def summed(words: torch.Tensor) -> torch.Tensor:

@@ -418,8 +418,9 @@ class Seat:
             f"what only this rank has is {size >> 20} MiB, and it is published with every step; "
             f"the largest part is {name} ({largest >> 20} MiB), which changes and may differ "
             "between ranks",
-            hint=f"the limit is {SIDE_BYTES_MAX >> 20} MiB: make it smaller, or change it only "
-            "behind the optimizer's update and alike on all ranks",
+            hint=f"the limit is {SIDE_BYTES_MAX >> 20} MiB: make it smaller, or a buffer that "
+            "changes only behind the optimizer's update and alike on all ranks, or register such a "
+            "thing with ks.register(name, save, load)",
         )
 
     def note_inputs(self, arguments: Any) -> None:

@@ -30,7 +30,7 @@ import xxhash
 
 from keepstep.errors import UsageError
 from keepstep.worker import codec, cuda, digest
-from keepstep.worker.inputs import content as sampled
+from keepstep.worker.inputs import summed, words_of
 from keepstep.worker.script.nodes import Node
 from keepstep.worker.state import memory, on_cpu
 
@@ -39,10 +39,12 @@ if TYPE_CHECKING:
 
 FIRST, EVERY = 3, 256  # calls in which contents are looked at
 HASHED_BYTES_MAX: Final = 256 << 10  # of an array, at every look
-FULL_BYTES_MAX: Final = 16 << 20  # of larger ones samples, until they are found to change
+# Of larger ones evenly spread samples, until they are found to change; arrays have nothing else.
+FULL_BYTES_MAX: Final = 16 << 20
+FULL_ARRAY_BYTES_MAX: Final = 256 << 20
 COPIED_BYTES_MAX: Final = 16 << 20  # in the first calls, before it is known whether it changes
 BOUND_BYTES_MAX: Final = 32 << 20
-RECORDS_MAX: Final = 256
+RECORDS_MAX: Final = 4096
 _UNCOUNTED: Final = -1
 
 
@@ -142,7 +144,7 @@ class Block(Node):
         changed = version != record.version
         record.version = version
         if not changed and (graph.deep or self._by_content(target)):
-            content = _content(target, record.changing or target.nbytes <= FULL_BYTES_MAX)
+            content = _content(target, record.changing or target.nbytes <= _full_max(target))
             changed = record.content not in (b"", content)
             record.uncounted = record.uncounted or changed
             record.content = content  # and if it has changed, all of it below
@@ -214,14 +216,22 @@ def _version(target: Any) -> int:
     return _UNCOUNTED
 
 
+def _full_max(target: Any) -> int:
+    return FULL_BYTES_MAX if isinstance(target, torch.Tensor) else FULL_ARRAY_BYTES_MAX
+
+
 def _content(target: Any, full: bool) -> bytes:
     if isinstance(target, torch.Tensor):
-        if target.device.type != "cpu":
-            return digest.digest(target)
-        return xxhash.xxh3_128_digest(memory(on_cpu(target))) if full else sampled(target).encode()
-    if full or not target.flags.c_contiguous:
-        return xxhash.xxh3_128_digest(numpy.ascontiguousarray(target).data)
-    return sampled(torch.from_numpy(target)).encode()
+        tensor = target
+    else:
+        word = numpy.uint8 if target.nbytes % 4 else numpy.int32
+        tensor = torch.from_numpy(numpy.ascontiguousarray(target).reshape(-1).view(word))
+    if not full:
+        words = words_of(tensor.detach())
+        return b"" if words is None else str(int(summed(words))).encode()
+    if tensor.device.type != "cpu":
+        return digest.digest(tensor)
+    return xxhash.xxh3_128_digest(memory(on_cpu(tensor)))
 
 
 def _copy(target: Any) -> Any:

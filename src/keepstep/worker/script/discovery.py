@@ -103,7 +103,10 @@ class Graph:
             if kind is tuple or maker is tuple:
                 return self._adopt_tuple(value, parent, key)
             if maker is Blob and not self._small(value):
-                maker = Block if self._watched(value) else OPAQUE
+                maker = Block if self._may_change(value) else OPAQUE
+                if maker is Block and self.records.of(value) is None:
+                    self.omit(f"{parent.label} (with its many large tensors)")
+                    maker = OPAQUE
             if maker is OPAQUE or not self._suits(value, maker):
                 return OPAQUE
             if parent.depth >= DEPTH_MAX or len(self.nodes) >= NODES_MAX:
@@ -147,18 +150,15 @@ class Graph:
             return value.layout is torch.strided and value.dtype is not torch.bfloat16
         return value.dtype.kind in "?biufc"
 
-    def _watched(self, value: Any) -> bool:
-        """A tensor or array that is not small, and may change."""
+    def _may_change(self, value: Any) -> bool:
+        """Of a tensor or array that is not small."""
         if isinstance(value, bytearray) or id(value) in self.excluded:
             return False
         if isinstance(value, torch.Tensor):
             if value.layout is not torch.strided or value.grad_fn is not None:
                 return False
-            if value.device.type == "meta" or self.known(value) or self.attached(value):
-                return False
-        elif value.dtype.kind not in "?biufc" or not value.flags.writeable:
-            return False
-        return self.records.of(value) is not None
+            return not (value.is_meta or self.known(value) or self.attached(value))
+        return value.dtype.kind in "?biufc" and bool(value.flags.writeable)
 
     def _adopt_tuple(self, value: Any, parent: Node, key: Any) -> Any:
         result: Any = LEAF
