@@ -142,6 +142,7 @@ def test_shards_come_from_a_checkpoint(
     kill_nodes(job, "n1", "n2")
     resolved(job, 1)
     job.spare_parked()
+    job.until_step(job.status()["committed_step"] + 2)  # the vaults have a base of the new life
     job.kill_rank(1)
     resolved(job, 2)
     job.finish()
