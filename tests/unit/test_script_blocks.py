@@ -68,15 +68,17 @@ def test_a_queue_that_is_bound_anew_and_read_by_the_step() -> None:
     def script(ks: Rank) -> None:
         bank = Bank(torch.zeros(ROWS, WIDTH))
         queue = torch.zeros(ROWS, WIDTH)
+        array = numpy.zeros((ROWS, WIDTH))
 
         def step(i: int) -> None:
-            nonlocal queue
+            nonlocal queue, array
             bank.push(float(i))
             queue = torch.cat([queue[1:], queue[:1] + i])
+            array = numpy.roll(array, 1, 0) + i
 
         for i in range(5):
             ks.step(step, i)
-            ks.log.append(logged(bank.rows) + logged(queue))
+            ks.log.append(logged(bank.rows) + logged(queue) + logged(array))
 
     check(script)
 

@@ -59,9 +59,7 @@ class Locals:
 
     def __init__(self) -> None:
         self.needed = False  # something happens behind the fence
-        self.late = (
-            False  # and not only the result comes of it: variables change, numbers are drawn
-        )
+        self.late = False  # and more comes of it than the result
 
     def publish(
         self, code: CodeType | None, arguments: dict[str, Any], knows: Callable[[Any], bool]

@@ -1,4 +1,4 @@
-"""Which tensors a step reads by name.
+"""Which tensors and arrays a step reads by name.
 
 `queue = torch.cat([keys, queue])[:4096]` makes a new tensor in every step. Large tensors, and those
 on a device, are carried only if they are changed in place (blocks.py): a script binds batches and
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any, Final, NamedTuple
 
+import numpy
 import torch
 
 from keepstep.worker.script import frames
@@ -29,6 +30,7 @@ ITEMS_MAX: Final = 64  # of a container
 _LOADS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"})
 _STORES: Final = frozenset({"STORE_GLOBAL", "STORE_NAME", "STORE_DEREF"})
 _ATTRIBUTES: Final = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+_TENSORS: Final = frozenset({torch.Tensor, numpy.ndarray})
 _CONTAINERS: Final = frozenset({list, tuple, deque})
 _APPENDING: Final = frozenset({"append", "appendleft", "extend"})  # nothing is read by it
 
@@ -69,12 +71,12 @@ class Reads:
 
 def _tensors(value: Any) -> Iterator[Any]:
     kind = value.__class__
-    if kind is torch.Tensor:
+    if kind in _TENSORS:
         yield value
     elif kind is dict and len(value) <= ITEMS_MAX:
-        yield from (item for item in value.values() if item.__class__ is torch.Tensor)
+        yield from (item for item in value.values() if item.__class__ in _TENSORS)
     elif kind in _CONTAINERS and len(value) <= ITEMS_MAX:
-        yield from (item for item in value if item.__class__ is torch.Tensor)
+        yield from (item for item in value if item.__class__ in _TENSORS)
 
 
 def _all_places(function: Any) -> list[Place]:
