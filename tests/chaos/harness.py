@@ -22,6 +22,7 @@ import pytest
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "train.py"
+PLAIN = HERE.parent / "plain.py"
 SHAPES = HERE / "shapes.py"
 LAYOUTS = HERE / "layouts.py"
 DATA_ORDER = HERE / "data_order.py"
@@ -64,7 +65,8 @@ def run_plain(
     out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--log-dir", str(out / "logs")]
-    command += ["--nproc-per-node", str(world), str(script), "--out", str(out), *script_args]
+    command += ["--nproc-per-node", str(world), str(PLAIN)]
+    command += [str(script), "--out", str(out), *script_args]
     done = subprocess.run(
         command, env=environment(out), capture_output=True, text=True, timeout=DEADLINE_S
     )

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 SCRIPTS = Path(__file__).parent / "scripts"
+PLAIN = str(Path(__file__).parents[1] / "plain.py")
 PYTHON = sys.executable
 DEADLINE_S = 90.0
 # A rank of somebody else must not become one of ours.

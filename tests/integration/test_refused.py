@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import SCRIPTS, Job, command
+from jobs import PLAIN, SCRIPTS, Job, command
 
 SCRIPT = str(SCRIPTS / "refused.py")
 TENSOR_PARALLEL = str(SCRIPTS / "tensor_parallel.py")
@@ -112,7 +112,7 @@ def ends(output: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = command([*words, SCRIPT, "kept"], tmp_path_factory.mktemp("plain"))
+    done = command([*words, PLAIN, SCRIPT, "kept"], tmp_path_factory.mktemp("plain"))
     assert done.returncode == 0, done.stderr
     return ends(done.stdout)
 
@@ -164,7 +164,7 @@ def test_gradients_placed_otherwise_than_parameters_cause_no_collective_behind_t
     tmp_path: Path, point: str
 ) -> None:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = command([*words, TENSOR_PARALLEL], tmp_path)
+    done = command([*words, PLAIN, TENSOR_PARALLEL], tmp_path)
     expected = tensor_parallel(done.stdout)
     assert expected[0]["unlike"], "all gradients are placed as their parameters: nothing is tested"
     kill = ["--inject", f"kill:rank=1,step=4,point={point}"]

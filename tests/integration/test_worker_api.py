@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import SCRIPTS, Job, command
+from jobs import PLAIN, SCRIPTS, Job, command
 
 from keepstep.worker.batches import Batches, Loop
 from keepstep.worker.position import Tracker
@@ -59,7 +59,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Ends:
     base = tmp_path_factory.mktemp("plain")
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD)]
     launcher += ["--log-dir", str(base / "logs")]
-    done = passed(command([*launcher, SCRIPT], base, cwd=SCRIPTS))
+    done = passed(command([*launcher, PLAIN, SCRIPT], base, cwd=SCRIPTS))
     assert done.stderr.count(UNPROTECTED) == 1  # one line for the job, not one per rank
     return ends(done.stdout)
 

@@ -1,0 +1,31 @@
+"""`torchrun plain.py SCRIPT ARGS`: runs the script as Python does, up to the exit handlers.
+
+Then the process ends at once, as ranks of Keepstep do. Taking the interpreter down beside the
+threads of a gloo group aborts the process now and then, after all the work is done
+(`terminate called without an active exception`; pytorch pull request 179291 describes it).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import runpy
+import sys
+from pathlib import Path
+
+
+def leave() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    atexit.register(leave)  # first, and so the last to run
+    del sys.argv[0]
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except BaseException:
+        atexit.unregister(leave)
+        raise
