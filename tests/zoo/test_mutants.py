@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from zoo_harness import Mutant, Run, mutants
+from zoo_harness import SOURCE, Mutant, Run, mutants
 
 MUTANTS = mutants()
 
@@ -15,6 +15,11 @@ MUTANTS = mutants()
 def test_there_are_as_many_mutants_as_promised() -> None:
     assert len(MUTANTS) >= 40
     assert len({(mutant.file, mutant.old) for mutant in MUTANTS}) == len(MUTANTS)
+
+
+def test_every_mutant_still_fits_the_code() -> None:
+    counts = {one.name: (SOURCE / one.file).read_text().count(one.old) for one in MUTANTS}
+    assert not {name: count for name, count in counts.items() if count != 1}
 
 
 @pytest.mark.timeout(900)
