@@ -92,6 +92,7 @@ def test_kill_in_the_layout(
         ("tp", ["--ema"]),
         ("fsdp-tp", ["--recompute"]),
         ("pipeline", ["--optimizer", "sgd"]),
+        ("pipeline", ["--ema"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "".join(value),
 )

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import torch
 
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.model import messages as m
@@ -77,6 +78,8 @@ class Newcomer:
         self._site = ""
         self._alone = -1  # collectives made alone when the walk was over
         self._per_rank: list[tuple[Registered, bytes | None]] = []  # as the script built it
+        # Registered objects that were rebuilt from the vault, with what follows from the update.
+        self._rebuilt: dict[str, tuple[bytes, list[torch.Tensor]]] = {}
 
     # ------------------------------------------------------------------ position
 
@@ -151,6 +154,7 @@ class Newcomer:
 
             ended = self._finish(function, Finishing(rest, site, at_fence), side["late"])
             if ended is not None:
+                self.put_rebuilt()
                 self._alone = groups.alone_operations()
                 return ended
         elif unknown and side["late"]:
@@ -180,6 +184,8 @@ class Newcomer:
         self.seat.unfinished = 1
         try:
             result = self.transactions.finish(function, finishing)
+            if finishing.reached:
+                self.seat.after_update()
         except KeepstepError:
             raise
         except Exception as error:
@@ -403,7 +409,20 @@ class Newcomer:
                 return checkpoint.read_vault(copy.checkpoint, seat.rank)
             return seat.redundancy.fetch(seat.rank, copy.holders, version)
 
-        return seat.redundancy.restore(missing, version, seat.redundancy.updated, fetch)
+        how = seat.redundancy.restore(missing, version, seat.redundancy.updated, fetch)
+        for name in missing:
+            kind, _, item = name.partition("/")
+            if kind == "object":
+                data, tensors = codec.dumps(seat.objects[item].save())
+                self._rebuilt[item] = data, [tensor.detach().clone() for tensor in tensors]
+        return how
+
+    def put_rebuilt(self) -> None:
+        """Where the walk ends, behind the script's variables: these have the tensors of an object
+        as they were in the fence, before the update that the vault has replayed."""
+        rebuilt, self._rebuilt = self._rebuilt, {}
+        for name, (data, tensors) in rebuilt.items():
+            self.seat.objects[name].load(codec.loads(data, tensors))
 
     def _side_state(self, copy: m.Copy) -> tuple[str, dict[str, Any] | None]:
         if copy.tick == 0:

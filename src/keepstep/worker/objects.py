@@ -17,8 +17,8 @@ SNAPSHOT_BYTES_MAX = 64 << 10
 class Registered:
     """A named piece of state: an object with state_dict/load_state_dict, or a (save, load) pair.
 
-    `per_rank` state differs between ranks, travels in the side state, and may be changed only
-    before the optimizer's update; other state must be equal on all replicas at every boundary.
+    `per_rank` state differs between ranks and travels in the side state; other state must be equal
+    on all replicas at every boundary.
     """
 
     def __init__(

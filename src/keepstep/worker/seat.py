@@ -178,6 +178,7 @@ class Seat:
         self._carries_on = False  # gradients are added up over several steps, if the fence passes
         self.inputs = Inputs()
         self._streams = b""  # as published at the last fence
+        self._objects = b""  # likewise; empty: there are none of this rank alone
         self._late: dict[str, set[str]] = {}  # site -> what changes behind its fences
         self.cells = Cells(models)
         self.flags = Flags(models, self.parameters, lambda: buckets.modules(self.parameters))
@@ -389,6 +390,10 @@ class Seat:
             position = self.tracker.position(site, step, result, variables)
         self.cells.fence()
         self._streams = self.streams.capture()
+        objects = self._own_objects()
+        self._objects = (
+            codec.dumps_inline(objects) if objects["per_rank"] or objects["own"] else b""
+        )
         data = codec.dumps_inline(
             {
                 "gradients": self._carried(step, updating),
@@ -399,13 +404,19 @@ class Seat:
                 "rest": rest,
                 "position": position,
                 "cells": self.cells.side(),
-                "per_rank": {n: o.save() for n, o in self.objects.items() if o.per_rank},
-                "own": {n: o.own_tensors() for n, o in self.objects.items() if o.own},
+                **objects,
             }
         )
         if len(data) > SIDE_BYTES_MAX:
             raise self._too_large(len(data))
         return data
+
+    def _own_objects(self) -> dict[str, Any]:
+        """Of what is registered, what only this rank has."""
+        return {
+            "per_rank": {n: o.save() for n, o in self.objects.items() if o.per_rank},
+            "own": {n: o.own_tensors() for n, o in self.objects.items() if o.own},
+        }
 
     def _too_large(self, size: int) -> UsageError:
         parts = {f"buffer {n}": _bytes_of(value) for n, value in self.cells.side().items()}
@@ -448,6 +459,9 @@ class Seat:
         if streams != self._streams:
             late["streams"] = streams
             self._late.setdefault(site, set()).add("streams")
+        if self._objects and (objects := codec.dumps_inline(self._own_objects())) != self._objects:
+            late["objects"] = objects
+            self._late.setdefault(site, set()).add("registered objects")
         tick = late_tick(self.tick + 1)
         data = codec.dumps_inline(late)
         self.page.publish(tick, data)
@@ -576,10 +590,11 @@ class Seat:
         self.cells.put(side["cells"])
         self.gradients.put(side["gradients"])
         self.streams.restore(late.get("streams", side["streams"]))
-        for name, value in side["per_rank"].items():
+        objects = codec.loads_inline(late["objects"]) if "objects" in late else side
+        for name, value in objects["per_rank"].items():
             if name in self.objects:
                 self.objects[name].load(value)
-        for name, tensors in side["own"].items():
+        for name, tensors in objects["own"].items():
             self.objects[name].put_own(tensors)
 
     # ------------------------------------------------------------------ faults

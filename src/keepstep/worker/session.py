@@ -256,6 +256,8 @@ class Session(PlainSession):
             variables = late.get("variables", result.variables)
             if variables is not None:
                 self._seat.variables.restore(variables, script_frames())
+            if tracker.replay is None and self._newcomer is not None:
+                self._newcomer.put_rebuilt()
             data = late.get("result", result.data)
             if data is not None:
                 return (codec.loads_inline(data),)
