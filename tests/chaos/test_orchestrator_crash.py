@@ -92,6 +92,7 @@ def hit(job: Job, kind: str, rank: int) -> None:
         job.kill_rank(rank)
 
 
+@pytest.mark.timeout(900)  # each record is a life of the orchestrator
 @pytest.mark.cost(150)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("kind", ["planned", "unplanned"])
