@@ -179,6 +179,7 @@ class Seat:
         self.inputs = Inputs()
         self._streams = b""  # as published at the last fence
         self._objects = b""  # likewise; empty: there are none of this rank alone
+        self._gradients = b""  # likewise; empty: none outlive the step
         self._late: dict[str, set[str]] = {}  # site -> what changes behind its fences
         self.cells = Cells(models)
         self.flags = Flags(models, self.parameters, lambda: buckets.modules(self.parameters))
@@ -390,13 +391,17 @@ class Seat:
             position = self.tracker.position(site, step, result, variables)
         self.cells.fence()
         self._streams = self.streams.capture()
+        carried = self._carried(step, updating)
+        # Of a step without an update nothing comes behind the fence.
+        outliving = updating and bool(self.gradients.outliving)
+        self._gradients = codec.dumps_inline(carried) if outliving else b""
         objects = self._own_objects()
         self._objects = (
             codec.dumps_inline(objects) if objects["per_rank"] or objects["own"] else b""
         )
         data = codec.dumps_inline(
             {
-                "gradients": self._carried(step, updating),
+                "gradients": carried,
                 "tick": self.tick + 1,
                 "version": self.version + step,
                 "streams": self._streams,
@@ -462,6 +467,11 @@ class Seat:
         if self._objects and (objects := codec.dumps_inline(self._own_objects())) != self._objects:
             late["objects"] = objects
             self._late.setdefault(site, set()).add("registered objects")
+        if self._gradients:
+            gradients = codec.dumps_inline(self.gradients.to_carry(updating=True))
+            if gradients != self._gradients:
+                late["gradients"] = gradients
+                self._late.setdefault(site, set()).add("gradients")
         tick = late_tick(self.tick + 1)
         data = codec.dumps_inline(late)
         self.page.publish(tick, data)
@@ -588,7 +598,8 @@ class Seat:
     def apply_side_state(self, side: dict[str, Any], late: dict[str, Any]) -> None:
         """On a newcomer, where the transaction that it was published for returns."""
         self.cells.put(side["cells"])
-        self.gradients.put(side["gradients"])
+        gradients = late.get("gradients")
+        self.gradients.put(codec.loads_inline(gradients) if gradients else side["gradients"])
         self.streams.restore(late.get("streams", side["streams"]))
         objects = codec.loads_inline(late["objects"]) if "objects" in late else side
         for name, value in objects["per_rank"].items():
