@@ -105,6 +105,11 @@ class Loop:
             raise StopIteration
         if self.pos.ended:
             raise StopIteration
+        if self.tracker.behind_fence:  # where the rank stands was published in the fence
+            raise UsageError(
+                "a step takes a batch of ks.batches behind its update",
+                hint="take it before the optimizer's update, or between steps",
+            )
         if self._iterator is None:
             self._iterator = self._open()
         self._skip_to_target(self._iterator)

@@ -70,6 +70,7 @@ class Tracker:
         self.stack: list[Level] = [self.root]
         self.replay: Replay | None = None
         self.in_txn = False
+        self.behind_fence = False
         self.results: dict[str, Any] = {}  # newest of every step and section, by site
         self.unkept: dict[str, str] = {}  # site -> why its result cannot travel
         self._siblings_to_skip = 0

@@ -344,7 +344,7 @@ class Transactions:
     def _begin(self, site: str, step: bool) -> Undo:
         seat = self.seat
         self.running, self._step = site, step
-        self._fenced = self._passed = self._in_fence = False
+        self._fenced = self._passed = self._in_fence = seat.tracker.behind_fence = False
         self._refused: KeepstepError | None = None
         self._hold = self._snapshot = -1
         self._backwards = 0
@@ -494,7 +494,7 @@ class Transactions:
             passed = False
             self._guard.close()  # recovery waits for the device
             self._fence_failed(error)
-        self._passed = True
+        self._passed = self.seat.tracker.behind_fence = True
         if passed and not seat.alone:
             self._unseen.passed(self.running)
         seat.page.where("apply")
@@ -645,7 +645,7 @@ class Transactions:
         self.seat.variables.end()
         for loop in self.seat.loops:
             loop.settle()
-        self._passed = False
+        self._passed = self.seat.tracker.behind_fence = False
         self.seat.tracker.in_txn = False
         self.seat.injector.end()
 
