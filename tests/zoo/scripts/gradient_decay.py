@@ -1,5 +1,7 @@
-"""An auxiliary head whose gradients are added up over three steps, and halved in each of them:
-behind the other optimizer's update, while they are alive.
+"""An auxiliary head whose gradients are added up over three steps, and halved in each of them.
+
+They are halved behind the other optimizer's update, while they are alive: what was published in the
+fence is twice what the next step adds to.
 """
 
 import torch

@@ -1,4 +1,7 @@
-"""A step that fetches the next batch itself, behind its update."""
+"""A step that fetches the next batch itself, behind its update.
+
+Where the rank stands in its data was published in the fence, one batch earlier.
+"""
 
 import torch
 import zoolib
