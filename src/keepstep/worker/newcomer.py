@@ -398,6 +398,7 @@ class Newcomer:
     def _restore(self, missing: frozenset[str], side: dict[str, Any] | None, copy: m.Copy) -> str:
         """What no rank has; how it was restored, in words."""
         seat = self.seat
+        self._rebuilt = {}  # an earlier copy's are of another version
         if not missing:
             return ""
         version = side["version"] if side is not None else 0
