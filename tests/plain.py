@@ -2,7 +2,9 @@
 
 Then the process ends at once, as ranks of Keepstep do. Taking the interpreter down beside the
 threads of a gloo group aborts the process now and then, after all the work is done
-(`terminate called without an active exception`; pytorch pull request 179291 describes it).
+(`terminate called without an active exception`; pytorch pull request 179291 describes it). And
+groups that the script destroys are kept: a DDP model that is their last owner may wait for ever for
+one of their threads, which waits for the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ import runpy
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
 
 def leave() -> None:
     sys.stdout.flush()
@@ -20,7 +25,18 @@ def leave() -> None:
     os._exit(0)
 
 
+def keep_groups() -> None:
+    destroy, kept = dist.destroy_process_group, []
+
+    def keeping(group: dist.ProcessGroup | None = None) -> None:
+        kept.extend(c10d._world.pg_map)
+        destroy(group)
+
+    c10d.destroy_process_group = dist.destroy_process_group = keeping
+
+
 if __name__ == "__main__":
+    keep_groups()
     atexit.register(leave)  # first, and so the last to run
     del sys.argv[0]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)

@@ -61,8 +61,8 @@ def test_kill_at_every_point(
 
 @pytest.mark.parametrize(
     "variant",
-    [["--optimizer", "foreach"], ["--scaler", "--backend", "cpu:gloo,cuda:nccl"]],
-    ids=["unguarded", "scaler-and-both-backends"],
+    [["--optimizer", "foreach"], ["--scaler", "--backend", "cpu:gloo,cuda:nccl"], ["--quiet"]],
+    ids=["unguarded", "scaler-and-both-backends", "result-alone"],
 )
 def test_kills_with(
     variant: list[str], start: Start, reference: Reference, verdict: Verdict

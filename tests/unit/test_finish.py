@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from keepstep.errors import UsageError
-from keepstep.worker.finish import Finishing, Locals, read_behind
+from keepstep.worker.finish import Behind, Finishing, new_behind, read_behind, with_locals
 
 
 class Rank:
@@ -18,15 +18,14 @@ class Rank:
         self.published: Any = None
         self.finishing: Finishing | None = None
         self.log: list[float] = []
+        self.behind = Behind()
 
     def fence(self) -> None:
         if self.finishing is not None:
             self.finishing.fence(Rank.train.__code__, [])
             return
-        locals_ = Locals()
-        locals_.needed = True
-        arguments = {"self": self}
-        self.published = locals_.publish(Rank.train.__code__, arguments, lambda _: False)
+        arguments, code = {"self": self}, Rank.train.__code__
+        self.published = self.behind.locals_of("train", code, arguments, lambda _: False)
 
     def train(self, x: torch.Tensor) -> Any:
         loss, count = (x * 2).sum(), int(x.numel())
@@ -45,9 +44,7 @@ class Rank:
         if self.finishing is not None:
             self.finishing.fence(code, [])
             return
-        locals_ = Locals()
-        locals_.needed = True
-        self.published = locals_.publish(code, {"self": self}, lambda _: False)
+        self.published = self.behind.locals_of("train", code, {"self": self}, lambda _: False)
 
 
 def test_only_what_is_read_behind_the_fence_is_published() -> None:
@@ -99,3 +96,42 @@ def test_lost_objects_refuse_use() -> None:
 
     with pytest.raises(UsageError, match="output"):
         Lost("train (output)", "it cannot be carried").logits  # noqa: B018
+
+
+def test_locals_are_published_in_the_first_call_and_where_something_happens_behind() -> None:
+    rank = Rank()
+    rank.train(torch.ones(1))
+    assert rank.published is not None, "nothing is known of it yet"
+    rank.behind.note("train", [], foreseen=True, tick=1)
+    rank.train(torch.ones(1))
+    assert rank.published is None
+    rank.behind.note("train", [], foreseen=False, tick=2)
+    rank.train(torch.ones(1))
+    assert rank.published is not None and rank.behind.changes("train") == []
+    rank.behind.note("train", ["variables"], foreseen=True, tick=3)
+    assert rank.behind.changes("train") == ["variables"]
+
+
+def test_what_is_known_goes_to_a_newcomer_whose_first_calls_are_unknown_again() -> None:
+    dead, newcomer = Behind(), Behind()
+    dead.note("train", ["streams"], foreseen=False, tick=4)
+    dead.note("quiet", [], foreseen=True, tick=5)
+    newcomer.load(dead.export())
+    assert newcomer.export() == {"train": {"streams": 4, "result": 4}}
+
+
+def test_a_change_is_new_in_the_call_that_makes_it_first() -> None:
+    behind = Behind()
+    behind.note("train", [], foreseen=False, tick=6)
+    for tick in (7, 8):
+        behind.note("train", ["variables"], foreseen=False, tick=tick)
+    assert new_behind(behind.export(), "train", 7) == ["variables"]
+    assert new_behind(behind.export(), "train", 8) == []
+    assert new_behind(behind.export(), "train", 6) == [], "a result is known from a replica"
+    assert new_behind(behind.export(), "other", 7) == []
+
+
+def test_locals_that_come_later_are_not_lost() -> None:
+    rest = {"values": {"count": (b"1", False)}, "lost": ["loss", "output"]}
+    found = with_locals(rest, {"loss": (b"2", True)})
+    assert found == {"values": {"count": (b"1", False), "loss": (b"2", True)}, "lost": ["output"]}

@@ -58,7 +58,6 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Any:
         seat.replicated.changed_since_entry.return_value = False
         seat.replicated.due.return_value = False
         seat.variables.late.return_value = None
-        seat.publish_late.return_value = False
         seat.publish.side_effect = [OSError("the buddy is gone"), None, None]
         recovery = Broken(seat, verdict)
         transactions = Transactions(seat, recovery)

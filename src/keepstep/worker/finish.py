@@ -6,21 +6,25 @@ A rank that dies behind the fence of step T, before T has ended, takes with it w
 does after the update: its result, a counter that it raises, numbers that it draws. All others have
 T behind them, so the newcomer must get there too. What replicas share it copies; the rest it makes
 itself. It has T's arguments, because its walk stands in the call of T, and the rank has published,
-in the fence, the local variables that the function still reads (`Locals`). So the newcomer runs the
+in the fence, the local variables that the function still reads. So the newcomer runs the
 function once more, alone, as in its warm-up, up to the update. There its locals, the script's
 variables, random streams and cells are set to what they were in the fence, and the function goes on
 from there to its end. Whatever that does to state that replicas share is overwritten at the next
 entry (newcomer.py).
 
-Locals are published only for functions in which something happens behind the fence that was not
-foreseen in it; which ones are needed is read from the byte code.
+Locals are published for functions whose result could not be foreseen, or in which more happens
+behind the fence (`Behind`), and in the first call of each, of which nothing is known. Which are
+needed is read from the byte code. Tensors on a device are not waited for: they follow when the
+device has come to the fence, before anybody passes it. A function may do something behind its
+fence for the first time, of which a local is lost. Other ranks, who have done it too, tell the
+newcomer so, and it is stopped.
 """
 
 from __future__ import annotations
 
 import dis
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 from typing import Any, Final
 
@@ -33,6 +37,7 @@ from keepstep.worker.script import frames
 
 LATE_BYTES_MAX: Final = 4 << 20  # of a tensor
 OVERHEAD_BYTES: Final = 256  # of its encoding
+RESULT: Final = "result"
 
 
 @functools.lru_cache(maxsize=64)
@@ -54,35 +59,93 @@ def read_behind(code: CodeType, offset: int) -> frozenset[str]:
     return frozenset(names if loops else behind)
 
 
-class Locals:
-    """Of one step function, as they go into the side state."""
+class Behind:
+    """What the step functions of a rank do behind their fences. A rank's own: others may do other
+    things there."""
 
     def __init__(self) -> None:
-        self.needed = False  # something happens behind the fence
-        self.late = False  # and more comes of it than the result
+        # By site: what changes, and since which tick. A function that has ended once has an entry.
+        self._since: dict[str, dict[str, int]] = {}
+        self._coming: _Coming | None = None
 
-    def publish(
-        self, code: CodeType | None, arguments: dict[str, Any], knows: Callable[[Any], bool]
+    def note(self, site: str, changed: Iterable[str], foreseen: bool, tick: int) -> None:
+        """A call has ended."""
+        since = self._since.setdefault(site, {})
+        for name in changed if foreseen else (*changed, RESULT):
+            since.setdefault(name, tick)
+
+    def changes(self, site: str) -> list[str]:
+        return sorted(self._since.get(site, {}).keys() - {RESULT})
+
+    def export(self) -> dict[str, dict[str, int]]:
+        return self._since
+
+    def load(self, since: dict[str, dict[str, int]]) -> None:
+        """As the rank had it that this process replaces. A first call is a first call here too: it
+        foresees nothing."""
+        self._since = {site: found for site, found in since.items() if found}
+
+    def locals_of(
+        self,
+        site: str,
+        code: CodeType | None,
+        arguments: dict[str, Any],
+        knows: Callable[[Any], bool],
     ) -> dict[str, Any] | None:
-        """`knows(thing)`: it is part of what is attached."""
-        frame = frame_of(code) if code is not None and self.needed else None
+        """As they go into the side state, if they are needed. `knows(thing)`: it is part of what is
+        attached."""
+        since = self._since.get(site)
+        needed = since is None or bool(since)
+        frame = frame_of(code) if code is not None and needed else None
         if frame is None:
             return None
+        more = since is None or since.keys() != {RESULT}
         given = {id(value) for value in arguments.values()}
         values: dict[str, tuple[bytes, bool]] = {}
-        lost: list[str] = []
+        lost: dict[str, Any] = {}
         for name in read_behind(frame.f_code, frame.f_lasti):
             value = frame.f_locals.get(name)
             if name not in frame.f_locals or id(value) in given:
                 continue
             if _same_here(value) or knows(value):
                 continue
-            data = _encoded(value, self.late)
+            data = _encoded(value, more)
             if data is None:
-                lost.append(name)
+                lost[name] = value
             else:
                 values[name] = data
+        self._coming = _Coming(lost)
         return {"values": values, "lost": sorted(lost)}
+
+    def come(self) -> dict[str, tuple[bytes, bool]]:
+        """Of the lost ones, those that have come from the device since."""
+        coming, self._coming = self._coming, None
+        return coming.read() if coming is not None else {}
+
+
+class _Coming:
+    """Small tensors on their way from a device, which nobody waits for."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._event: Any = None
+        self._copies: dict[str, torch.Tensor] = {}
+        for name, value in values.items():
+            if type(value) is torch.Tensor and value.is_cuda and value.nbytes <= RESULT_BYTES_MAX:
+                copy = torch.empty_like(value, device="cpu", pin_memory=True)
+                self._copies[name] = copy.copy_(value.detach(), non_blocking=True)
+        if self._copies:
+            self._event = cuda.new_event()
+            cuda.record(self._event)
+
+    def read(self) -> dict[str, tuple[bytes, bool]]:
+        if self._event is None or not self._event.query():
+            return {}
+        return {name: (codec.dumps_inline(copy), True) for name, copy in self._copies.items()}
+
+
+def new_behind(since: dict[str, dict[str, int]], site: str, tick: int) -> list[str]:
+    """What another rank has changed behind the fence of `tick` as never before."""
+    return sorted(n for n, at in since.get(site, {}).items() if n != RESULT and at == tick)
 
 
 def _same_here(value: Any) -> bool:
@@ -90,14 +153,14 @@ def _same_here(value: Any) -> bool:
     return callable(value) and not isinstance(value, torch.Tensor)
 
 
-def _encoded(value: Any, late: bool) -> tuple[bytes, bool] | None:
-    """With whether it lies on a device. Reading it there waits, so that is done only where the
-    newcomer cannot do without."""
+def _encoded(value: Any, more: bool) -> tuple[bytes, bool] | None:
+    """With whether it lies on a device. Reading it there waits, so that is done only where `more`
+    than a result may come of it: the newcomer cannot do without."""
     limit, away = RESULT_BYTES_MAX, False
     if isinstance(value, torch.Tensor):
         away = value.device.type != "cpu"
-        limit = LATE_BYTES_MAX if late else RESULT_BYTES_MAX
-        if value.nbytes > limit or (away and (not late or value.device.type != "cuda")):
+        limit = LATE_BYTES_MAX if more else RESULT_BYTES_MAX
+        if value.nbytes > limit or (away and (not more or value.device.type != "cuda")):
             return None
         value = value.detach().cpu() if away else value
     try:
@@ -110,6 +173,12 @@ def _encoded(value: Any, late: bool) -> tuple[bytes, bool] | None:
 def _decoded(data: bytes, away: bool) -> Any:
     value = codec.loads_inline(data)
     return value.to(cuda.home) if away else value
+
+
+def with_locals(rest: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """`found` were lost, and have come after all."""
+    lost = [name for name in rest["lost"] if name not in found]
+    return {"values": {**rest["values"], **found}, "lost": lost}
 
 
 class Finishing:

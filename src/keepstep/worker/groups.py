@@ -154,12 +154,15 @@ def install_destroy() -> None:
 
 
 def before_destroy(action: Callable[[], None]) -> None:
-    """`action` comes before the script takes its groups down."""
+    """`action` comes before the script takes its groups down. What it takes down is kept until the
+    process ends: a reducer that were its last owner could wait for ever (`install_destroy`)."""
     original = c10d.destroy_process_group
+    kept: list[Any] = []
 
     @functools.wraps(original)
     def destroy(group: Any = None) -> None:
         action()
+        kept.extend(pg for _, pg in _groups())
         original(group)
 
     modules: tuple[Any, ...] = (c10d, torch.distributed)

@@ -44,7 +44,7 @@ from keepstep.worker import (
     transfer,
     vault,
 )
-from keepstep.worker.finish import Finishing
+from keepstep.worker.finish import Finishing, new_behind, with_locals
 from keepstep.worker.objects import Registered
 from keepstep.worker.recovery import Recovery
 from keepstep.worker.redundancy import ShardsMissing
@@ -72,6 +72,8 @@ class Newcomer:
         self._walking: dict[str, Any] | None = None  # side state for the end of the walk
         self._note: dict[str, Any] | None = None  # what it noted when it began the next one
         self.late: dict[str, Any] = {}  # what the rank added to it when its transaction had ended
+        self._ended = False  # it had
+        self._locals: dict[str, Any] = {}  # of the function, if it had not
         self._arrived_ns = 0
         self._warm_up_runs = 0
         self._position: dict[str, Any] | None = None  # None: not asked yet
@@ -144,7 +146,8 @@ class Newcomer:
             return None
         seat, unknown = self.seat, not self.late
         rest = side["rest"]
-        if unknown and rest is not None and (side["late"] or seen.data is None):
+        if unknown and rest is not None and not (self._ended and seen.data is not None):
+            rest = with_locals(rest, self._locals)
             stack = script_frames()
 
             def at_fence() -> None:
@@ -152,20 +155,28 @@ class Newcomer:
                 if seen.variables is not None:
                     seat.variables.restore(seen.variables, stack)
 
-            ended = self._finish(function, Finishing(rest, site, at_fence), side["late"])
+            needed = bool(side["late"]) or seen.data is None
+            ended = self._finish(function, Finishing(rest, site, at_fence), side["late"], needed)
             if ended is not None:
                 self.put_rebuilt()
                 self._alone = groups.alone_operations()
                 return ended
-        elif unknown and side["late"]:
-            raise UsageError(
-                f"rank {seat.rank} was lost behind the update of step {site!r}, which changes "
-                f"{' and '.join(side['late'])} of its own there: how is not known",
-                hint="draw random numbers and change variables before the update, or between steps",
-            )
+        if unknown and not self._ended:
+            self._refuse_unknown(site, side)
         seat.apply_side_state(side, self.late)
         self._alone = groups.alone_operations()
         return None
+
+    def _refuse_unknown(self, site: str, side: dict[str, Any]) -> None:
+        """The rank was lost behind the update, and its newcomer could not make the rest."""
+        new = new_behind(self.seat.behind_elsewhere, site, side["tick"])
+        changed = sorted({*side["late"], *new})
+        if changed:
+            raise UsageError(
+                f"rank {self.seat.rank} was lost behind the update of step {site!r}, which changes "
+                f"{' and '.join(changed)} of its own there: how is not known",
+                hint="draw random numbers and change variables before the update, or between steps",
+            )
 
     def _refuse_alone(self) -> None:
         """Behind the walk, collectives that no section has seen have met nobody: those of DTensors
@@ -179,21 +190,23 @@ class Newcomer:
                 hint="put them into a function with @ks.section",
             )
 
-    def _finish(self, function: Any, finishing: Finishing, late: list[str]) -> tuple[Any] | None:
-        """None: it cannot be done, and but for the result, nothing was lost with the rank."""
+    def _finish(
+        self, function: Any, finishing: Finishing, late: list[str], needed: bool
+    ) -> tuple[Any] | None:
+        """None: it cannot be done, and but for the result, nothing is known to be lost with the
+        rank. `needed`: the result, or more, is not known otherwise."""
         self.seat.unfinished = 1
         try:
             result = self.transactions.finish(function, finishing)
             if finishing.reached:
                 self.seat.after_update()
-        except KeepstepError:
-            raise
         except Exception as error:
-            if late:
+            if late or (needed and isinstance(error, KeepstepError)):
                 raise
+            result = "its result is a replica's" if needed else "it is left out"
             self.seat.warn(
                 f"the rest of the last step of rank {self.seat.rank} could not be made here, and "
-                f"its result is a replica's: {type(error).__name__}: {error}"
+                f"{result}: {type(error).__name__}: {error}"
             )
             return None
         finally:
@@ -447,6 +460,8 @@ class Newcomer:
         late: dict[str, Any] = codec.loads_inline(data) if data is not None else {}
         if data is not None:
             self.seat.page.publish(late_tick(copy.tick), data)
+        self._locals = late.pop("locals", {})
+        self._ended = data is not None and not self._locals
         return late
 
     def _fetch_note(self, copy: m.Copy) -> dict[str, Any] | None:
@@ -491,6 +506,7 @@ class Newcomer:
         seat.page.set("version", seat.version)
         self._position = self._walking = side
         self.late = self._fetch_late(copy)
+        seat.take_behind(side, self.late)
         self._note = self._fetch_note(copy)
         seat.page.publish(copy.tick, codec.dumps_inline(side))
 

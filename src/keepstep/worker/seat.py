@@ -27,6 +27,7 @@ from keepstep.worker.cells import Cells
 from keepstep.worker.channel import Channel
 from keepstep.worker.collectives import Recorder
 from keepstep.worker.faults import Injector
+from keepstep.worker.finish import Behind
 from keepstep.worker.flags import Flags
 from keepstep.worker.gradients import Gradients
 from keepstep.worker.inputs import Inputs
@@ -50,6 +51,13 @@ STAGE_TIMEOUT_S = 60.0
 BUDDY_AGAIN_S = 5  # until a lost buddy is tried again, if nobody has named another one
 SIDE_BYTES_MAX = 60 << 20  # it travels in one frame
 CARRIED_BYTES_MAX = 32 << 20  # of gradients in the side state: it travels in one frame
+# What may change behind a fence: in the late part, and in words.
+BEHIND = {
+    "variables": "variables",
+    "streams": "streams",
+    "objects": "registered objects",
+    "gradients": "gradients",
+}
 
 
 class Line:
@@ -180,7 +188,8 @@ class Seat:
         self._streams = b""  # as published at the last fence
         self._objects = b""  # likewise; empty: there are none of this rank alone
         self._gradients = b""  # likewise; empty: none outlive the step
-        self._late: dict[str, set[str]] = {}  # site -> what changes behind its fences
+        self.behind = Behind()
+        self.behind_elsewhere: dict[str, dict[str, int]] = {}  # a newcomer's source's
         self.cells = Cells(models)
         self.flags = Flags(models, self.parameters, lambda: buckets.modules(self.parameters))
         self.replicas = Replicas(rank, world)
@@ -337,6 +346,7 @@ class Seat:
             "carrying": self.gradients.carrying,
             "comparable": self.agreement.comparable,
             "per_rank": sorted(name for name, item in self.objects.items() if item.per_rank),
+            "behind": self.behind.export(),
         }
 
     def _load_flags(self, saved: dict[str, Any]) -> None:
@@ -350,6 +360,7 @@ class Seat:
         self.agreement.comparable = saved["comparable"]
         for name in saved["per_rank"]:
             self.objects[name].per_rank = True
+        self.behind_elsewhere = saved.get("behind", {})
 
     def _load_updates(self, updated: list[str]) -> None:
         self.redundancy.updated = updated
@@ -405,7 +416,9 @@ class Seat:
                 "tick": self.tick + 1,
                 "version": self.version + step,
                 "streams": self._streams,
-                "late": sorted(self._late.get(site, ())) if updating else [],
+                "late": self.behind.changes(site) if updating else [],
+                "behind": self.behind.export(),
+                "site": site,
                 "rest": rest,
                 "position": position,
                 "cells": self.cells.side(),
@@ -453,32 +466,47 @@ class Seat:
         note = {"tick": self.tick, **self.inputs.note()}
         self.page.publish(NOTE_TICK, codec.dumps_inline(note))
 
-    def publish_late(self, site: str, result: bytes | None, variables: bytes | None) -> bool:
+    def publish_late(
+        self, site: str, result: bytes | None, variables: bytes | None, foreseen: bool
+    ) -> None:
         """The transaction has ended: what was not known in its fence. To the own agent, and to the
-        buddy without waiting for it. Whether something has changed since."""
+        buddy without waiting for it. `foreseen`: the result was known."""
         late: dict[str, Any] = {} if result is None else {"result": result}
         if variables is not None:
             late["variables"] = variables
-            self._late.setdefault(site, set()).add("variables")
         streams = self.streams.capture()
         if streams != self._streams:
             late["streams"] = streams
-            self._late.setdefault(site, set()).add("streams")
         if self._objects and (objects := codec.dumps_inline(self._own_objects())) != self._objects:
             late["objects"] = objects
-            self._late.setdefault(site, set()).add("registered objects")
         if self._gradients:
             gradients = codec.dumps_inline(self.gradients.to_carry(updating=True))
             if gradients != self._gradients:
                 late["gradients"] = gradients
-                self._late.setdefault(site, set()).add("gradients")
+        self.behind.note(site, [BEHIND[n] for n in late if n in BEHIND], foreseen, self.tick + 1)
+        self._send_late(late)
+
+    def take_behind(self, side: dict[str, Any], late: dict[str, Any]) -> None:
+        """On a newcomer: what its rank knew of its step functions."""
+        self.behind.load(side.get("behind", {}))
+        changed = [BEHIND[name] for name in late if name in BEHIND]
+        if changed:
+            self.behind.note(side["site"], changed, True, side["tick"])
+
+    def publish_locals(self) -> None:
+        """The device has come to the fence, and so have local variables of the step that were on
+        it: the rest of the step, and only that, may need them."""
+        found = self.behind.come()
+        if found:
+            self._send_late({"locals": found})
+
+    def _send_late(self, late: dict[str, Any]) -> None:
         tick = late_tick(self.tick + 1)
         data = codec.dumps_inline(late)
         self.page.publish(tick, data)
         address = self.channel.buddy
         if address is not None:
             self.buddy_line.send_late(address, self.rank, tick, data)
-        return bool(late.keys() - {"result"})
 
     def warn(self, text: str) -> None:
         print(f"keepstep: {text}", file=sys.stderr, flush=True)

@@ -27,7 +27,7 @@ from torch.optim.optimizer import (
 
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.worker import buckets, cuda, fsdp, groups, guard, refusals, results, trace
-from keepstep.worker.finish import Finishing, Locals
+from keepstep.worker.finish import Finishing
 from keepstep.worker.objects import Undo
 from keepstep.worker.pace import OwnTime
 from keepstep.worker.placements import GradientPlacement
@@ -62,7 +62,6 @@ class Transactions:
         self._strayed = False  # and the last one outside of any
         self._result: bytes | None = None  # as published in the fence
         self._variables = b""  # of the script, as published in the fence
-        self._locals: dict[str, Locals] = {}  # by site
         self._finishing: Finishing | None = None
         self._foresight: dict[str, results.Foresight] = {}  # by site
         self._usual: dict[str, int] = {}  # site -> backward passes of its last step
@@ -427,8 +426,7 @@ class Transactions:
         """What the newcomer of a rank that is lost behind this fence needs to finish the step."""
         call = self._function
         code, arguments = getattr(call, "code", None), getattr(call, "arguments", {})
-        locals_ = self._locals.setdefault(self.running, Locals())
-        return locals_.publish(code, arguments, self.seat.knows)
+        return self.seat.behind.locals_of(self.running, code, arguments, self.seat.knows)
 
     def finish(self, function: Any, finishing: Finishing) -> Any:
         """On a newcomer: the last step, of which all others have seen the end."""
@@ -483,6 +481,7 @@ class Transactions:
             wait_for_device(self._aborted)
             seat.complete_note()
             if self._step:
+                seat.publish_locals()
                 seat.secured(self._updating, self._let_device_go)
             seat.page.where("fence")
             self._in_fence = True
@@ -603,10 +602,7 @@ class Transactions:
             self._foresight[site].at_end(result, encoded)
         variables = late if late is not None else self._variables
         seat.tracker.commit(site, step, kept, encoded, variables)
-        changed = seat.publish_late(site, encoded, late)
-        if changed or not foreseen:
-            locals_ = self._locals.setdefault(site, Locals())
-            locals_.needed, locals_.late = True, locals_.late or changed
+        seat.publish_late(site, encoded, late, foreseen)
         version = seat.version
         if step and (version == NAMED_AT or version % NAMED_EVERY == NAMED_AT):
             for text in (*seat.variables.warnings(), *seat.variables.unknown()):
