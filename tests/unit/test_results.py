@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from keepstep.errors import UsageError
-from keepstep.worker import codec
+from keepstep.worker import codec, results
 from keepstep.worker.position import Tracker
 from keepstep.worker.results import RESULT_BYTES_MAX, Foresight, Lost, keep
 from keepstep.worker.tree import MISSING
@@ -124,3 +124,41 @@ def test_foresight_that_was_wrong_once_is_given_up() -> None:
     step.run(other=True)
     step.run()
     assert step.published[-1] is None
+
+
+def test_a_replicas_large_result_is_told_by_its_mark() -> None:
+    mine = {"features": torch.arange(40_000.0), "name": "epoch 3"}
+    same = {"features": torch.arange(40_000.0), "name": "epoch 3"}
+    assert results.mark(mine) == results.mark(same)
+    for other in (
+        {**mine, "name": "epoch 4"},
+        {**mine, "features": torch.arange(40_000.0).view(200, 200)},
+        {**mine, "features": torch.arange(40_000.0).roll(1)},
+        {**mine, "features": torch.arange(40_000)},
+    ):
+        assert results.mark(other) != results.mark(mine)
+
+
+def test_results_are_published_whole_up_to_a_size() -> None:
+    features = torch.randn(1 << 20)
+    data = results.whole([features, 7])
+    assert data is not None
+    found = codec.loads_inline(data)
+    assert torch.equal(found[0], features) and found[1] == 7
+    assert results.whole(torch.zeros((1 << 20) + 1)) is None
+    assert results.whole([float(n) for n in range(1 << 19)]) is None
+
+
+def test_a_result_may_be_on_its_way_when_it_is_committed() -> None:
+    tracker, asked = Tracker(), []
+
+    def read() -> bytes:
+        asked.append(1)
+        return codec.dumps_inline(1.5)
+
+    tracker.commit("train", True, 1.5, read)
+    assert not asked, "nobody waits for the device yet"
+    for _ in range(2):
+        entry = tracker.position("train", True)["log"][0]
+        assert codec.loads_inline(entry["r"]) == 1.5
+    assert asked == [1]

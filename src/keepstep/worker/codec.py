@@ -21,7 +21,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from keepstep.errors import RemoteProtocolError, UsageError
-from keepstep.worker import shards
+from keepstep.worker import cuda, shards
 
 DEPTH_MAX = 100
 
@@ -86,8 +86,11 @@ def loads(data: bytes, tensors: list[torch.Tensor]) -> Any:
     return _decode(data, tensors)
 
 
-def dumps_inline(tree: Any) -> bytes:
-    return _encoder.encode(_pack(tree, _inline, (), 0))
+def dumps_inline(tree: Any, copies: dict[int, torch.Tensor] | None = None) -> bytes:
+    """`copies`: of tensors that lie on a device, in host memory, by the id of the original."""
+    if copies is None:
+        return _encoder.encode(_pack(tree, _inline, (), 0))
+    return _encoder.encode(_pack(tree, lambda x: _inline(x, copies.get(id(x))), (), 0))
 
 
 def loads_inline(data: bytes) -> Any:
@@ -187,7 +190,7 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
-def _inline(tensor: torch.Tensor) -> list[Any]:
+def _inline(tensor: torch.Tensor, copy: torch.Tensor | None = None) -> list[Any]:
     described = shards.spec(tensor)
     if described is not None:
         key, placements, shape, stride = described
@@ -200,7 +203,9 @@ def _inline(tensor: torch.Tensor) -> list[Any]:
             list(shape),
             list(stride),
         ]
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    plain = copy
+    if plain is None:
+        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     data = ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.nbytes else b""
     device = "" if tensor.device.type == "cpu" else str(tensor.device)
     return [_TENSOR_INLINE, dtype_name(tensor.dtype), list(tensor.shape), data, device]
@@ -217,7 +222,10 @@ def _tensor_from(dtype: str, shape: list[int], data: bytes, device: str) -> torc
         raise RemoteProtocolError(f"a tensor of {tensor.nbytes} bytes came with {len(data)}")
     if data:
         ctypes.memmove(tensor.data_ptr(), data, len(data))
-    return tensor.to(device) if device else tensor
+    if not device:
+        return tensor
+    # Devices are numbered by slot: what lay on its rank's lies on this rank's.
+    return tensor.to(cuda.home if device.startswith("cuda") and cuda.home else device)
 
 
 # ------------------------------------------------------------------------------------- decoding

@@ -144,9 +144,9 @@ class Newcomer:
         side, self._walking = self._walking, None
         if side is None:
             return None
-        seat, unknown = self.seat, not self.late
-        rest = side["rest"]
-        if unknown and rest is not None and not (self._ended and seen.data is not None):
+        seat, rest = self.seat, side["rest"]
+        known = seen.data is not None or "result" in self.late
+        if rest is not None and not (self._ended and known):
             rest = with_locals(rest, self._locals)
             stack = script_frames()
 
@@ -155,13 +155,17 @@ class Newcomer:
                 if seen.variables is not None:
                     seat.variables.restore(seen.variables, stack)
 
-            needed = bool(side["late"]) or seen.data is None
-            ended = self._finish(function, Finishing(rest, site, at_fence), side["late"], needed)
+            ended = self._finish(
+                function,
+                Finishing(rest, site, at_fence),
+                raises=not self._ended and bool(side["late"]),
+                refuses=not self._ended and not known,
+            )
             if ended is not None:
                 self.put_rebuilt()
                 self._alone = groups.alone_operations()
                 return ended
-        if unknown and not self._ended:
+        if not self._ended:
             self._refuse_unknown(site, side)
         seat.apply_side_state(side, self.late)
         self._alone = groups.alone_operations()
@@ -191,22 +195,21 @@ class Newcomer:
             )
 
     def _finish(
-        self, function: Any, finishing: Finishing, late: list[str], needed: bool
+        self, function: Any, finishing: Finishing, *, raises: bool, refuses: bool
     ) -> tuple[Any] | None:
         """None: it cannot be done, and but for the result, nothing is known to be lost with the
-        rank. `needed`: the result, or more, is not known otherwise."""
+        rank. `raises`: more is, so that no failure can be borne; `refuses`: nor a refusal."""
         self.seat.unfinished = 1
         try:
             result = self.transactions.finish(function, finishing)
             if finishing.reached:
                 self.seat.after_update()
         except Exception as error:
-            if late or (needed and isinstance(error, KeepstepError)):
+            if raises or (refuses and isinstance(error, KeepstepError)):
                 raise
-            result = "its result is a replica's" if needed else "it is left out"
             self.seat.warn(
-                f"the rest of the last step of rank {self.seat.rank} could not be made here, and "
-                f"{result}: {type(error).__name__}: {error}"
+                f"the rest of the last step of rank {self.seat.rank} could not be made here, so a "
+                f"result that had not been published is lost: {type(error).__name__}: {error}"
             )
             return None
         finally:
@@ -461,7 +464,7 @@ class Newcomer:
         if data is not None:
             self.seat.page.publish(late_tick(copy.tick), data)
         self._locals = late.pop("locals", {})
-        self._ended = data is not None and not self._locals
+        self._ended = data is not None and not late.pop("open", False)
         return late
 
     def _fetch_note(self, copy: m.Copy) -> dict[str, Any] | None:

@@ -146,11 +146,12 @@ class Tracker:
         site: str,
         step: bool,
         result: Any,
-        encoded: bytes | None = None,
+        encoded: bytes | Callable[[], bytes] | None = None,
         variables: bytes | None = None,
+        mark: str = "",
     ) -> None:
         self._before = None
-        self.stack[-1].log.append(Txn(site, step, encoded, variables))
+        self.stack[-1].log.append(Txn(site, step, encoded, variables, mark))
         self.results.pop(site, None)
         if result is not MISSING:
             self.results[site] = result
@@ -421,10 +422,11 @@ class Tracker:
             return (self.results.get(site, MISSING),)
         if isinstance(entry, Txn) and entry.site == site:
             replay.advance()
-            self.stack[-1].log.append(Txn(site, step, entry.result, entry.variables))
+            known = entry.known()
+            self.stack[-1].log.append(Txn(site, step, known, entry.variables, entry.mark))
             if replay.over():
                 self.replay = None
-            return (Encoded(entry.result, entry.variables),)
+            return (Encoded(known, entry.variables, entry.mark),)
         raise self._mismatch(f"{'step' if step else 'section'} {site}", entry)
 
     def _replay_scope(self, kind: str) -> Level | None:

@@ -2,9 +2,14 @@
 
 Kept is a copy: without the graph that led to it (which would hold a step's activations until the
 next), and untouched by whatever the script does with the original. A small one goes, encoded, into
-the rank's own position. A large one is kept as it is, by reference, and reaches a newcomer from a
-replica together with the state. What cannot travel at all is named once, when it is first returned;
-a newcomer that needs it is stopped.
+the rank's own position; from a device it comes by itself, and is there when the next position is
+published. A large one is kept as it is, by reference, and reaches a newcomer from a replica, with
+the state; it is used if it has the `mark` of the rank's own. What cannot travel at all is named
+once, when it is first returned; a newcomer that needs what it does not get is stopped.
+
+The result of a step that was the last, and had an update, the newcomer can make itself (finish.py).
+Of a section, or a step without an update, it cannot: their results, up to a size, are published
+whole at their end.
 
 A step's result is known only at its end, behind the fence; a rank that is lost in between takes it
 along. But as a rule it is a local variable of the step function that has its value at the fence
@@ -18,12 +23,16 @@ from types import CodeType, FrameType
 from typing import Any, Final
 
 import torch
+import xxhash
 
 from keepstep.errors import UsageError
-from keepstep.worker import codec
+from keepstep.worker import codec, cuda, shards
+from keepstep.worker.digest import digest
+from keepstep.worker.state import memory, on_cpu
 from keepstep.worker.tree import MISSING
 
 RESULT_BYTES_MAX: Final = 64 << 10
+WHOLE_BYTES_MAX: Final = 4 << 20
 FORESEEN_ITEMS_MAX: Final = 16
 NUMBERS = (bool, int, float)
 
@@ -52,22 +61,71 @@ for _name in _USES.split():
     setattr(Lost, f"__{_name}__", Lost._refuse)
 
 
-def keep(result: Any) -> tuple[Any, bytes | None, str]:
-    """A copy of `result`, its encoded form if that is small and takes no waiting, and why there is
-    none, neither copy (which is MISSING) nor encoded, if it cannot travel."""
+class Coming:
+    """A small result on its way from a device."""
+
+    def __init__(self, kept: Any, tensors: list[torch.Tensor]) -> None:
+        self._kept = kept
+        self._copies: dict[int, torch.Tensor] = {}
+        for tensor in tensors:
+            if tensor.is_cuda:
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                self._copies[id(tensor)] = copy.copy_(tensor, non_blocking=True)
+        self._event = cuda.new_event()
+        cuda.record(self._event)
+
+    def read(self) -> bytes:
+        """Waits for the device, if it has not yet come so far."""
+        self._event.synchronize()
+        return codec.dumps_inline(self._kept, self._copies)
+
+
+def keep(result: Any) -> tuple[Any, bytes | Coming | None, str]:
+    """A copy of `result`, its encoded form if that is small, and why there is none, neither copy
+    (which is MISSING) nor encoded, if it cannot travel."""
     if result is None or type(result) in NUMBERS:
         return result, codec.dumps_inline(result), ""
-    size, waits = _survey(result)
+    size, away = _survey(result)
     try:
-        if waits or size > RESULT_BYTES_MAX:
-            codec.dumps(result)
-            return _copied(result, clone=size <= RESULT_BYTES_MAX), None, ""
+        if away or size > RESULT_BYTES_MAX:
+            kept = _copied(result, clone=size <= RESULT_BYTES_MAX)
+            tensors = codec.dumps(kept)[1]
+            comes = size <= RESULT_BYTES_MAX and all(map(_comes, tensors))
+            return kept, Coming(kept, tensors) if comes else None, ""
         data = codec.dumps_inline(result)
     except UsageError as error:
         return MISSING, None, error.message
     if len(data) > RESULT_BYTES_MAX:
         return _copied(result, clone=False), None, ""
     return codec.loads_inline(data), data, ""
+
+
+def _comes(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and tensor.device.type in ("cpu", "cuda")
+
+
+def waits(result: Any) -> bool:
+    """Whether to read it is to wait for a device."""
+    return _survey(result)[1]
+
+
+def whole(result: Any) -> bytes | None:
+    """Encoded, if it is not very large. Waits for the device."""
+    if _survey(result)[0] > WHOLE_BYTES_MAX:
+        return None
+    data = codec.dumps_inline(result)
+    return data if len(data) <= WHOLE_BYTES_MAX + RESULT_BYTES_MAX else None
+
+
+def mark(result: Any) -> str:
+    """By which a replica's can be told to be the same. Waits for the device."""
+    data, tensors = codec.dumps(result)
+    found = xxhash.xxh3_128(data)
+    for tensor in map(shards.local, tensors):
+        found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        on_host = tensor.device.type == "cpu"
+        found.update(memory(on_cpu(tensor)) if on_host else digest(tensor))
+    return found.hexdigest()
 
 
 def _copied(node: Any, clone: bool) -> Any:

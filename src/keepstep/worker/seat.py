@@ -188,6 +188,7 @@ class Seat:
         self._streams = b""  # as published at the last fence
         self._objects = b""  # likewise; empty: there are none of this rank alone
         self._gradients = b""  # likewise; empty: none outlive the step
+        self._locals: dict[str, Any] = {}  # of the step, that have come from the device
         self.behind = Behind()
         self.behind_elsewhere: dict[str, dict[str, int]] = {}  # a newcomer's source's
         self.cells = Cells(models)
@@ -467,11 +468,21 @@ class Seat:
         self.page.publish(NOTE_TICK, codec.dumps_inline(note))
 
     def publish_late(
-        self, site: str, result: bytes | None, variables: bytes | None, foreseen: bool
+        self,
+        site: str,
+        result: bytes | None,
+        variables: bytes | None,
+        foreseen: bool,
+        mark: str,
     ) -> None:
         """The transaction has ended: what was not known in its fence. To the own agent, and to the
         buddy without waiting for it. `foreseen`: the result was known."""
         late: dict[str, Any] = {} if result is None else {"result": result}
+        if mark:
+            late["mark"] = mark
+        locals_, self._locals = self._locals, {}
+        if result is None and locals_:
+            late["locals"] = locals_  # it can be made again
         if variables is not None:
             late["variables"] = variables
         streams = self.streams.capture()
@@ -496,9 +507,9 @@ class Seat:
     def publish_locals(self) -> None:
         """The device has come to the fence, and so have local variables of the step that were on
         it: the rest of the step, and only that, may need them."""
-        found = self.behind.come()
-        if found:
-            self._send_late({"locals": found})
+        self._locals = self.behind.come()
+        if self._locals:
+            self._send_late({"locals": self._locals, "open": True})
 
     def _send_late(self, late: dict[str, Any]) -> None:
         tick = late_tick(self.tick + 1)

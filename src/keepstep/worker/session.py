@@ -261,8 +261,12 @@ class Session(PlainSession):
             data = late.get("result", result.data)
             if data is not None:
                 return (codec.loads_inline(data),)
-            # It was too large to be published, or is lost with the rank: a replica's stands in.
+            # It was too large to be published, or is lost with the rank. A replica's may be equal.
+            mark = late.get("mark", result.mark)
             result = tracker.results.get(site, MISSING)
+            if result is not MISSING and (not mark or results.mark(result) != mark):
+                why = "it is lost with the rank, or large and not the same on all ranks"
+                return (results.Lost(site, why),)
         if result is MISSING:
             why = tracker.unkept.get(site, "no rank had it")
             return (results.Lost(site, why),)

@@ -289,7 +289,10 @@ class Transactions:
                     seat.injector.point(point, seat.version)
                 result = function()
                 if not self._fenced:
-                    self._publish(updating=False, result=results.keep(result)[1])
+                    known = results.keep(result)[1]
+                    self._publish(
+                        updating=False, result=known if isinstance(known, bytes) else None
+                    )
                     self._meet(cuda.wait_for_queue)
                     self._update_begins()
                 self._insist()
@@ -590,19 +593,28 @@ class Transactions:
         hold, snapshot = self._hold, self._snapshot
         late = seat.variables.late()
         self._end()
-        kept, encoded, why = results.keep(result)
+        kept, found, why = results.keep(result)
         if why and site not in seat.tracker.unkept:
             seat.tracker.unkept[site] = why
             seat.warn(
                 f"the result of {site!r} cannot be carried to another process ({why}): a newcomer "
                 "whose script uses it is stopped"
             )
+        if isinstance(found, results.Coming) and not self._updating:
+            found = found.read()  # the device had come to the fence
+        encoded = found if isinstance(found, bytes) else None
+        mark = ""
+        if found is None and not why and not (self._updating and results.waits(kept)):
+            mark = results.mark(kept)
         foreseen = encoded is not None and encoded == self._result
         if site in self._foresight:
             self._foresight[site].at_end(result, encoded)
         variables = late if late is not None else self._variables
-        seat.tracker.commit(site, step, kept, encoded, variables)
-        seat.publish_late(site, encoded, late, foreseen)
+        coming = found.read if isinstance(found, results.Coming) else encoded
+        seat.tracker.commit(site, step, kept, coming, variables, mark)
+        if mark and not self._updating:
+            encoded = results.whole(kept)
+        seat.publish_late(site, encoded, late, foreseen, "" if self._updating else mark)
         version = seat.version
         if step and (version == NAMED_AT or version % NAMED_EVERY == NAMED_AT):
             for text in (*seat.variables.warnings(), *seat.variables.unknown()):

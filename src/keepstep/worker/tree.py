@@ -25,24 +25,39 @@ class Encoded(NamedTuple):
 
     data: bytes | None
     variables: bytes | None
+    mark: str = ""
 
 
 @dataclass
 class Txn:
     """`result` is encoded (results.py), and so are the script's variables as of its fence, or its
-    end (script/variables.py): both are part of every position until the level is left."""
+    end (script/variables.py): both are part of every position until the level is left. A result
+    may still be on its way from a device; of one that is too large there is a mark."""
 
     site: str
     step: bool
-    result: bytes | None = None
+    result: bytes | Callable[[], bytes] | None = None
     variables: bytes | None = None
+    mark: str = ""
 
     def tree(self) -> Tree:
-        return {"t": self.site, "s": self.step, "r": self.result, "v": self.variables}
+        return {
+            "t": self.site,
+            "s": self.step,
+            "r": self.known(),
+            "v": self.variables,
+            "m": self.mark,
+        }
+
+    def known(self) -> bytes | None:
+        if callable(self.result):
+            self.result = self.result()
+        return self.result
 
     @property
     def size(self) -> int:
-        return len(self.result or b"") + len(self.variables or b"")
+        result = b"" if callable(self.result) else self.result
+        return len(result or b"") + len(self.variables or b"")
 
 
 @dataclass(eq=False)
@@ -143,7 +158,7 @@ def level_from(tree: Tree) -> Level:
         if "scope" in item:
             frozen = level_from(item["f"]) if item["f"] else None
             return Scope(item["scope"], frozen, item["w"], item.get("v"))
-        return Txn(item["t"], item["s"], item["r"], item["v"])
+        return Txn(item["t"], item["s"], item["r"], item["v"], item.get("m", ""))
 
     return Level(
         kind=tree["kind"],
