@@ -14,6 +14,7 @@ import gc
 import itertools
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -725,3 +726,39 @@ def test_an_old_output_is_freed_between_steps() -> None:
             ks.log.append(ref())
 
     assert run(script).log[1:] == [None, None, None]
+
+
+def test_losses_that_are_tensors_with_and_without_their_graph() -> None:
+    """Also on the newcomer of a newcomer, which has them without."""
+
+    def script(ks: Rank) -> None:
+        weight = torch.ones(3, requires_grad=True)
+        history: list[torch.Tensor] = []
+        window: deque[torch.Tensor] = deque(maxlen=2)
+        total: Any = 0.0
+        for turn in range(5):
+            loss = ks.step(lambda turn=turn: (weight * turn).sum())
+            if loss is None:
+                loss = torch.tensor(3.0 * turn)
+            history.append(loss)
+            window.append(loss.detach().bfloat16())
+            total = total + loss
+            ks.log.append([x.item() for x in (*history, *window, total)])
+
+    undisturbed = check(script)
+    for number, tree in enumerate(undisturbed.trees[:-1], 1):
+        newcomer = run(script, tree)
+        for second, other in enumerate(newcomer.trees):
+            assert run(script, other).log == undisturbed.log[number + second :]
+
+
+def test_equal_tensors_are_not_taken_for_the_same() -> None:
+    def script(ks: Rank) -> None:
+        kept = [torch.zeros(1), torch.zeros(1)]
+        for turn in range(4):
+            ks.step(nothing)
+            kept[:] = [torch.zeros(1) for _ in kept]
+            kept[turn % 2] += turn
+            ks.log.append([x.item() for x in kept])
+
+    check(script)

@@ -1,5 +1,5 @@
-"""Large tensors and arrays of the script, and tensors on a device: a memory bank, a queue of keys,
-a replay buffer.
+"""Tensors and arrays of the script that are large, on a device, or in a graph: a memory bank,
+a queue of keys, a replay buffer, losses.
 
 Theory of operation
 -------------------
@@ -7,7 +7,9 @@ A script holds many large tensors that never change (its dataset) and many that 
 (batches, losses). None of them is carried; a newcomer makes them itself. One that is changed *in
 place* is state: from the first change on it is carried whole with the script's other variables, and
 copied at every entry, so that a retry finds it as it was. So is one that a step reads under a name
-that is bound to other tensors (reads.py). The script is told once what that costs.
+that is bound to other tensors (reads.py). The script is told once what that costs. Small ones are
+carried like any other value: a loss on a GPU, or one that still has its graph, which stays behind.
+A copy of what lies on a GPU is begun at the entry, and is there when it is needed.
 
     tensors     are looked at by their version counter; and by content in the first calls and now
                 and then, because `.data` and numpy's views leave the counter unchanged
@@ -31,6 +33,7 @@ import xxhash
 from keepstep.errors import UsageError
 from keepstep.worker import codec, cuda, digest
 from keepstep.worker.inputs import summed, words_of
+from keepstep.worker.script import values
 from keepstep.worker.script.nodes import Node
 from keepstep.worker.state import memory, on_cpu
 
@@ -58,6 +61,7 @@ class Record:
         self.changing = False
         self.uncounted = self.version == _UNCOUNTED  # its counter does not tell
         self.raw: Any = None
+        self.fetched: _Fetched | None = None
 
 
 class Records:
@@ -85,6 +89,7 @@ class Block(Node):
         assert record is not None
         self.record = record
         self.address = id(target)
+        self.small = isinstance(target, torch.Tensor) and target.nbytes <= values.BYTES_MAX
         self._before: Any = None
         self._bound = False  # a name that is carried leads to it
         super().__init__(graph, target, label, depth)
@@ -120,7 +125,8 @@ class Block(Node):
     def carry_all(self, graph: Graph) -> None:
         if not self._bound:
             self._bound = True
-            graph.heavy[self.label] = self.target.nbytes
+            if not self.small:
+                graph.heavy[self.label] = self.target.nbytes
             graph.touch(self)
 
     def too_large(self, graph: Graph) -> bool:
@@ -155,13 +161,14 @@ class Block(Node):
             graph.note(self, None, self._before)
         if not record.changing:
             record.changing = True
-            graph.heavy[self.label] = target.nbytes
+            if not self.small:
+                graph.heavy[self.label] = target.nbytes
         record.raw = None
         graph.in_place.add(self.label)
         graph.touch(self)
 
     def _by_content(self, target: Any) -> bool:
-        if not self.record.uncounted:
+        if not self.record.uncounted or (_waits(target) and target.is_inference()):
             return False
         return self.record.changing or target.nbytes <= HASHED_BYTES_MAX
 
@@ -176,6 +183,10 @@ class Block(Node):
         target = self.target
         if target is None:
             return
+        if self.small and self.record.raw is None and target.is_cuda:
+            fetched = self.record.fetched
+            if fetched is None or fetched.version != self.record.version:
+                self.record.fetched = _Fetched(target, self.record.version)
         first = graph.deep and target.nbytes <= COPIED_BYTES_MAX
         if self.record.changing or first or self.label in graph.in_place:
             self._before = _copy(target)
@@ -185,8 +196,15 @@ class Block(Node):
     def payload(self, graph: Graph) -> Any:
         target = self.target
         if isinstance(target, torch.Tensor):
-            return [codec.dumps_inline(on_cpu(target)), target.device.type, target.requires_grad]
+            needs_grad = target.requires_grad and target.grad_fn is None
+            return [codec.dumps_inline(self._on_host(target)), target.device.type, needs_grad]
         return [codec.dumps_inline(target), "", False]
+
+    def _on_host(self, target: torch.Tensor) -> torch.Tensor:
+        fetched, self.record.fetched = self.record.fetched, None
+        if fetched is not None and fetched.version == _version(target):
+            return fetched.read()
+        return on_cpu(target)
 
     def put_back(self, old: Any) -> None:
         if old is None:
@@ -202,12 +220,31 @@ class Block(Node):
         self.record.raw = None
 
 
+class _Fetched:
+    """A tensor on its way to the host."""
+
+    def __init__(self, target: torch.Tensor, version: int) -> None:
+        self.version = version
+        self._copy = torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
+        self._copy.copy_(target.detach(), non_blocking=True)
+        self._event = cuda.new_event()
+        cuda.record(self._event)
+
+    def read(self) -> torch.Tensor:
+        self._event.synchronize()
+        return self._copy
+
+
 def made(data: Any) -> Any:
     value = codec.loads_inline(data[0])
     if not data[1]:
         return value
     device = cuda.home if data[1] == "cuda" and cuda.home is not None else data[1]
     return value.to(device).requires_grad_(data[2])
+
+
+def _waits(target: Any) -> bool:
+    return isinstance(target, torch.Tensor) and target.device.type != "cpu"
 
 
 def _version(target: Any) -> int:

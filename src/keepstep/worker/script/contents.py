@@ -54,7 +54,7 @@ class Items(Node):
             self._scan_large(graph, size)
             return
         if last is not MISSING and last is not None:
-            if len(last) == size and _same(target, last, self.opaque):
+            if len(last) == size and _same(target, last, self.flat):
                 return
             graph.note(self, None, last)
             self.changing = True
@@ -93,7 +93,7 @@ class Items(Node):
         target = self.target
         done = 0
         grown = isinstance(target, list) and isinstance(last, list) and len(target) > len(last)
-        if grown and not self.opaque and target[: len(last)] == last:
+        if grown and not self.opaque and _same(target[: len(last)], last, self.flat):
             done = len(last)
         before: dict[Any, Node] = {}
         if not done:
@@ -168,12 +168,13 @@ class Items(Node):
             self.put_back([values.unpack(x, referred) for x in data])
 
 
-def _same(target: Any, last: Any, opaque: bool) -> bool:
-    """Of two containers of one size."""
+def _same(target: Any, last: Any, flat: bool) -> bool:
+    """Of two containers of one size. What can change in place is compared by identity: an equal
+    tensor is another one, and to compare it may wait for a device."""
     if isinstance(target, dict):
         pairs = zip(target.items(), last.items())
         return all(k is a and v is b for (k, v), (a, b) in pairs)
-    if opaque and not isinstance(target, set):  # comparing tensors is dear, and asks the device
+    if not flat and not isinstance(target, set):
         return all(map(operator.is_, target, last))
     try:
         return bool(target == last)

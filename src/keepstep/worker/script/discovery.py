@@ -126,7 +126,7 @@ class Graph:
     def _left_alone(self, node: Node) -> bool:
         """What names lead here is not carried."""
         if isinstance(node, Block):
-            return node.address not in self.read or node.too_large(self)
+            return not node.small and (node.address not in self.read or node.too_large(self))
         return isinstance(node, Holder) or (isinstance(node, Items) and node.not_plain)
 
     def _suits(self, value: Any, maker: Any) -> bool:
@@ -155,7 +155,12 @@ class Graph:
         if isinstance(value, bytearray) or id(value) in self.excluded:
             return False
         if isinstance(value, torch.Tensor):
-            if value.layout is not torch.strided or value.grad_fn is not None:
+            if value.layout is not torch.strided:
+                return False
+            # A step that reads it may go back through its graph, which cannot be carried.
+            if value.grad_fn is not None and (
+                value.nbytes > values.BYTES_MAX or id(value) in self.read
+            ):
                 return False
             return not (value.is_meta or self.known(value) or self.attached(value))
         return value.dtype.kind in "?biufc" and bool(value.flags.writeable)
