@@ -7,13 +7,14 @@ import functools
 import random
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset, TensorDataset
 
-from keepstep.worker.script import graph
+from keepstep.worker.script import frames, graph
 
 
 def streams(roots: dict[str, Any], **options: Any) -> graph.Found:
@@ -246,3 +247,19 @@ def test_every_kind_of_member_can_be_followed():
 def test_whose_code_it_is(thing: Any, whose: str):
     assert graph.origin(thing) == whose
     assert graph.user_code(thing) == (whose == "user")
+
+
+def test_what_pip_has_put_into_a_folder_of_the_search_path_is_not_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("lib/theirs/part.py", "lib/alone.py", "lib/train.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    record = tmp_path / "lib" / "theirs-1.0.dist-info" / "RECORD"
+    record.parent.mkdir()
+    record.write_text("theirs/part.py,sha256=1,0\nalone.py,,\ntheirs-1.0.dist-info/RECORD,,\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "lib"))
+    found = {name: frames.origin(str(tmp_path / "lib" / name)) for name in ("alone.py", "train.py")}
+    assert found == {"alone.py": "library", "train.py": "script"}
+    assert frames.origin(str(tmp_path / "lib/theirs/part.py")) == "library"
+    assert frames.origin(str(tmp_path / "elsewhere/alone.py")) == "script"

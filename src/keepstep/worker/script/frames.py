@@ -16,9 +16,11 @@ reach closure cells as well. A self-test at import says whether it works here (`
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
 import sysconfig
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final, Literal
 
@@ -67,9 +69,32 @@ def _find_origin(filename: str) -> Origin:
     path = os.path.abspath(filename)
     if path.startswith(_skipped[:2]):
         return "skipped"
-    if path.startswith(_libraries) or "site-packages" in path or "dist-packages" in path:
+    if path.startswith(_libraries) or installed(path):
         return "library"
     return "skipped" if path.startswith(_skipped[2:]) else "script"
+
+
+def installed(path: str) -> bool:
+    """Whether a package manager has put this file where it is: into the usual places, or into a
+    folder of the search path (`pip install --target`)."""
+    if "site-packages" in path or "dist-packages" in path:
+        return True
+    for entry in sys.path:
+        folder = os.path.abspath(entry) + os.sep
+        if path.startswith(folder):
+            first = path[len(folder) :].partition(os.sep)[0]
+            if first in _installed_into(folder):
+                return True
+    return False
+
+
+@functools.cache
+def _installed_into(folder: str) -> frozenset[str]:
+    found: set[str] = set()
+    for record in Path(folder).glob("*.dist-info/RECORD"):
+        lines = record.read_text(encoding="utf-8", errors="replace").splitlines()
+        found.update(line.partition(",")[0].partition("/")[0] for line in lines)
+    return frozenset(found)
 
 
 def script_frames(root: CodeType | None = None) -> list[FrameType]:

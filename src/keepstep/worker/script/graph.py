@@ -36,6 +36,8 @@ from typing import Any, Final
 
 import torch
 
+from keepstep.worker.script import frames
+
 OBJECTS_MAX: Final = 50_000
 DEPTH_MAX: Final = 16
 ITEMS_MAX: Final = 1024  # looked at in one container
@@ -148,7 +150,7 @@ def module_origin(name: str) -> str:
     file = vars(module).get("__file__")
     if not isinstance(file, str):
         return "installed"
-    if "/site-packages/" in file or "/dist-packages/" in file:
+    if frames.installed(file):
         return "installed"
     return "installed" if file.startswith(_foreign_places()) else "user"
 
