@@ -762,3 +762,17 @@ def test_equal_tensors_are_not_taken_for_the_same() -> None:
             ks.log.append([x.item() for x in kept])
 
     check(script)
+
+
+def test_sparse_nested_and_quantized_tensors_are_left_alone() -> None:
+    def script(ks: Rank) -> None:
+        adjacency = torch.eye(4).to_sparse()
+        kept = [adjacency, torch.eye(4).to_sparse_csr()]
+        ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        whole = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+        for turn in range(3):
+            ks.step(lambda: adjacency.to_dense().sum())
+            kept.append(adjacency)
+            ks.log.append((turn, ragged.size(0), whole.numel()))
+
+    check(script)

@@ -130,7 +130,8 @@ class _Coming:
         self._event: Any = None
         self._copies: dict[str, torch.Tensor] = {}
         for name, value in values.items():
-            if type(value) is torch.Tensor and value.is_cuda and value.nbytes <= RESULT_BYTES_MAX:
+            plain = type(value) is torch.Tensor and value.layout is torch.strided
+            if plain and value.is_cuda and value.nbytes <= RESULT_BYTES_MAX:
                 copy = torch.empty_like(value, device="cpu", pin_memory=True)
                 self._copies[name] = copy.copy_(value.detach(), non_blocking=True)
         if self._copies:
@@ -158,6 +159,8 @@ def _encoded(value: Any, more: bool) -> tuple[bytes, bool] | None:
     than a result may come of it: the newcomer cannot do without."""
     limit, away = RESULT_BYTES_MAX, False
     if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_nested:
+            return None
         away = value.device.type != "cpu"
         limit = LATE_BYTES_MAX if more else RESULT_BYTES_MAX
         if value.nbytes > limit or (away and (not more or value.device.type != "cuda")):

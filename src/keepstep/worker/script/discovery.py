@@ -142,12 +142,14 @@ class Graph:
     def _small(self, value: Any) -> bool:
         if isinstance(value, bytearray):
             return len(value) <= values.BYTES_MAX
+        if isinstance(value, torch.Tensor) and not _plain(value):
+            return False
         if value.nbytes > values.BYTES_MAX or id(value) in self.excluded:
             return False
         if isinstance(value, torch.Tensor):
             if value.device.type != "cpu" or value.grad_fn is not None or self.known(value):
                 return False
-            return value.layout is torch.strided and value.dtype is not torch.bfloat16
+            return value.dtype is not torch.bfloat16
         return value.dtype.kind in "?biufc"
 
     def _may_change(self, value: Any) -> bool:
@@ -155,7 +157,7 @@ class Graph:
         if isinstance(value, bytearray) or id(value) in self.excluded:
             return False
         if isinstance(value, torch.Tensor):
-            if value.layout is not torch.strided:
+            if not _plain(value):
                 return False
             # A step that reads it may go back through its graph, which cannot be carried.
             if value.grad_fn is not None and (
@@ -278,6 +280,11 @@ class Graph:
         assert self._packing is not None
         self._packing.refers.append(found)
         return found.number
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    """Its elements lie in memory as they are. Sparse tensors do not even know their size."""
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
 
 
 def _address(node: Node) -> int:
