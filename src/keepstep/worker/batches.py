@@ -110,6 +110,12 @@ class Loop:
                 "a step takes a batch of ks.batches behind its update",
                 hint="take it before the optimizer's update, or between steps",
             )
+        if self.tracker.finishing:
+            raise UsageError(
+                "a rank was lost behind the update of a step that takes its batches itself: the "
+                "rest of the step cannot be made by another process",
+                hint="hand batches to the step as arguments",
+            )
         if self._iterator is None:
             self._iterator = self._open()
         self._skip_to_target(self._iterator)

@@ -6,11 +6,15 @@ A rank that dies behind the fence of step T, before T has ended, takes with it w
 does after the update: its result, a counter that it raises, numbers that it draws. All others have
 T behind them, so the newcomer must get there too. What replicas share it copies; the rest it makes
 itself. It has T's arguments, because its walk stands in the call of T, and the rank has published,
-in the fence, the local variables that the function still reads. So the newcomer runs the
-function once more, alone, as in its warm-up, up to the update. There its locals, the script's
-variables, random streams and cells are set to what they were in the fence, and the function goes on
-from there to its end. Whatever that does to state that replicas share is overwritten at the next
-entry (newcomer.py).
+in the fence, the local variables that the function still reads, those of functions that it calls to
+make the update, and what waits on their value stacks. So the newcomer runs the function once more,
+alone, as in its warm-up, up to the update. There all of these, the script's variables, random
+streams and cells are set to what they were in the fence, and the function goes on from there to its
+end. Whatever that does to state that replicas share is overwritten at the next entry (newcomer.py).
+
+An object that the script's variables lead to is not published a second time: the newcomer's own is
+set in place. Of other objects that cannot be carried a script's function gets a stand-in that
+refuses to be used; a library's keeps its own (a wrapper around the optimizer).
 
 Locals are published for functions whose result could not be foreseen, or in which more happens
 behind the fence (`Behind`), and in the first call of each, of which nothing is known. Which are
@@ -23,21 +27,28 @@ newcomer so, and it is stopped.
 from __future__ import annotations
 
 import dis
+import enum
 import functools
 from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 from typing import Any, Final
 
+import numpy
 import torch
 
 from keepstep.errors import UsageError
 from keepstep.worker import codec, cuda
-from keepstep.worker.results import RESULT_BYTES_MAX, Lost, frame_of
-from keepstep.worker.script import frames
+from keepstep.worker.results import RESULT_BYTES_MAX, Lost
+from keepstep.worker.script import frames, stack, values
 
 LATE_BYTES_MAX: Final = 4 << 20  # of a tensor
 OVERHEAD_BYTES: Final = 256  # of its encoding
 RESULT: Final = "result"
+PLAIN, DEVICE, PACKED = "", "device", "packed"  # how it is encoded
+_DATA: Final = (torch.Tensor, numpy.ndarray, complex, list, tuple, dict, set, frozenset)
+
+Carried = tuple[bytes, str]
+Part = dict[str, Any]  # of one function that runs: name, values, lost
 
 
 @functools.lru_cache(maxsize=64)
@@ -56,7 +67,8 @@ def read_behind(code: CodeType, offset: int) -> frozenset[str]:
             names |= found
             if instruction.offset > offset:
                 behind |= found
-    return frozenset(names if loops else behind)
+    # Functions that are made here, and called behind, read cells.
+    return frozenset(names if loops else behind) | frozenset(code.co_cellvars)
 
 
 class Behind:
@@ -91,33 +103,34 @@ class Behind:
         code: CodeType | None,
         arguments: dict[str, Any],
         knows: Callable[[Any], bool],
-    ) -> dict[str, Any] | None:
-        """As they go into the side state, if they are needed. `knows(thing)`: it is part of what is
-        attached."""
+    ) -> list[Part] | None:
+        """As they go into the side state, if they are needed: of each function from the step's own
+        inward. `knows(thing)`: it is part of what is attached, or of the script's variables."""
         since = self._since.get(site)
         needed = since is None or bool(since)
-        frame = frame_of(code) if code is not None and needed else None
-        if frame is None:
+        running = frames.script_frames(code) if code is not None and needed else []
+        if not running:
             return None
         more = since is None or since.keys() != {RESULT}
-        given = {id(value) for value in arguments.values()}
-        values: dict[str, tuple[bytes, bool]] = {}
+        given = {id(value) for value in arguments.values() if not _scalar(value)}
+        parts: list[Part] = []
         lost: dict[str, Any] = {}
-        for name in read_behind(frame.f_code, frame.f_lasti):
-            value = frame.f_locals.get(name)
-            if name not in frame.f_locals or id(value) in given:
-                continue
-            if _same_here(value) or knows(value):
-                continue
-            data = _encoded(value, more)
-            if data is None:
-                lost[name] = value
-            else:
-                values[name] = data
+        for depth, frame in enumerate(running):
+            found = {name: x for name, x in _read(frame).items() if id(x) not in given}
+            found = {n: x for n, x in found.items() if not (_same_here(x) or knows(x))}
+            encoded = {name: _encoded(value, more) for name, value in found.items()}
+            missing = [name for name, data in encoded.items() if data is None]
+            if frames.origin(frame.f_code.co_filename) == "library":
+                missing = [name for name in missing if isinstance(found[name], torch.Tensor)]
+            lost.update({f"{depth} {name}": found[name] for name in missing})
+            values_ = {name: data for name, data in encoded.items() if data is not None}
+            parts.append(
+                {"name": frame.f_code.co_qualname, "values": values_, "lost": sorted(missing)}
+            )
         self._coming = _Coming(lost)
-        return {"values": values, "lost": sorted(lost)}
+        return parts
 
-    def come(self) -> dict[str, tuple[bytes, bool]]:
+    def come(self) -> dict[str, Carried]:
         """Of the lost ones, those that have come from the device since."""
         coming, self._coming = self._coming, None
         return coming.read() if coming is not None else {}
@@ -138,10 +151,10 @@ class _Coming:
             self._event = cuda.new_event()
             cuda.record(self._event)
 
-    def read(self) -> dict[str, tuple[bytes, bool]]:
+    def read(self) -> dict[str, Carried]:
         if self._event is None or not self._event.query():
             return {}
-        return {name: (codec.dumps_inline(copy), True) for name, copy in self._copies.items()}
+        return {name: (codec.dumps_inline(copy), DEVICE) for name, copy in self._copies.items()}
 
 
 def new_behind(since: dict[str, dict[str, int]], site: str, tick: int) -> list[str]:
@@ -149,13 +162,27 @@ def new_behind(since: dict[str, dict[str, int]], site: str, tick: int) -> list[s
     return sorted(n for n, at in since.get(site, {}).items() if n != RESULT and at == tick)
 
 
+def _read(frame: FrameType) -> dict[str, Any]:
+    """What the function still needs: local variables, and data that waits until its call returns
+    (of iterators, `with` blocks and methods the newcomer has its own)."""
+    names = read_behind(frame.f_code, frame.f_lasti)
+    found = {name: value for name, value in frames.read(frame).items() if name in names}
+    waiting = stack.operands(frame)
+    return found | {n: x for n, x in waiting.items() if _scalar(x) or isinstance(x, _DATA)}
+
+
+def _scalar(value: Any) -> bool:
+    """The same object may stand for many."""
+    return type(value) in values.SCALARS or isinstance(value, enum.Enum)
+
+
 def _same_here(value: Any) -> bool:
     """The newcomer's own function makes the same of it: functions, modules, and the like."""
     return callable(value) and not isinstance(value, torch.Tensor)
 
 
-def _encoded(value: Any, more: bool) -> tuple[bytes, bool] | None:
-    """With whether it lies on a device. Reading it there waits, so that is done only where `more`
+def _encoded(value: Any, more: bool) -> Carried | None:
+    """With how to decode it. Reading it there waits, so that is done only where `more`
     than a result may come of it: the newcomer cannot do without."""
     limit, away = RESULT_BYTES_MAX, False
     if isinstance(value, torch.Tensor):
@@ -166,28 +193,43 @@ def _encoded(value: Any, more: bool) -> tuple[bytes, bool] | None:
         if value.nbytes > limit or (away and (not more or value.device.type != "cuda")):
             return None
         value = value.detach().cpu() if away else value
+    how = DEVICE if away else PLAIN
     try:
         data = codec.dumps_inline(value)
     except UsageError:
-        return None
-    return (data, away) if len(data) <= limit + OVERHEAD_BYTES else None
+        try:
+            data, how = values.encode(values.pack(value, lambda _: None)), PACKED
+        except values.NotPlain:
+            return None
+    return (data, how) if len(data) <= limit + OVERHEAD_BYTES else None
 
 
-def _decoded(data: bytes, away: bool) -> Any:
+def _decoded(data: bytes, how: str) -> Any:
+    if how == PACKED:
+        return values.unpack(values.decode(data), _nowhere)
     value = codec.loads_inline(data)
-    return value.to(cuda.home) if away else value
+    return value.to(cuda.home) if how == DEVICE else value
 
 
-def with_locals(rest: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+def _nowhere(_: int) -> Any:
+    raise AssertionError("a local variable refers to nothing else")
+
+
+def with_locals(rest: list[Part], found: dict[str, Carried]) -> list[Part]:
     """`found` were lost, and have come after all."""
-    lost = [name for name in rest["lost"] if name not in found]
-    return {"values": {**rest["values"], **found}, "lost": lost}
+    complete: list[Part] = []
+    for depth, part in enumerate(rest):
+        came = {name: found.get(f"{depth} {name}") for name in part["lost"]}
+        more = {name: data for name, data in came.items() if data is not None}
+        lost = [name for name in part["lost"] if name not in more]
+        complete.append({**part, "values": {**part["values"], **more}, "lost": lost})
+    return complete
 
 
 class Finishing:
     """On a newcomer: one run of the function, from the fence on as the rank that is replaced."""
 
-    def __init__(self, published: dict[str, Any], site: str, at_fence: Callable[[], None]) -> None:
+    def __init__(self, published: list[Part], site: str, at_fence: Callable[[], None]) -> None:
         self._published = published
         self._site = site
         self._at_fence = at_fence
@@ -201,13 +243,23 @@ class Finishing:
         self._at_fence()
         for parameter in parameters:
             parameter.grad = None  # the update is made already
-        frame = frame_of(code) if code is not None else None
-        if frame is not None:
-            self._set(frame)
+        running = frames.script_frames(code) if code is not None else []
+        there, here = [p["name"] for p in self._published], [f.f_code.co_qualname for f in running]
+        if here != there:
+            raise UsageError(
+                f"step {self._site!r} comes to its update by {' > '.join(here)} on the newcomer, "
+                f"and by {' > '.join(there)} in the rank that is replaced",
+                hint="let the step make its update in the same place in every process",
+            )
+        for frame, part in zip(running, self._published, strict=True):
+            self._set(frame, part)
 
-    def _set(self, frame: FrameType) -> None:
-        values = {n: _decoded(*x) for n, x in self._published["values"].items()}
-        for name in self._published["lost"]:
+    def _set(self, frame: FrameType, part: Part) -> None:
+        found = {name: _decoded(*data) for name, data in part["values"].items()}
+        for name in part["lost"]:
             why = "it is a local variable that cannot be carried to another process"
-            values[name] = Lost(f"{self._site} ({name})", why)
-        frames.write(frame, values)
+            found[name] = Lost(f"{self._site} ({name})", why)
+        waiting = {name for name in found if name.startswith(stack.OPERAND)}
+        for name in waiting:
+            stack.set_operand(frame, name, found.pop(name))
+        frames.write(frame, found)

@@ -72,7 +72,7 @@ class Newcomer:
         self._walking: dict[str, Any] | None = None  # side state for the end of the walk
         self._note: dict[str, Any] | None = None  # what it noted when it began the next one
         self.late: dict[str, Any] = {}  # what the rank added to it when its transaction had ended
-        self._ended = False  # it had
+        self.ended = False  # it had
         self._locals: dict[str, Any] = {}  # of the function, if it had not
         self._arrived_ns = 0
         self._warm_up_runs = 0
@@ -140,13 +140,14 @@ class Newcomer:
 
     def walked(self, site: str, function: Any, seen: Encoded) -> tuple[Any] | None:
         """The last transaction of the walk returns, as it returned in the rank that is replaced.
-        Gives its result where this process has had to make the rest of it."""
+        Gives its result where this process has had to make it: with all the rest, or, if the rank
+        had `ended` the step, and said what else came of it, the result alone."""
         side, self._walking = self._walking, None
         if side is None:
             return None
-        seat, rest = self.seat, side["rest"]
+        seat, rest, made = self.seat, side["rest"], None
         known = seen.data is not None or "result" in self.late
-        if rest is not None and not (self._ended and known):
+        if isinstance(rest, list) and not (self.ended and known):
             rest = with_locals(rest, self._locals)
             stack = script_frames()
 
@@ -155,21 +156,21 @@ class Newcomer:
                 if seen.variables is not None:
                     seat.variables.restore(seen.variables, stack)
 
-            ended = self._finish(
+            made = self._finish(
                 function,
                 Finishing(rest, site, at_fence),
-                raises=not self._ended and bool(side["late"]),
-                refuses=not self._ended and not known,
+                raises=not self.ended and bool(side["late"]),
+                refuses=not self.ended and not known,
             )
-            if ended is not None:
+            if made is not None and not self.ended:
                 self.put_rebuilt()
                 self._alone = groups.alone_operations()
-                return ended
-        if not self._ended:
+                return made
+        if not self.ended:
             self._refuse_unknown(site, side)
         seat.apply_side_state(side, self.late)
         self._alone = groups.alone_operations()
-        return None
+        return made
 
     def _refuse_unknown(self, site: str, side: dict[str, Any]) -> None:
         """The rank was lost behind the update, and its newcomer could not make the rest."""
@@ -464,7 +465,7 @@ class Newcomer:
         if data is not None:
             self.seat.page.publish(late_tick(copy.tick), data)
         self._locals = late.pop("locals", {})
-        self._ended = data is not None and not late.pop("open", False)
+        self.ended = data is not None and not late.pop("open", False)
         return late
 
     def _fetch_note(self, copy: m.Copy) -> dict[str, Any] | None:

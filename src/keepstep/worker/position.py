@@ -71,6 +71,7 @@ class Tracker:
         self.replay: Replay | None = None
         self.in_txn = False
         self.behind_fence = False
+        self.finishing = False  # a newcomer makes the rest of a step that others have behind them
         self.results: dict[str, Any] = {}  # newest of every step and section, by site
         self.unkept: dict[str, str] = {}  # site -> why its result cannot travel
         self._siblings_to_skip = 0
@@ -140,6 +141,12 @@ class Tracker:
             level.log.pop()
             if step and frozen is not None:
                 frozen.frozen = self_frozen
+
+    def learned(self, result: bytes | Callable[[], bytes] | None, variables: bytes | None) -> None:
+        """On a newcomer: what has become known of the last transaction since it was published."""
+        entry = self.stack[-1].log[-1] if self.stack[-1].log else None
+        if isinstance(entry, Txn):
+            entry.result, entry.variables = result, variables
 
     def commit(
         self,

@@ -19,6 +19,7 @@ already (`return loss.detach()`). `Foresight` learns which one, and the fence pu
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from types import CodeType, FrameType
 from typing import Any, Final
 
@@ -56,7 +57,7 @@ class Lost:
 
 
 _USES = """bool float int len iter next getitem setitem contains call add radd sub rsub mul rmul
-truediv rtruediv lt le gt ge format index neg abs"""
+truediv rtruediv lt le gt ge eq ne format index neg abs"""
 for _name in _USES.split():
     setattr(Lost, f"__{_name}__", Lost._refuse)
 
@@ -88,6 +89,7 @@ def keep(result: Any) -> tuple[Any, bytes | Coming | None, str]:
     size, away = _survey(result)
     try:
         if away or size > RESULT_BYTES_MAX:
+            codec.dumps(result)  # what cannot be, is refused here
             kept = _copied(result, clone=size <= RESULT_BYTES_MAX)
             tensors = codec.dumps(kept)[1]
             comes = size <= RESULT_BYTES_MAX and all(map(_comes, tensors))
@@ -132,7 +134,10 @@ def _copied(node: Any, clone: bool) -> Any:
     if isinstance(node, torch.Tensor):
         return node.detach().clone() if clone else node.detach()
     if isinstance(node, dict):
-        return type(node)((key, _copied(value, clone)) for key, value in node.items())
+        pairs = {key: _copied(value, clone) for key, value in node.items()}
+        if isinstance(node, defaultdict):
+            return defaultdict(node.default_factory, pairs)
+        return type(node)(pairs)
     if isinstance(node, list | tuple):
         return type(node)(_copied(item, clone) for item in node)
     return node

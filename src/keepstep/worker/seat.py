@@ -395,7 +395,7 @@ class Seat:
         position: Any = None,
         result: bytes | None = None,
         variables: bytes | None = None,
-        rest: dict[str, Any] | None = None,
+        rest: list[dict[str, Any]] | None = None,
     ) -> bytes:
         """Version tick+1 of what only this rank has, as it will be if the fence passes.
         `updating`: an optimizer is about to use up the gradients."""
@@ -501,14 +501,14 @@ class Seat:
         """On a newcomer: what its rank knew of its step functions."""
         self.behind.load(side.get("behind", {}))
         changed = [BEHIND[name] for name in late if name in BEHIND]
-        if changed:
+        if changed and "site" in side:
             self.behind.note(side["site"], changed, True, side["tick"])
 
     def publish_locals(self) -> None:
         """The device has come to the fence, and so have local variables of the step that were on
         it: the rest of the step, and only that, may need them."""
         self._locals = self.behind.come()
-        if self._locals:
+        if self._locals and not self.aborted():
             self._send_late({"locals": self._locals, "open": True})
 
     def _send_late(self, late: dict[str, Any]) -> None:
@@ -603,7 +603,7 @@ class Seat:
         site: str,
         result: bytes | None,
         variables: bytes,
-        rest: dict[str, Any] | None,
+        rest: list[dict[str, Any]] | None,
     ) -> None:
         """The last backward pass of a step begins."""
         address = self.channel.buddy

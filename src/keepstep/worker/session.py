@@ -37,6 +37,11 @@ FIRST_FENCE_TIMEOUT_S = 7 * 86_400.0  # who keeps the others waiting is found by
 CONTAINER_ITEMS_MAX = 256
 
 
+def _to_carry(result: Any) -> Any:
+    found = results.keep(result)[1]
+    return found.read if isinstance(found, results.Coming) else found
+
+
 class _Call:
     """The user's function with its arguments. A retry must find the containers among them as they
     were (`batch.pop("labels")`); tensors are not copied."""
@@ -247,18 +252,24 @@ class Session(PlainSession):
             return MISSING
         result = answer[0]
         late: dict[str, Any] = {}
+        made: tuple[Any] | None = None
         if isinstance(result, Encoded):
             if tracker.replay is None and self._newcomer is not None:
-                ended = self._newcomer.walked(site, function, result)
-                if ended is not None:
-                    return ended
+                made = self._newcomer.walked(site, function, result)
                 late = self._newcomer.late
+                if made is not None and not self._newcomer.ended:
+                    tracker.learned(_to_carry(made[0]), result.variables)
+                    return made
             variables = late.get("variables", result.variables)
             if variables is not None:
                 self._seat.variables.restore(variables, script_frames())
             if tracker.replay is None and self._newcomer is not None:
                 self._newcomer.put_rebuilt()
             data = late.get("result", result.data)
+            if made is not None or "result" in late or "variables" in late:
+                tracker.learned(_to_carry(made[0]) if made is not None else data, variables)
+            if made is not None:
+                return made
             if data is not None:
                 return (codec.loads_inline(data),)
             # It was too large to be published, or is lost with the rank. A replica's may be equal.

@@ -425,19 +425,25 @@ class Transactions:
             rest=self._rest() if self._updating else None,
         )
 
-    def _rest(self) -> dict[str, Any] | None:
+    def _rest(self) -> list[dict[str, Any]] | None:
         """What the newcomer of a rank that is lost behind this fence needs to finish the step."""
         call = self._function
         code, arguments = getattr(call, "code", None), getattr(call, "arguments", {})
-        return self.seat.behind.locals_of(self.running, code, arguments, self.seat.knows)
+
+        def knows(thing: Any) -> bool:
+            return self.seat.knows(thing) or self.seat.variables.hold(thing)
+
+        return self.seat.behind.locals_of(self.running, code, arguments, knows)
 
     def finish(self, function: Any, finishing: Finishing) -> Any:
         """On a newcomer: the last step, of which all others have seen the end."""
         self._function, self._finishing = function, finishing
         self.warming, self.running = True, "the rest of a step"
+        self.seat.tracker.finishing = True
         try:
             return function()
         finally:
+            self.seat.tracker.finishing = False
             self._function = self._finishing = None
             self.warming, self.running = False, ""
 

@@ -89,7 +89,7 @@ class Block(Node):
         assert record is not None
         self.record = record
         self.address = id(target)
-        self.small = isinstance(target, torch.Tensor) and target.nbytes <= values.BYTES_MAX
+        self.small = _small(graph, target)
         self._before: Any = None
         self._bound = False  # a name that is carried leads to it
         super().__init__(graph, target, label, depth)
@@ -163,12 +163,12 @@ class Block(Node):
             record.changing = True
             if not self.small:
                 graph.heavy[self.label] = target.nbytes
-        record.raw = None
+        record.raw = record.fetched = None
         graph.in_place.add(self.label)
         graph.touch(self)
 
     def _by_content(self, target: Any) -> bool:
-        if not self.record.uncounted or (_waits(target) and target.is_inference()):
+        if not self.record.uncounted:
             return False
         return self.record.changing or target.nbytes <= HASHED_BYTES_MAX
 
@@ -183,7 +183,7 @@ class Block(Node):
         target = self.target
         if target is None:
             return
-        if self.small and self.record.raw is None and target.is_cuda:
+        if self.small and self.record.raw is None and target.is_cuda and not self.record.uncounted:
             fetched = self.record.fetched
             if fetched is None or fetched.version != self.record.version:
                 self.record.fetched = _Fetched(target, self.record.version)
@@ -220,6 +220,13 @@ class Block(Node):
         self.record.raw = None
 
 
+def _small(graph: Graph, target: Any) -> bool:
+    """To be carried by its value. A view of what is carried itself is set along with that."""
+    if not isinstance(target, torch.Tensor) or target.nbytes > values.BYTES_MAX:
+        return False
+    return target._base is None or id(target._base) not in graph.nodes
+
+
 class _Fetched:
     """A tensor on its way to the host."""
 
@@ -241,10 +248,6 @@ def made(data: Any) -> Any:
         return value
     device = cuda.home if data[1] == "cuda" and cuda.home is not None else data[1]
     return value.to(device).requires_grad_(data[2])
-
-
-def _waits(target: Any) -> bool:
-    return isinstance(target, torch.Tensor) and target.device.type != "cpu"
 
 
 def _version(target: Any) -> int:

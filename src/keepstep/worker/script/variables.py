@@ -184,6 +184,13 @@ class Variables:
             for name in heavy
         ]
 
+    def hold(self, thing: Any) -> bool:
+        """A container or object that variables lead to, and that is set in place."""
+        if isinstance(thing, torch.Tensor):
+            return False
+        node = self._graph.nodes.get(id(thing))
+        return node is not None and node.target is thing and node.kind not in ("blob", "block")
+
     def heavy(self) -> dict[str, int]:
         """Sizes of what is carried whole."""
         return self._graph.heavy
