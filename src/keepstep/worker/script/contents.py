@@ -63,12 +63,8 @@ class Items(Node):
         self.last = target.copy()
         if self.not_plain and self.changing:
             graph.left.setdefault(self)
-        if self.carried and (self.opaque or self._holds_graphs()):
+        if self.opaque and self.carried:
             graph.fleeting.setdefault(self)
-
-    def _holds_graphs(self) -> bool:
-        found = (node.target for node in self.children.values() if node.kind == "block")
-        return any(getattr(target, "grad_fn", None) is not None for target in found)
 
     def wake(self, graph: Graph) -> None:
         self.scan(graph)
