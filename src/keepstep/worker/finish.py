@@ -182,8 +182,8 @@ def _same_here(value: Any) -> bool:
 
 
 def _encoded(value: Any, more: bool) -> Carried | None:
-    """With how to decode it. Reading it there waits, so that is done only where `more`
-    than a result may come of it: the newcomer cannot do without."""
+    """With how to decode it. To read what lies on a device is to wait for it, so that is done only
+    where `more` than a result may come of it: the newcomer cannot do without."""
     limit, away = RESULT_BYTES_MAX, False
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_nested:

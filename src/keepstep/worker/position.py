@@ -142,11 +142,16 @@ class Tracker:
             if step and frozen is not None:
                 frozen.frozen = self_frozen
 
-    def learned(self, result: bytes | Callable[[], bytes] | None, variables: bytes | None) -> None:
+    def learned(
+        self,
+        result: bytes | Callable[[], bytes] | None,
+        variables: bytes | None,
+        mark: str = "",
+    ) -> None:
         """On a newcomer: what has become known of the last transaction since it was published."""
         entry = self.stack[-1].log[-1] if self.stack[-1].log else None
         if isinstance(entry, Txn):
-            entry.result, entry.variables = result, variables
+            entry.result, entry.variables, entry.mark = result, variables, mark
 
     def commit(
         self,

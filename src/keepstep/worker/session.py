@@ -267,7 +267,9 @@ class Session(PlainSession):
                 self._newcomer.put_rebuilt()
             data = late.get("result", result.data)
             if made is not None or "result" in late or "variables" in late:
-                tracker.learned(_to_carry(made[0]) if made is not None else data, variables)
+                small = data if data is None or len(data) <= results.RESULT_BYTES_MAX else None
+                found = _to_carry(made[0]) if made is not None else small
+                tracker.learned(found, variables, late.get("mark", ""))
             if made is not None:
                 return made
             if data is not None:
