@@ -86,13 +86,6 @@ def test_a_loop_around_the_fence_may_read_everything_again() -> None:
     assert "first" in read_behind(looping.__code__, offset)
 
 
-def test_parameters_lose_their_gradients_at_the_fence() -> None:
-    parameter = torch.nn.Parameter(torch.ones(2))
-    parameter.grad = torch.ones(2)
-    Finishing([], "train", lambda: None).fence(None, [parameter])
-    assert parameter.grad is None
-
-
 def test_lost_objects_refuse_use() -> None:
     from keepstep.worker.results import Lost
 
@@ -252,3 +245,104 @@ def test_an_update_in_another_function_is_refused() -> None:
     newcomer = Case(dead.published)
     with pytest.raises(UsageError, match="comes to its update by"):
         newcomer.run(by_another_name, torch.ones(2))
+
+
+class Lying:
+    """A step that works behind its fence on views of a weight, and of a table."""
+
+    def __init__(self, start: float) -> None:
+        self.weight = torch.nn.Parameter(torch.full((2, 3), start))
+        self.table = torch.zeros(4, 2)
+        self.optimizer = torch.optim.SGD([self.weight], lr=1.0)
+        self.published: Any = None
+        self.finishing: Finishing | None = None
+
+    def lying_with(self, tensor: torch.Tensor) -> Any:
+        address = tensor.untyped_storage().data_ptr()
+        for name in ("weight", "table"):
+            other = getattr(self, name)
+            if other.untyped_storage().data_ptr() == address:
+                return [name], other.detach()
+        return None
+
+    def reach(self, name: list[str]) -> Any:
+        return getattr(self, name[0]).detach()
+
+    def fence(self) -> None:
+        code = Lying.train.__code__
+        if self.finishing is not None:
+            self.finishing.fence(code, [self.weight])
+            self.finishing.before_update(self.optimizer)
+        else:
+            given = {"self": self}
+            behind = Behind()
+            self.published = behind.locals_of(
+                "train", code, given, lambda _: False, self.lying_with
+            )
+
+    def train(self, i: int) -> Any:
+        row, column = self.table[i], self.weight.data[:, 1]
+        parts = {"views": [self.weight.data, (column, i)]}
+        copy = column.clone()
+        self.weight.sum().backward()
+        self.fence()
+        self.optimizer.step()
+        if self.finishing is not None:
+            self.finishing.after_update(self.optimizer)
+        row += column
+        return column - copy, parts["views"][0].sum(), parts["views"][1][0].sum()
+
+
+def test_views_of_weights_and_tables_are_views_on_the_newcomer_too() -> None:
+    dead, newcomer = Lying(5.0), Lying(7.0)
+    expected = dead.train(3)
+    with torch.no_grad():
+        newcomer.weight.fill_(4.0)  # as after the update
+    newcomer.finishing = Finishing(dead.published, "train", lambda: None, newcomer.reach)
+    found = newcomer.train(0)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert torch.equal(newcomer.table, dead.table)
+
+
+def test_gradients_of_a_step_that_is_finished_are_lost_and_refuse_to_be_read() -> None:
+    newcomer = Lying(7.0)
+    newcomer.finishing = Finishing([], "train", lambda: None)
+    newcomer.finishing.fence(None, [newcomer.weight])
+    newcomer.finishing.before_update(newcomer.optimizer)
+    newcomer.optimizer.step()
+    assert newcomer.weight.grad is None and torch.equal(newcomer.weight, torch.full((2, 3), 7.0))
+    newcomer.finishing.after_update(newcomer.optimizer)
+    assert newcomer.weight.grad is not None
+    with pytest.raises(UsageError, match="behind its update"):
+        newcomer.weight.grad.norm()
+    newcomer.optimizer.zero_grad(set_to_none=False)
+    assert torch.equal(newcomer.weight.grad, torch.zeros(2, 3))
+    newcomer.finishing.after_update(newcomer.optimizer)
+    newcomer.finishing.end([newcomer.weight])
+    assert torch.equal(newcomer.weight.grad, torch.zeros(2, 3)), "what the step has set stays"
+
+
+def test_gradients_of_inputs_are_lost_as_well() -> None:
+    def step(x: torch.Tensor) -> Any:
+        hidden = x * 2
+        hidden.retain_grad()
+        (hidden * 3).sum().backward()
+        fence(x)
+        return hidden, x
+
+    published: Any = Behind().locals_of  # a rank's, and then a newcomer's
+    parts: Any = None
+    finishing: Finishing | None = None
+
+    def fence(x: torch.Tensor) -> None:
+        nonlocal parts
+        if finishing is None:
+            parts = published("train", step.__code__, {"x": x}, lambda _: False)
+        else:
+            finishing.fence(step.__code__, [], [x])
+
+    step(torch.ones(2, requires_grad=True))
+    finishing = Finishing(parts, "train", lambda: None)
+    for tensor in step(torch.ones(2, requires_grad=True)):
+        with pytest.raises(UsageError, match="behind its update"):
+            tensor.grad.sign()

@@ -776,3 +776,92 @@ def test_sparse_nested_and_quantized_tensors_are_left_alone() -> None:
             ks.log.append((turn, ragged.size(0), whole.numel()))
 
     check(script)
+
+
+# --------------------------------------------------------------------------------- shared memory
+
+
+def test_rows_of_a_bank_are_part_of_it() -> None:
+    def script(ks: Rank) -> None:
+        bank, large = torch.zeros(4, 3), torch.zeros(300, 100)
+        for i in range(6):
+            row, wide = bank[i % 4], large[i]
+            ks.step(nothing)
+            row.add_(i + 1)
+            wide.add_(i + 1)
+            ks.log.append((bank.tolist(), row.tolist(), large.sum().item()))
+
+    check(script)
+
+
+def test_halves_of_a_table_that_is_bound_anew() -> None:
+    def script(ks: Rank) -> None:
+        low = high = table = torch.zeros(2)
+        for i in range(6):
+            if i % 3 == 0:
+                table = torch.full((6,), float(i))
+                low, high = table[:4], table[2:]
+            ks.step(nothing)
+            low += 1
+            high *= 2
+            ks.log.append((table.tolist(), low.tolist(), high.tolist()))
+
+    check(script)
+
+
+def test_views_whose_base_has_no_name() -> None:
+    def script(ks: Rank) -> None:
+        low = high = torch.zeros(2)
+        for i in range(6):
+            if i % 3 == 0:
+                both = torch.full((7,), float(i))
+                low, high = both[1:5], both[3:]
+                del both
+            ks.step(nothing)
+            low += 1
+            high *= 2
+            ks.log.append((low.tolist(), high.tolist()))
+
+    check(script)
+
+
+def test_an_array_over_the_memory_of_a_tensor() -> None:
+    def script(ks: Rank) -> None:
+        counts = torch.zeros(6)
+        for i in range(6):
+            if i == 3:
+                counts = torch.ones(6)
+            column, matrix = counts.numpy()[::2], counts.view(2, 3).t()
+            ks.step(nothing)
+            column += i
+            matrix[1] -= 1
+            ks.log.append((counts.tolist(), column.tolist(), matrix.tolist()))
+
+    check(script)
+
+
+def test_views_of_numpy_arrays_and_of_another_type() -> None:
+    def script(ks: Rank) -> None:
+        table = numpy.zeros((4, 2), dtype=numpy.float32)
+        bits = torch.zeros(4)
+        for i in range(5):
+            row, words = table[i % 4], bits.view(torch.int32)
+            ks.step(nothing)
+            row += i
+            words += i
+            ks.log.append((table.tolist(), bits.tolist(), words.tolist()))
+
+    check(script)
+
+
+def test_tensors_that_share_nothing_stay_apart() -> None:
+    def script(ks: Rank) -> None:
+        first = torch.zeros(4)
+        second = first[:2]
+        for _ in range(5):
+            ks.step(nothing)
+            first = first + 1  # from here on no view leads to it
+            second.add_(1)
+            ks.log.append((first.tolist(), second.tolist()))
+
+    check(script)

@@ -13,8 +13,11 @@ streams and cells are set to what they were in the fence, and the function goes 
 end. Whatever that does to state that replicas share is overwritten at the next entry (newcomer.py).
 
 An object that the script's variables lead to is not published a second time: the newcomer's own is
-set in place. Of other objects that cannot be carried a script's function gets a stand-in that
-refuses to be used; a library's keeps its own (a wrapper around the optimizer).
+set in place. Of a tensor that lies in the memory of a weight, or of a variable (`row = bank[3]`),
+only where it lies is published, and the newcomer's is a view of its own weight or variable. Of
+other objects that cannot be carried a script's function gets a stand-in that refuses to be used; a
+library's keeps its own (a wrapper around the optimizer). Stand-ins take the place of gradients too,
+those of weights and those of inputs: nobody has them any more.
 
 Locals are published for functions whose result could not be foreseen, or in which more happens
 behind the fence (`Behind`), and in the first call of each, of which nothing is known. Which are
@@ -38,17 +41,21 @@ import torch
 
 from keepstep.errors import UsageError
 from keepstep.worker import codec, cuda
-from keepstep.worker.results import RESULT_BYTES_MAX, Lost
-from keepstep.worker.script import frames, stack, values
+from keepstep.worker.results import RESULT_BYTES_MAX, Lost, LostGradient
+from keepstep.worker.script import frames, sharing, stack, values
 
 LATE_BYTES_MAX: Final = 4 << 20  # of a tensor
 OVERHEAD_BYTES: Final = 256  # of its encoding
 RESULT: Final = "result"
-PLAIN, DEVICE, PACKED = "", "device", "packed"  # how it is encoded
+PLAIN, DEVICE, PACKED, LYING = "", "device", "packed", "lying"  # how it is encoded
+_LIES: Final = "keepstep/lies"
 _DATA: Final = (torch.Tensor, numpy.ndarray, complex, list, tuple, dict, set, frozenset)
 
 Carried = tuple[bytes, str]
 Part = dict[str, Any]  # of one function that runs: name, values, lost
+# Who else lies in a tensor's memory, and its name (seat.py).
+LyingWith = Callable[[torch.Tensor], "tuple[list[Any], Any] | None"]
+Reach = Callable[[list[Any]], Any]
 
 
 @functools.lru_cache(maxsize=64)
@@ -103,6 +110,7 @@ class Behind:
         code: CodeType | None,
         arguments: dict[str, Any],
         knows: Callable[[Any], bool],
+        lying_with: LyingWith = lambda _: None,
     ) -> list[Part] | None:
         """As they go into the side state, if they are needed: of each function from the step's own
         inward. `knows(thing)`: it is part of what is attached, or of the script's variables."""
@@ -118,7 +126,7 @@ class Behind:
         for depth, frame in enumerate(running):
             found = {name: x for name, x in _read(frame).items() if id(x) not in given}
             found = {n: x for n, x in found.items() if not (_same_here(x) or knows(x))}
-            encoded = {name: _encoded(value, more) for name, value in found.items()}
+            encoded = {name: _encoded(value, more, lying_with) for name, value in found.items()}
             missing = [name for name, data in encoded.items() if data is None]
             if frames.origin(frame.f_code.co_filename) == "library":
                 missing = [name for name in missing if isinstance(found[name], torch.Tensor)]
@@ -143,7 +151,7 @@ class _Coming:
         self._event: Any = None
         self._copies: dict[str, torch.Tensor] = {}
         for name, value in values.items():
-            plain = type(value) is torch.Tensor and value.layout is torch.strided
+            plain = _plain(value)
             if plain and value.is_cuda and value.nbytes <= RESULT_BYTES_MAX:
                 copy = torch.empty_like(value, device="cpu", pin_memory=True)
                 self._copies[name] = copy.copy_(value.detach(), non_blocking=True)
@@ -181,9 +189,19 @@ def _same_here(value: Any) -> bool:
     return callable(value) and not isinstance(value, torch.Tensor)
 
 
-def _encoded(value: Any, more: bool) -> Carried | None:
+def _plain(value: Any) -> bool:
+    return type(value) is torch.Tensor and value.layout is torch.strided and not value.is_nested
+
+
+def _encoded(value: Any, more: bool, lying_with: LyingWith) -> Carried | None:
     """With how to decode it. To read what lies on a device is to wait for it, so that is done only
     where `more` than a result may come of it: the newcomer cannot do without."""
+    try:
+        told = _told(value, lying_with)
+        if told is not value:
+            return codec.dumps_inline(told), LYING
+    except (LookupError, UsageError):
+        return None
     limit, away = RESULT_BYTES_MAX, False
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_nested:
@@ -204,11 +222,79 @@ def _encoded(value: Any, more: bool) -> Carried | None:
     return (data, how) if len(data) <= limit + OVERHEAD_BYTES else None
 
 
-def _decoded(data: bytes, how: str) -> Any:
+def _told(value: Any, lying_with: LyingWith) -> Any:
+    """With the places of tensors that lie in the memory of others; itself, if there are none."""
+    if isinstance(value, torch.Tensor):
+        other = lying_with(value) if value.layout is torch.strided else None
+        if other is None:
+            return value
+        name, target = other
+        there, here = sharing.place(target), sharing.place(value)
+        if there is None or here is None or not _plain(value.data):
+            raise LookupError
+        like = [list(value.shape), value.dtype, value.requires_grad]
+        return {_LIES: [name, here[1] - there[1], sharing.layout(value), *like]}
+    if type(value) is dict:
+        told = {key: _told(item, lying_with) for key, item in value.items()}
+        return told if any(told[key] is not value[key] for key in told) else value
+    if type(value) in (list, tuple):
+        items = [_told(item, lying_with) for item in value]
+        changed = any(told is not item for told, item in zip(items, value))
+        return type(value)(items) if changed else value
+    return value
+
+
+def _found(told: Any, reach: Reach) -> Any:
+    """The same in this process."""
+    if type(told) is dict and _LIES in told:
+        name, offset, steps, shape, dtype, needs_grad = told[_LIES]
+        target = reach(name)
+        like = torch.empty(shape, dtype=dtype, device="meta")
+        if isinstance(target, torch.Tensor) and offset == 0 and _alike(target, like, steps):
+            return target
+        found = sharing.Memory(target, 0).view(offset, steps, like)
+        return found.requires_grad_(needs_grad)
+    if type(told) is dict:
+        return {key: _found(item, reach) for key, item in told.items()}
+    if type(told) in (list, tuple):
+        return type(told)(_found(item, reach) for item in told)
+    return told
+
+
+def _alike(one: torch.Tensor, like: torch.Tensor, steps: list[int]) -> bool:
+    if type(one) is not torch.Tensor or one.grad_fn is not None:
+        return False
+    return one.shape == like.shape and one.dtype == like.dtype and sharing.layout(one) == steps
+
+
+def _decoded(data: bytes, how: str, reach: Reach) -> Any:
     if how == PACKED:
         return values.unpack(values.decode(data), _nowhere)
     value = codec.loads_inline(data)
+    if how == LYING:
+        return _found(value, reach)
     return value.to(cuda.home) if how == DEVICE else value
+
+
+def _tensors(values_: Iterable[Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in values_:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, dict | list | tuple):
+            found += _tensors(value.values() if isinstance(value, dict) else value)
+    return found
+
+
+def _lose_gradient(tensor: Any, mine: Any) -> None:
+    """It has one there if the newcomer's own has."""
+    graded = isinstance(mine, torch.Tensor) and (mine.is_leaf or mine.retains_grad)
+    if graded and mine.grad is not None and isinstance(tensor, torch.Tensor):
+        tensor.grad = LostGradient.of(tensor)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _nowhere(_: int) -> Any:
@@ -229,20 +315,36 @@ def with_locals(rest: list[Part], found: dict[str, Carried]) -> list[Part]:
 class Finishing:
     """On a newcomer: one run of the function, from the fence on as the rank that is replaced."""
 
-    def __init__(self, published: list[Part], site: str, at_fence: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        published: list[Part],
+        site: str,
+        at_fence: Callable[[], None],
+        reach: Reach = lambda _: None,
+    ) -> None:
         self._published = published
         self._site = site
         self._at_fence = at_fence
+        self._reach = reach
         self.reached = False
+        self._hidden: list[torch.nn.Parameter] = []
 
-    def fence(self, code: CodeType | None, parameters: list[torch.nn.Parameter]) -> None:
-        """Called where the first update begins."""
+    def fence(
+        self,
+        code: CodeType | None,
+        parameters: list[torch.nn.Parameter],
+        arguments: Iterable[Any] = (),
+    ) -> None:
+        """Called where the first update begins. `arguments` of the step."""
         if self.reached:
             return
         self.reached = True
         self._at_fence()
         for parameter in parameters:
-            parameter.grad = None  # the update is made already
+            if parameter.requires_grad:
+                parameter.grad = LostGradient.of(parameter)
+        for tensor in _tensors(arguments):
+            _lose_gradient(tensor, tensor)
         running = frames.script_frames(code) if code is not None else []
         there, here = [p["name"] for p in self._published], [f.f_code.co_qualname for f in running]
         if here != there:
@@ -254,11 +356,41 @@ class Finishing:
         for frame, part in zip(running, self._published, strict=True):
             self._set(frame, part)
 
+    def before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """The update is made already: without gradients it changes nothing."""
+        self._exchange(_parameters(optimizer))
+
+    def after_update(self, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in self._hidden:
+            if parameter.grad is None:
+                parameter.grad = LostGradient.of(parameter)
+        self._hidden = []
+
+    def end(self, parameters: list[torch.nn.Parameter]) -> None:
+        self._exchange(parameters)
+        self._hidden = []
+
+    def _exchange(self, parameters: list[torch.nn.Parameter]) -> None:
+        for parameter in parameters:
+            if type(parameter.grad) is LostGradient:
+                parameter.grad = None
+                self._hidden.append(parameter)
+
     def _set(self, frame: FrameType, part: Part) -> None:
-        found = {name: _decoded(*data) for name, data in part["values"].items()}
-        for name in part["lost"]:
+        found: dict[str, Any] = {}
+        lost = list(part["lost"])
+        for name, data in part["values"].items():
+            try:
+                encoded, how = data
+                found[name] = _decoded(encoded, how, self._reach)
+            except (LookupError, ValueError):  # what it is a view of is not here
+                lost.append(name)
+        for name in lost:
             why = "it is a local variable that cannot be carried to another process"
             found[name] = Lost(f"{self._site} ({name})", why)
+        mine = frames.read(frame)
+        for name, value in found.items():
+            _lose_gradient(value, mine.get(name))
         waiting = {name for name in found if name.startswith(stack.OPERAND)}
         for name in waiting:
             stack.set_operand(frame, name, found.pop(name))

@@ -158,7 +158,7 @@ class Newcomer:
 
             made = self._finish(
                 function,
-                Finishing(rest, site, at_fence),
+                Finishing(rest, site, at_fence, lambda name: seat.reach(name, stack)),
                 raises=not self.ended and bool(side["late"]),
                 refuses=not self.ended and not known,
             )

@@ -18,7 +18,9 @@ already (`return loss.detach()`). `Foresight` learns which one, and the fence pu
 
 from __future__ import annotations
 
+import math
 import sys
+import weakref
 from collections import defaultdict
 from types import CodeType, FrameType
 from typing import Any, Final
@@ -60,6 +62,64 @@ _USES = """bool float int len iter next getitem setitem contains call add radd s
 truediv rtruediv lt le gt ge eq ne format index neg abs"""
 for _name in _USES.split():
     setattr(Lost, f"__{_name}__", Lost._refuse)
+
+
+class LostGradient(torch.Tensor):
+    """Stands in for a gradient of the rank that is replaced, in a step whose update is made: it has
+    one there, and nobody knows it any more."""
+
+    @staticmethod
+    def of(parameter: torch.Tensor) -> LostGradient:
+        nothing = torch.full((), math.nan, dtype=parameter.dtype, device=parameter.device)
+        made = nothing.expand(parameter.shape).as_subclass(LostGradient)
+        made.__dict__["owner"] = weakref.ref(parameter)
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name in ("zero_", "_foreach_zero_"):  # zero_grad(set_to_none=False)
+            for one in args[0] if isinstance(args[0], list | tuple) else args[:1]:
+                cls._zero(one)
+            return None
+        if name in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise UsageError(
+            "a step reads gradients behind its update, on a newcomer of a rank that was lost there "
+            f"(Tensor.{name})",
+            hint="read gradients, and their norm, before optimizer.step()",
+        )
+
+    @staticmethod
+    def _zero(one: torch.Tensor) -> None:
+        if not isinstance(one, LostGradient):
+            one.zero_()
+            return
+        parameter = one.__dict__["owner"]()
+        if parameter is not None and parameter.grad is one:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+_METADATA = frozenset(
+    [
+        "grad_fn",
+        "device",
+        "dtype",
+        "shape",
+        "size",
+        "dim",
+        "layout",
+        "is_sparse",
+        "is_cuda",
+        "requires_grad",
+        "requires_grad_",
+        "detach_",
+        "is_leaf",
+    ]
+)
 
 
 class Coming:

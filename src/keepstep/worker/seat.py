@@ -12,8 +12,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -47,6 +48,7 @@ from keepstep.worker.witness import Agreement, Replicated
 if TYPE_CHECKING:
     from keepstep.worker.periodic import Periodic
 
+ATTACHED: Final = "attached"  # before the name of a weight or buffer
 STAGE_TIMEOUT_S = 60.0
 BUDDY_AGAIN_S = 5  # until a lost buddy is tried again, if nobody has named another one
 SIDE_BYTES_MAX = 60 << 20  # it travels in one frame
@@ -291,11 +293,36 @@ class Seat:
 
     def has_memory_of(self, tensor: torch.Tensor) -> bool:
         """It is, or is a view of, a tensor that is attached."""
+        return self._owner(tensor) is not None
+
+    def _owner(self, tensor: torch.Tensor) -> torch.Tensor | None:
         self._know()
-        address = tensor.untyped_storage().data_ptr()
-        found = self._memory.get(address)
+        address = _address(tensor)
+        found = self._memory.get(address) if address else None
         owner = found() if found is not None else None
-        return owner is not None and _address(owner) == address
+        return owner if owner is not None and _address(owner) == address else None
+
+    def lying_with(self, tensor: torch.Tensor) -> tuple[list[Any], Any] | None:
+        """What is attached, or a variable of the script, in the same memory, and its name; None:
+        neither. LookupError: it has no name."""
+        owner = self._owner(tensor)
+        if owner is None:
+            return self.variables.lying_with(tensor)
+        for name, one in self._named():
+            if one is owner:
+                return [ATTACHED, name], shards.local(owner)
+        raise LookupError
+
+    def reach(self, name: list[Any], stack: list[FrameType]) -> Any:
+        """What has this name in this process. LookupError: nothing."""
+        if name[0] != ATTACHED:
+            return self.variables.reach(name, stack)
+        return shards.local(dict(self._named())[name[1]])
+
+    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for prefix, model in self.models.items():
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                yield f"{prefix}/{name}", tensor
 
     def _know(self) -> None:
         stamp = len(self.objects) + sum(len(o.state) for o in self.optimizers.values())

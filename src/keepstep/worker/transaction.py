@@ -173,7 +173,9 @@ class Transactions:
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._finishing is not None:
             code = getattr(self._function, "code", None)
-            self._finishing.fence(code, self.seat.parameters)
+            arguments = getattr(self._function, "arguments", {}).values()
+            self._finishing.fence(code, self.seat.parameters, arguments)
+            self._finishing.before_update(optimizer)
         if self.warming or self.seat.rebuilding:
             return
         if not self.running:
@@ -247,6 +249,8 @@ class Transactions:
 
     def updated(self, optimizer: Any, _: Any, __: Any) -> None:
         """Behind every update."""
+        if self._finishing is not None:
+            self._finishing.after_update(optimizer)
         if self.running and not self.warming:
             self.seat.changes.updated()
 
@@ -433,7 +437,8 @@ class Transactions:
         def knows(thing: Any) -> bool:
             return self.seat.knows(thing) or self.seat.variables.hold(thing)
 
-        return self.seat.behind.locals_of(self.running, code, arguments, knows)
+        seat = self.seat
+        return seat.behind.locals_of(self.running, code, arguments, knows, seat.lying_with)
 
     def finish(self, function: Any, finishing: Finishing) -> Any:
         """On a newcomer: the last step, of which all others have seen the end."""
@@ -444,6 +449,7 @@ class Transactions:
             return function()
         finally:
             self.seat.tracker.finishing = False
+            finishing.end(self.seat.parameters)
             self._function = self._finishing = None
             self.warming, self.running = False, ""
 

@@ -33,7 +33,7 @@ import xxhash
 from keepstep.errors import UsageError
 from keepstep.worker import codec, cuda, digest
 from keepstep.worker.inputs import summed, words_of
-from keepstep.worker.script import values
+from keepstep.worker.script import sharing, values
 from keepstep.worker.script.nodes import Node
 from keepstep.worker.state import memory, on_cpu
 
@@ -89,11 +89,12 @@ class Block(Node):
         assert record is not None
         self.record = record
         self.address = id(target)
-        self.small = _small(graph, target)
+        self.small = isinstance(target, torch.Tensor) and target.nbytes <= values.BYTES_MAX
         self._before: Any = None
         self._bound = False  # a name that is carried leads to it
         super().__init__(graph, target, label, depth)
         self.raw = record.raw
+        self.place = sharing.place(target)
         graph.fleeting.setdefault(self)
         if self.changing:
             graph.carry[self] = None
@@ -218,13 +219,6 @@ class Block(Node):
     def apply(self, data: Any, referred: Callable[[int], Any]) -> None:
         _fill(self.target, codec.loads_inline(data[0]))
         self.record.raw = None
-
-
-def _small(graph: Graph, target: Any) -> bool:
-    """To be carried by its value. A view of what is carried itself is set along with that."""
-    if not isinstance(target, torch.Tensor) or target.nbytes > values.BYTES_MAX:
-        return False
-    return target._base is None or id(target._base) not in graph.nodes
 
 
 class _Fetched:

@@ -12,7 +12,7 @@ import torch
 
 from keepstep.errors import UsageError
 from keepstep.worker import codec
-from keepstep.worker.script import iterators, values
+from keepstep.worker.script import iterators, sharing, values
 from keepstep.worker.script.nodes import MISSING, OPAQUE, Node
 
 if TYPE_CHECKING:
@@ -191,6 +191,7 @@ class Blob(Node):
         super().__init__(graph, target, label, depth)
         self.last: bytes | None = None
         self.plain = target
+        self.place = sharing.place(target)
         if isinstance(target, torch.Tensor):
             self.plain = target.detach().numpy()  # the same memory
 

@@ -65,6 +65,8 @@ class Graph:
         self.read: set[int] = set()  # ids of tensors that steps read now
         self.deep = True  # contents of blocks are looked at in this call
         self.carry: dict[Node, None] = {}  # nodes with a payload
+        self.lying: dict[int, dict[Node, None]] = {}  # tensors and arrays by address of memory
+        self.shared: dict[int, None] = {}  # addresses with several
         self.changes = 0
         self._number = 0
         self._looked_at: list[Node] = []  # without a version: scanned every time
@@ -181,6 +183,11 @@ class Graph:
         versioned = isinstance(node, Items) and isinstance(node.target, dict)
         if not versioned and not isinstance(node, DictNames | Holder):
             self._looked_at.append(node)
+        if node.place is not None:
+            there = self.lying.setdefault(node.place[0], {})
+            there[node] = None
+            if len(there) > 1:
+                self.shared.setdefault(node.place[0])
 
     def release(self, parent: Node, key: Any) -> None:
         """The binding is gone; so is the node, if it was the last."""
@@ -205,6 +212,8 @@ class Graph:
         self.fleeting.pop(node, None)
         self.left.pop(node, None)
         self.carry.pop(node, None)
+        if node.place is not None:
+            self._move_out(node, node.place[0])
         if isinstance(node, DictNames):
             self.versions.forget(node.names)
         elif isinstance(node, Items) and isinstance(node.target, dict):
@@ -213,6 +222,14 @@ class Graph:
             self._looked_at.remove(node)
         for key in list(node.children):
             self.release(node, key)
+
+    def _move_out(self, node: Node, address: int) -> None:
+        there = self.lying.get(address, {})
+        there.pop(node, None)
+        if len(there) < 2:
+            self.shared.pop(address, None)
+        if not there:
+            self.lying.pop(address, None)
 
     def sweep(self) -> None:
         """Drop what only refers to itself."""

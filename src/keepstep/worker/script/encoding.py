@@ -13,14 +13,14 @@ from typing import Any, Final
 
 import msgspec
 
-from keepstep.worker.script import values
+from keepstep.worker.script import sharing, values
 from keepstep.worker.script.blocks import Block
 from keepstep.worker.script.contents import Items
 from keepstep.worker.script.discovery import Graph
 from keepstep.worker.script.namespaces import FrameNames
 from keepstep.worker.script.nodes import Node
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 
 
 def encoded(graph: Graph) -> bytes:
@@ -49,12 +49,29 @@ class _Encoding:
             if entry.__class__ is list and entry[6] is None and node.carried:
                 entry[6] = self._raw(node)
             todo.extend(node.refers)
+        shared = [group for group in map(self._group, tuple(self._graph.shared)) if group]
         self._keep()
         missed = self._graph.missed()
         if not self._carries and not missed:
             return b""
         head = [FORMAT, values.slot_now, list(self._graph.omitted), missed]
-        return values.encode([*head, self._out])
+        return values.encode([*head, shared, self._out])
+
+    def _group(self, address: int) -> list[Any]:
+        """Those in one memory: all that are carried, and if possible one that the newcomer has."""
+        there = [node for node in self._graph.lying[address] if node.target is not None]
+        group = [node for node in there if self._placed.get(node.number) is not None]
+        if not group or len(there) < 2:
+            return []
+        for node in sorted(there, key=lambda node: -node.target.nbytes):
+            way = self._way(node)
+            if way is not None and not way[2]:
+                if node not in group and self._place(node) is not None:
+                    group.append(node)
+                break
+        if len(group) < 2:
+            return []
+        return [[n.number, n.place[1], sharing.layout(n.target)] for n in group if n.place]
 
     def _keep(self) -> None:
         for node, entry in self._new:

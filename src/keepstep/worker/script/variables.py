@@ -32,10 +32,10 @@ from typing import Any, Final
 import torch
 
 from keepstep.errors import UsageError
-from keepstep.worker.script import blocks, contents, frames, graph, values, witness
+from keepstep.worker.script import blocks, contents, frames, graph, sharing, values, witness
 from keepstep.worker.script.blocks import Block
 from keepstep.worker.script.contents import Blob, Items, Position
-from keepstep.worker.script.discovery import Graph
+from keepstep.worker.script.discovery import DEPTH_MAX, Graph
 from keepstep.worker.script.encoding import FORMAT, encoded
 from keepstep.worker.script.namespaces import (
     DictNames,
@@ -191,6 +191,29 @@ class Variables:
         node = self._graph.nodes.get(id(thing))
         return node is not None and node.target is thing and node.kind not in ("blob", "block")
 
+    def lying_with(self, tensor: torch.Tensor) -> tuple[list[Any], Any] | None:
+        """A variable in the same memory, and the path to it; None: there is none. LookupError: it
+        has no path."""
+        place = sharing.place(tensor)
+        there = self._graph.lying.get(place[0], {}) if place is not None else {}
+        found = [node for node in there if node.target is not None]
+        if not found:
+            return None
+        found.sort(key=lambda node: (node.target is not tensor, -node.target.nbytes))
+        return _path(found[0]), found[0].target
+
+    def reach(self, path: list[Any], stack: list[FrameType]) -> Any:
+        """What the path leads to in this process, which stands in the same call. LookupError:
+        nothing."""
+        self.begin(stack)
+        try:
+            node: Node = self._graph.roots[path[0]]
+            for key in path[1:]:
+                node = node.children[_key(key)]
+            return node.target
+        finally:
+            self.end()
+
     def heavy(self) -> dict[str, int]:
         """Sizes of what is carried whole."""
         return self._graph.heavy
@@ -212,7 +235,7 @@ class Variables:
         form, *rest = values.decode(tree)
         if form != FORMAT:
             raise UsageError("variables come in another format", hint="use one Keepstep")
-        slot, omitted, missed, entries = rest
+        slot, omitted, missed, shared, entries = rest
         if missed and not lenient:
             raise UsageError(
                 f"{' and '.join(missed[:4])} changes from step to step and is read by them, and is "
@@ -225,7 +248,8 @@ class Variables:
             self.end()
             return
         landing = _Landing(self._graph, slot, lenient)
-        landing.find(entries)
+        landing.find(entries, {member[0] for group in shared for member in group})
+        landing.join(shared)
         landing.fill(entries)
         self._graph.scan()
         landing.mark(entries)
@@ -258,7 +282,8 @@ class _Landing:
             )
         return self._objects[number]
 
-    def find(self, entries: list[Any]) -> None:
+    def find(self, entries: list[Any], joined: set[int]) -> None:
+        """`joined`: they share their memory with others there."""
         # Where a stable name leads is certain; what is bound anew takes what is left.
         for certain in (True, False):
             for number, kind, parent, key, bound, about, payload in entries:
@@ -266,7 +291,8 @@ class _Landing:
                     continue
                 self._labels[number] = f"{self._labels.get(parent, '')}{suffix(key)}"
                 own = self._own(kind, parent, key, about)
-                if own is not None and not (bound and _shared(own, about)):
+                apart = bound and own is not None and (number in joined or _shared(own, about))
+                if own is not None and not apart:
                     self._nodes[number] = own
                     self._objects[number] = own.target
                     self._taken.add(own.number)
@@ -280,6 +306,17 @@ class _Landing:
                         "is not here, so it cannot be set",
                         hint="build the same objects and loops on every start of the script",
                     )
+
+    def join(self, shared: list[Any]) -> None:
+        """Those that are made here lie in one memory with the others."""
+        for group in shared:
+            places = {number: (offset, steps) for number, offset, steps in group}
+            own = [number for number in places if number in self._nodes]
+            made = [n for n in places if n in self._objects and n not in self._nodes]
+            anchor = (self._objects[own[0]], places[own[0]][0]) if own else None
+            if made and (anchor is not None or len(made) > 1):
+                members = {number: (self._objects[number], *places[number]) for number in made}
+                self._objects.update(sharing.joined(anchor, members, self._labels[made[0]]))
 
     def _comes_later(self, parent: int) -> bool:
         """Its parent is bound anew: it is not found yet, or is made."""
@@ -391,6 +428,17 @@ def _calls(frame: FrameType, name: str) -> bool:
     while inner is not None and inner.f_back is not frame:
         inner = inner.f_back
     return inner is not None and inner.f_code.co_name == name
+
+
+def _path(node: Node) -> list[Any]:
+    path: list[Any] = []
+    while node.depth:
+        (_, key), parent = next(iter(node.parents.items()), ((0, None), None))
+        if parent is None or len(path) > DEPTH_MAX:
+            raise LookupError(node.label)
+        path.append(key)
+        node = parent
+    return [node.label, *reversed(path)]
 
 
 def _key(key: Any) -> Any:
