@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import enum
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 
 from keepstep.errors import UsageError
 from keepstep.worker.finish import Behind, Finishing, new_behind, read_behind, with_locals
+from keepstep.worker.results import LostGradient
+from keepstep.worker.script import sharing
 
 
 class Rank:
@@ -257,16 +260,16 @@ class Lying:
         self.published: Any = None
         self.finishing: Finishing | None = None
 
-    def lying_with(self, tensor: torch.Tensor) -> Any:
-        address = tensor.untyped_storage().data_ptr()
+    def lying_with(self, value: Any) -> Any:
+        place = sharing.place(value)
         for name in ("weight", "table"):
             other = getattr(self, name)
-            if other.untyped_storage().data_ptr() == address:
-                return [name], other.detach()
+            if place is not None and other.untyped_storage().data_ptr() == place[0]:
+                return [name], other
         return None
 
     def reach(self, name: list[str]) -> Any:
-        return getattr(self, name[0]).detach()
+        return getattr(self, name[0])
 
     def fence(self) -> None:
         code = Lying.train.__code__
@@ -282,15 +285,17 @@ class Lying:
 
     def train(self, i: int) -> Any:
         row, column = self.table[i], self.weight.data[:, 1]
-        parts = {"views": [self.weight.data, (column, i)]}
-        copy = column.clone()
+        parts = {"views": [self.weight.data, (column, i)], "itself": [self.weight]}
+        copy, array = column.clone(), self.weight.detach().numpy()
         self.weight.sum().backward()
         self.fence()
         self.optimizer.step()
         if self.finishing is not None:
             self.finishing.after_update(self.optimizer)
         row += column
-        return column - copy, parts["views"][0].sum(), parts["views"][1][0].sum()
+        assert parts["itself"][0] is self.weight
+        views = parts["views"]
+        return column - copy, views[0].sum(), views[1][0].sum(), torch.tensor(array)
 
 
 def test_views_of_weights_and_tables_are_views_on_the_newcomer_too() -> None:
@@ -306,6 +311,7 @@ def test_views_of_weights_and_tables_are_views_on_the_newcomer_too() -> None:
 
 def test_gradients_of_a_step_that_is_finished_are_lost_and_refuse_to_be_read() -> None:
     newcomer = Lying(7.0)
+    newcomer.weight.grad = torch.ones(2, 3)
     newcomer.finishing = Finishing([], "train", lambda: None)
     newcomer.finishing.fence(None, [newcomer.weight])
     newcomer.finishing.before_update(newcomer.optimizer)
@@ -346,3 +352,29 @@ def test_gradients_of_inputs_are_lost_as_well() -> None:
     for tensor in step(torch.ones(2, requires_grad=True)):
         with pytest.raises(UsageError, match="behind its update"):
             tensor.grad.sign()
+
+
+@pytest.mark.parametrize("kind", [collections.OrderedDict, collections.deque, "itself"])
+def test_containers_that_cannot_tell_where_their_tensors_lie_are_lost(kind: Any) -> None:
+    def step(rank: Lying) -> Any:
+        held: Any = [rank.weight.data]
+        if kind == "itself":
+            held.append(held)
+        else:
+            held = kind(a=held[0]) if kind is collections.OrderedDict else kind(held)
+        published.append(
+            Behind().locals_of("step", step.__code__, {"r": rank}, lambda _: False, rank.lying_with)
+        )
+        return held
+
+    published: list[Any] = []
+    step(Lying(1.0))
+    assert published[0][0]["lost"] == ["held"]
+
+
+def test_a_second_backward_pass_may_add_to_a_lost_gradient() -> None:
+    rank = Lying(1.0)
+    rank.weight.grad = LostGradient.of(rank.weight)
+    rank.weight.sum().backward()
+    with pytest.raises(UsageError, match="behind its update"):
+        rank.weight.grad.norm()

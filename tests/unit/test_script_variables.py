@@ -21,9 +21,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from keepstep.errors import UsageError
-from keepstep.worker.script import frames, values
+from keepstep.worker.script import frames, sharing, values
 from keepstep.worker.script.variables import Variables
 
 
@@ -865,3 +866,130 @@ def test_tensors_that_share_nothing_stay_apart() -> None:
             ks.log.append((first.tolist(), second.tolist()))
 
     check(script)
+
+
+def test_memory_that_a_tensor_has_left_is_not_shared() -> None:
+    def script(ks: Rank) -> None:
+        box, more = [torch.zeros(300, 100)], [torch.zeros(10, 100)]
+        for i in range(8):
+            if i == 3:
+                box[0].data = torch.full((300, 100), 5.0)
+                box[0].mul_(1)
+                other = torch.full((300, 100), 7.0)
+                more[0] = other[:10]
+                del other
+            row = box[0][i]
+            ks.step(nothing)
+            more[0].add_(1)
+            row.add_(1)
+            ks.log.append((box[0].sum().item(), more[0].sum().item()))
+
+    check(script)
+
+
+def test_a_small_tensor_whose_data_is_another_one() -> None:
+    def script(ks: Rank) -> None:
+        table = torch.zeros(4)
+        for i in range(6):
+            if i == 2:
+                table.data = torch.full((4,), 3.0)
+            ks.step(nothing)
+            table[i % 4] += 1
+            ks.log.append(table.tolist())
+
+    check(script)
+
+
+def test_conjugate_views_leave_the_tensor_as_it_is() -> None:
+    def script(ks: Rank) -> None:
+        z = torch.arange(20000.0).to(torch.complex64) * (1 + 1j)
+        for _ in range(4):
+            w = z.conj()
+
+            def step(w: torch.Tensor = w) -> torch.Tensor:
+                return w
+
+            ks.step(step)
+            ks.log.append((z[1].item(), w[1].item()))
+
+    check(script)
+
+
+def test_parts_of_data_that_nobody_changes_cost_nothing(tmp_path: Any) -> None:
+    numpy.arange(4000, dtype=numpy.int32).tofile(tmp_path / "tokens")
+
+    def script(ks: Rank) -> None:
+        tokens = torch.from_numpy(numpy.memmap(tmp_path / "tokens", dtype=numpy.int32, mode="r"))
+        data = torch.arange(400000.0).view(4000, 100)
+        with torch.inference_mode():
+            features = torch.ones(4000, 100) * 2
+        for i in range(5):
+            x, y, z = data[4 * i : 4 * i + 4], tokens[i : i + 4], features[i]
+            ks.step(nothing)
+            ks.log.append((x.sum().item(), y.tolist(), z.sum().item()))
+
+    undisturbed = check(script)
+    newcomer = run(script, undisturbed.trees[1])
+    assert not newcomer.variables.heavy()
+    assert max(map(len, newcomer.trees)) < 16 << 10
+
+
+def test_arrays_that_torch_does_not_know() -> None:
+    def script(ks: Rank) -> None:
+        numbers = numpy.arange(8.0)
+        swapped = numpy.arange(6, dtype=">i4")
+        precise = numpy.zeros(6, dtype=numpy.longdouble)
+        records = numpy.zeros(4, dtype=[("x", "f4"), ("y", "i2")])
+        back = numbers[::-1]
+        for i in range(5):
+            turned, rest, row = back[i : i + 3], swapped[i:], precise[i : i + 2]
+            xs, ys = records["x"], records["y"]
+            ks.step(nothing)
+            turned += 1
+            rest += 1
+            row += 1
+            xs += i
+            ys += 1
+            ks.log.append(
+                [x.tolist() for x in (numbers, turned, swapped, rest, precise, row, records)]
+            )
+
+    check(script)
+
+
+def test_a_tensor_over_a_row_of_an_array() -> None:
+    def script(ks: Rank) -> None:
+        table = numpy.zeros((6, 4), dtype=numpy.float32)
+        for i in range(6):
+            row = torch.from_numpy(table[i])
+            ks.step(nothing)
+            row += i + 1
+            ks.log.append((table.tolist(), row.tolist()))
+
+    check(script)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_tensors_that_numpy_does_not_know() -> None:
+    def script(ks: Rank) -> None:
+        eight = torch.zeros(4).to(torch.float8_e4m3fn)
+        half, brain = torch.zeros(4, dtype=torch.complex32), torch.zeros(4, dtype=torch.bfloat16)
+        turned = torch.tensor([1 + 2j])
+        for i in range(5):
+            turned = (turned * (1 + i)).conj()
+            imaginary = turned.imag
+            ks.step(nothing)
+            eight = (eight.float() + i).to(torch.float8_e4m3fn)
+            half.real.add_(i)
+            brain += i
+            logged = (eight.float(), half.real, brain.float(), turned.resolve_conj(), imaginary)
+            ks.log.append([x.tolist() for x in logged])
+
+    check(script)
+
+
+def test_tensors_without_memory_of_their_own_have_no_place() -> None:
+    pair = TwoTensor(torch.ones(2), torch.ones(2))
+    for tensor in (pair, torch.empty(2, device="meta"), torch.eye(2).to_sparse(), torch.empty(0)):
+        assert sharing.place(tensor) is None
+    assert sharing.place(numpy.zeros(0)) is None

@@ -10,6 +10,7 @@ What cannot be encoded is refused by its place in the tree, never approximated.
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import sys
 from collections import Counter, OrderedDict, defaultdict
@@ -60,7 +61,6 @@ _MAPPINGS: dict[Any, int] = {
     Counter: _COUNTER,
 }
 _TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, DTensor)
-_ARRAY_KINDS = "?biufcSUmM"
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder()
@@ -157,14 +157,29 @@ def _pack_leaf(node: Any, kind: type, tensor: EncodeTensor, path: tuple[Any, ...
         return [_DEVICE, str(node)]
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and isinstance(node, numpy.generic):
-        if node.dtype.kind not in _ARRAY_KINDS:
+        if node.dtype.hasobject:
             raise _refused(node, path, f"numpy dtype {node.dtype}")
-        return [_ARRAY_SCALAR, node.dtype.str, node.tobytes()]
+        return [_ARRAY_SCALAR, _array_type(node.dtype), node.tobytes()]
     if numpy is not None and kind is numpy.ndarray:
-        if node.dtype.kind not in _ARRAY_KINDS:
+        if node.dtype.hasobject:
             raise _refused(node, path, f"numpy dtype {node.dtype}")
-        return [_ARRAY, node.dtype.str, list(node.shape), node.tobytes()]
+        return [_ARRAY, _array_type(node.dtype), list(node.shape), node.tobytes()]
     raise _refused(node, path, f"objects of {kind.__module__}.{kind.__qualname__}")
+
+
+def _array_type(dtype: Any) -> str:
+    """As text. One with fields has a list of them."""
+    import numpy
+
+    return dtype.str if dtype.fields is None else repr(numpy.lib.format.dtype_to_descr(dtype))
+
+
+def _array_type_of(text: str) -> Any:
+    import numpy
+
+    if not text.startswith("["):
+        return numpy.dtype(text)
+    return numpy.lib.format.descr_to_dtype(ast.literal_eval(text))
 
 
 def _refused(node: Any, path: tuple[Any, ...], reason: str) -> UsageError:
@@ -267,8 +282,11 @@ def _unpack(node: Any, tensors: list[torch.Tensor]) -> Any:
         import numpy
 
         if tag == _ARRAY_SCALAR:
-            return numpy.frombuffer(node[2], dtype=node[1])[0]
-        return numpy.frombuffer(bytearray(node[3]), dtype=node[1]).reshape(node[2])
+            return numpy.frombuffer(node[2], dtype=_array_type_of(node[1]))[0]
+        if not node[3]:
+            return numpy.empty(node[2], dtype=_array_type_of(node[1]))
+        flat = numpy.frombuffer(bytearray(node[3]), dtype=_array_type_of(node[1]))
+        return flat.reshape(node[2])
     return _LEAF_OF[tag](*node[1:])
 
 

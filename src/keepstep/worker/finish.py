@@ -32,6 +32,7 @@ from __future__ import annotations
 import dis
 import enum
 import functools
+from collections import deque
 from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 from typing import Any, Final
@@ -40,7 +41,7 @@ import numpy
 import torch
 
 from keepstep.errors import UsageError
-from keepstep.worker import codec, cuda
+from keepstep.worker import codec, cuda, shards
 from keepstep.worker.results import RESULT_BYTES_MAX, Lost, LostGradient
 from keepstep.worker.script import frames, sharing, stack, values
 
@@ -54,7 +55,7 @@ _DATA: Final = (torch.Tensor, numpy.ndarray, complex, list, tuple, dict, set, fr
 Carried = tuple[bytes, str]
 Part = dict[str, Any]  # of one function that runs: name, values, lost
 # Who else lies in a tensor's memory, and its name (seat.py).
-LyingWith = Callable[[torch.Tensor], "tuple[list[Any], Any] | None"]
+LyingWith = Callable[[Any], "tuple[list[Any], Any] | None"]
 Reach = Callable[[list[Any]], Any]
 
 
@@ -200,7 +201,7 @@ def _encoded(value: Any, more: bool, lying_with: LyingWith) -> Carried | None:
         told = _told(value, lying_with)
         if told is not value:
             return codec.dumps_inline(told), LYING
-    except (LookupError, UsageError):
+    except (LookupError, TypeError, ValueError, UsageError):
         return None
     limit, away = RESULT_BYTES_MAX, False
     if isinstance(value, torch.Tensor):
@@ -222,49 +223,56 @@ def _encoded(value: Any, more: bool, lying_with: LyingWith) -> Carried | None:
     return (data, how) if len(data) <= limit + OVERHEAD_BYTES else None
 
 
-def _told(value: Any, lying_with: LyingWith) -> Any:
-    """With the places of tensors that lie in the memory of others; itself, if there are none."""
-    if isinstance(value, torch.Tensor):
-        other = lying_with(value) if value.layout is torch.strided else None
-        if other is None:
-            return value
-        name, target = other
-        there, here = sharing.place(target), sharing.place(value)
-        if there is None or here is None or not _plain(value.data):
-            raise LookupError
-        like = [list(value.shape), value.dtype, value.requires_grad]
-        return {_LIES: [name, here[1] - there[1], sharing.layout(value), *like]}
-    if type(value) is dict:
-        told = {key: _told(item, lying_with) for key, item in value.items()}
+def _told(value: Any, lying_with: LyingWith, depth: int = 0) -> Any:
+    """With the names and places of tensors and arrays that are, or lie in the memory of, others;
+    itself, if there are none."""
+    if depth > codec.DEPTH_MAX:
+        raise LookupError
+    kind = type(value)
+    if isinstance(value, torch.Tensor | numpy.ndarray):
+        other = lying_with(value)
+        return value if other is None else {_LIES: _place(value, *other)}
+    if kind is dict:
+        told = {key: _told(item, lying_with, depth + 1) for key, item in value.items()}
         return told if any(told[key] is not value[key] for key in told) else value
-    if type(value) in (list, tuple):
-        items = [_told(item, lying_with) for item in value]
-        changed = any(told is not item for told, item in zip(items, value))
-        return type(value)(items) if changed else value
+    if kind in (list, tuple):
+        items = [_told(item, lying_with, depth + 1) for item in value]
+        return kind(items) if any(a is not b for a, b in zip(items, value)) else value
+    for tensor in _tensors([value]):
+        if lying_with(tensor) is not None:
+            raise LookupError
     return value
+
+
+def _place(value: Any, name: list[Any], other: Any) -> list[Any]:
+    if value is other:
+        return [name]
+    there, here = sharing.place(shards.local(other)), sharing.place(value)
+    if there is None or here is None:
+        raise LookupError
+    like = value if isinstance(value, torch.Tensor) else torch.from_numpy(value)
+    about = [list(like.shape), like.dtype, like.requires_grad, like is not value]
+    return [name, here[1] - there[1], sharing.layout(value), *about]
 
 
 def _found(told: Any, reach: Reach) -> Any:
     """The same in this process."""
     if type(told) is dict and _LIES in told:
-        name, offset, steps, shape, dtype, needs_grad = told[_LIES]
-        target = reach(name)
+        name, *where = told[_LIES]
+        other = reach(name)
+        if not where:
+            return other
+        offset, steps, shape, dtype, needs_grad, array = where
         like = torch.empty(shape, dtype=dtype, device="meta")
-        if isinstance(target, torch.Tensor) and offset == 0 and _alike(target, like, steps):
-            return target
-        found = sharing.Memory(target, 0).view(offset, steps, like)
-        return found.requires_grad_(needs_grad)
+        if isinstance(other, numpy.ndarray):
+            other = torch.from_numpy(other)
+        found = sharing.Memory(shards.local(other), 0).view(offset, steps, like)
+        return found.numpy() if array else found.requires_grad_(needs_grad)
     if type(told) is dict:
         return {key: _found(item, reach) for key, item in told.items()}
     if type(told) in (list, tuple):
         return type(told)(_found(item, reach) for item in told)
     return told
-
-
-def _alike(one: torch.Tensor, like: torch.Tensor, steps: list[int]) -> bool:
-    if type(one) is not torch.Tensor or one.grad_fn is not None:
-        return False
-    return one.shape == like.shape and one.dtype == like.dtype and sharing.layout(one) == steps
 
 
 def _decoded(data: bytes, how: str, reach: Reach) -> Any:
@@ -276,20 +284,21 @@ def _decoded(data: bytes, how: str, reach: Reach) -> Any:
     return value.to(cuda.home) if how == DEVICE else value
 
 
-def _tensors(values_: Iterable[Any]) -> list[torch.Tensor]:
+def _tensors(values_: Iterable[Any], depth: int = 0) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    for value in values_:
+    for value in values_ if depth < codec.DEPTH_MAX else ():
         if isinstance(value, torch.Tensor):
             found.append(value)
-        elif isinstance(value, dict | list | tuple):
-            found += _tensors(value.values() if isinstance(value, dict) else value)
+        elif isinstance(value, dict):
+            found += _tensors(value.values(), depth + 1)
+        elif isinstance(value, list | tuple | deque | set):
+            found += _tensors(value, depth + 1)
     return found
 
 
-def _lose_gradient(tensor: Any, mine: Any) -> None:
+def _lose_gradient(tensor: torch.Tensor, mine: torch.Tensor) -> None:
     """It has one there if the newcomer's own has."""
-    graded = isinstance(mine, torch.Tensor) and (mine.is_leaf or mine.retains_grad)
-    if graded and mine.grad is not None and isinstance(tensor, torch.Tensor):
+    if (mine.is_leaf or mine.retains_grad) and mine.grad is not None:
         tensor.grad = LostGradient.of(tensor)
 
 
@@ -341,8 +350,7 @@ class Finishing:
         self.reached = True
         self._at_fence()
         for parameter in parameters:
-            if parameter.requires_grad:
-                parameter.grad = LostGradient.of(parameter)
+            _lose_gradient(parameter, parameter)
         for tensor in _tensors(arguments):
             _lose_gradient(tensor, tensor)
         running = frames.script_frames(code) if code is not None else []
@@ -390,7 +398,8 @@ class Finishing:
             found[name] = Lost(f"{self._site} ({name})", why)
         mine = frames.read(frame)
         for name, value in found.items():
-            _lose_gradient(value, mine.get(name))
+            for one, other in zip(_tensors([value]), _tensors([mine.get(name)])):
+                _lose_gradient(one, other)
         waiting = {name for name in found if name.startswith(stack.OPERAND)}
         for name in waiting:
             stack.set_operand(frame, name, found.pop(name))

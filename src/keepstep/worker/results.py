@@ -70,8 +70,12 @@ class LostGradient(torch.Tensor):
 
     @staticmethod
     def of(parameter: torch.Tensor) -> LostGradient:
+        local = shards.local(parameter)
         nothing = torch.full((), math.nan, dtype=parameter.dtype, device=parameter.device)
-        made = nothing.expand(parameter.shape).as_subclass(LostGradient)
+        nothing = nothing.expand(parameter.shape)
+        if local is parameter:  # another backward pass may add to it
+            nothing = nothing.clone()
+        made = nothing.as_subclass(LostGradient)
         made.__dict__["owner"] = weakref.ref(parameter)
         return made
 

@@ -37,6 +37,7 @@ from keepstep.worker.page import Page
 from keepstep.worker.parameters import Parameters, content
 from keepstep.worker.position import Tracker
 from keepstep.worker.redundancy import Redundancy
+from keepstep.worker.script import sharing
 from keepstep.worker.script.roots import Roots, script_roots
 from keepstep.worker.script.streams import Streams
 from keepstep.worker.script.unasked import Unasked
@@ -166,6 +167,7 @@ class Seat:
         # What is attached, by id and by the address of its memory. Both may be another's later.
         self._known: dict[int, Callable[[], Any]] = {}
         self._memory: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._names: dict[int, str] = {}
         self._known_at = -1
         self.tick = 0
         self.version = 0
@@ -295,29 +297,26 @@ class Seat:
         """It is, or is a view of, a tensor that is attached."""
         return self._owner(tensor) is not None
 
-    def _owner(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def _owner(self, value: Any) -> torch.Tensor | None:
         self._know()
-        address = _address(tensor)
+        address = _address(value)
         found = self._memory.get(address) if address else None
         owner = found() if found is not None else None
         return owner if owner is not None and _address(owner) == address else None
 
-    def lying_with(self, tensor: torch.Tensor) -> tuple[list[Any], Any] | None:
-        """What is attached, or a variable of the script, in the same memory, and its name; None:
-        neither. LookupError: it has no name."""
-        owner = self._owner(tensor)
+    def lying_with(self, value: Any) -> tuple[list[Any], Any] | None:
+        """What is attached, or a variable of the script, in the same memory as this tensor or
+        array, and its name; None: neither. LookupError: it has no name."""
+        owner = self._owner(value)
         if owner is None:
-            return self.variables.lying_with(tensor)
-        for name, one in self._named():
-            if one is owner:
-                return [ATTACHED, name], shards.local(owner)
-        raise LookupError
+            return self.variables.lying_with(value)
+        return [ATTACHED, self._names[id(owner)]], owner
 
     def reach(self, name: list[Any], stack: list[FrameType]) -> Any:
         """What has this name in this process. LookupError: nothing."""
         if name[0] != ATTACHED:
             return self.variables.reach(name, stack)
-        return shards.local(dict(self._named())[name[1]])
+        return dict(self._named())[name[1]]
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
         for prefix, model in self.models.items():
@@ -332,6 +331,7 @@ class Seat:
             self._known = {id(thing): _weak(thing) for thing in found}
             tensors = [thing for thing in found if isinstance(thing, torch.Tensor)]
             self._memory = {_address(tensor): weakref.ref(tensor) for tensor in tensors}
+            self._names = {id(tensor): name for name, tensor in self._named()}
 
     def _attached(self) -> list[Any]:
         owners = [getattr(item.save, "__self__", None) for item in self.objects.values()]
@@ -744,5 +744,7 @@ def _weak(thing: Any) -> Callable[[], Any]:
         return lambda: thing
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return shards.local(tensor).untyped_storage().data_ptr()
+def _address(value: Any) -> int:
+    """0: it has no memory of its own."""
+    place = sharing.place(shards.local(value))
+    return place[0] if place is not None else 0

@@ -33,7 +33,7 @@ import xxhash
 from keepstep.errors import UsageError
 from keepstep.worker import codec, cuda, digest
 from keepstep.worker.inputs import summed, words_of
-from keepstep.worker.script import sharing, values
+from keepstep.worker.script import values
 from keepstep.worker.script.nodes import Node
 from keepstep.worker.state import memory, on_cpu
 
@@ -94,7 +94,7 @@ class Block(Node):
         self._bound = False  # a name that is carried leads to it
         super().__init__(graph, target, label, depth)
         self.raw = record.raw
-        self.place = sharing.place(target)
+        self._pointer = _pointer(target)
         graph.fleeting.setdefault(self)
         if self.changing:
             graph.carry[self] = None
@@ -150,6 +150,10 @@ class Block(Node):
         version = _version(target)
         changed = version != record.version
         record.version = version
+        if self._pointer != _pointer(target):  # .data is another one
+            self._pointer = _pointer(target)
+            graph.lay(self)
+            changed = True
         if not changed and (graph.deep or self._by_content(target)):
             content = _content(target, record.changing or target.nbytes <= _full_max(target))
             changed = record.content not in (b"", content)
@@ -248,6 +252,10 @@ def _version(target: Any) -> int:
     if isinstance(target, torch.Tensor) and not target.is_inference():
         return target._version
     return _UNCOUNTED
+
+
+def _pointer(target: Any) -> int:
+    return target.data_ptr() if isinstance(target, torch.Tensor) else 0
 
 
 def _full_max(target: Any) -> int:

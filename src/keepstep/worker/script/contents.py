@@ -12,7 +12,7 @@ import torch
 
 from keepstep.errors import UsageError
 from keepstep.worker import codec
-from keepstep.worker.script import iterators, sharing, values
+from keepstep.worker.script import iterators, values
 from keepstep.worker.script.nodes import MISSING, OPAQUE, Node
 
 if TYPE_CHECKING:
@@ -191,9 +191,13 @@ class Blob(Node):
         super().__init__(graph, target, label, depth)
         self.last: bytes | None = None
         self.plain = target
-        self.place = sharing.place(target)
+        self._pointer = 0
         if isinstance(target, torch.Tensor):
-            self.plain = target.detach().numpy()  # the same memory
+            self._look_at(target)
+
+    def _look_at(self, target: torch.Tensor) -> None:
+        self._pointer = target.data_ptr()
+        self.plain = target.detach().numpy()  # the same memory
 
     def carry_all(self, graph: Graph) -> None:
         if not self.carried:
@@ -207,6 +211,9 @@ class Blob(Node):
         return f"{type(target).__name__} {target.dtype} {list(target.shape)}"
 
     def scan(self, graph: Graph) -> None:
+        if self._pointer and self._pointer != self.target.data_ptr():  # .data is another one
+            self._look_at(self.target)
+            graph.lay(self)
         plain = self.plain
         now = bytes(plain) if plain.__class__ is bytearray else plain.tobytes()
         if now == self.last:

@@ -8,6 +8,7 @@ everything that has no version, and at the frames of the running call.
 from __future__ import annotations
 
 import argparse
+import bisect
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import numpy
 import torch
 
 from keepstep.worker import codec
-from keepstep.worker.script import frames, graph, iterators, values
+from keepstep.worker.script import frames, graph, iterators, sharing, values
 from keepstep.worker.script.blocks import Block, Records
 from keepstep.worker.script.contents import Blob, Items, Position
 from keepstep.worker.script.namespaces import (
@@ -38,6 +39,12 @@ from keepstep.worker.script.versions import Versions
 DEPTH_MAX: Final = 12
 NODES_MAX: Final = 20_000
 
+# Of tensors whose bytes numpy can look at.
+_NUMPY: Final = frozenset(
+    {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
+    | {torch.int8, torch.int16, torch.int32, torch.int64}
+    | {torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+)
 _BAGS: Final = (types.SimpleNamespace, argparse.Namespace)
 _LISTS: Final = (list, deque)
 _DICTS: Final = (dict, OrderedDict, Counter, defaultdict)
@@ -67,6 +74,8 @@ class Graph:
         self.carry: dict[Node, None] = {}  # nodes with a payload
         self.lying: dict[int, dict[Node, None]] = {}  # tensors and arrays by address of memory
         self.shared: dict[int, None] = {}  # addresses with several
+        self._arrays: dict[int, int] = {}  # memory of arrays: address -> size
+        self._starts: list[int] = []  # their addresses, in order
         self.changes = 0
         self._number = 0
         self._looked_at: list[Node] = []  # without a version: scanned every time
@@ -151,8 +160,8 @@ class Graph:
         if isinstance(value, torch.Tensor):
             if value.device.type != "cpu" or value.grad_fn is not None or self.known(value):
                 return False
-            return value.dtype is not torch.bfloat16
-        return value.dtype.kind in "?biufc"
+            return value.dtype in _NUMPY and not (value.is_conj() or value.is_neg())
+        return not value.dtype.hasobject
 
     def _may_change(self, value: Any) -> bool:
         """Of a tensor or array that is not small."""
@@ -167,7 +176,7 @@ class Graph:
             ):
                 return False
             return not (value.is_meta or self.known(value) or self.attached(value))
-        return value.dtype.kind in "?biufc" and bool(value.flags.writeable)
+        return not value.dtype.hasobject and bool(value.flags.writeable)
 
     def _adopt_tuple(self, value: Any, parent: Node, key: Any) -> Any:
         result: Any = LEAF
@@ -183,11 +192,8 @@ class Graph:
         versioned = isinstance(node, Items) and isinstance(node.target, dict)
         if not versioned and not isinstance(node, DictNames | Holder):
             self._looked_at.append(node)
-        if node.place is not None:
-            there = self.lying.setdefault(node.place[0], {})
-            there[node] = None
-            if len(there) > 1:
-                self.shared.setdefault(node.place[0])
+        if isinstance(node, Blob | Block):
+            self.lay(node)
 
     def release(self, parent: Node, key: Any) -> None:
         """The binding is gone; so is the node, if it was the last."""
@@ -212,8 +218,7 @@ class Graph:
         self.fleeting.pop(node, None)
         self.left.pop(node, None)
         self.carry.pop(node, None)
-        if node.place is not None:
-            self._move_out(node, node.place[0])
+        self._move_out(node)
         if isinstance(node, DictNames):
             self.versions.forget(node.names)
         elif isinstance(node, Items) and isinstance(node.target, dict):
@@ -223,13 +228,39 @@ class Graph:
         for key in list(node.children):
             self.release(node, key)
 
-    def _move_out(self, node: Node, address: int) -> None:
+    def lay(self, node: Node) -> None:
+        """Where it lies in memory, from now on."""
+        self._move_out(node)
+        target = node.target
+        node.place = place = sharing.place(target)
+        if place is None:
+            return
+        array = sharing.owned(target)
+        if array is not None and array[0] not in self._arrays:
+            bisect.insort(self._starts, array[0])
+            self._arrays[array[0]] = array[1]
+        elif self._starts and isinstance(target, torch.Tensor):  # over the middle of an array?
+            start = self._starts[bisect.bisect_right(self._starts, place[0]) - 1]
+            if start < place[0] < start + self._arrays[start]:
+                node.place = place = start, place[1] + place[0] - start
+        node.laid = [node.number, place[1], sharing.layout(target)]
+        there = self.lying.setdefault(place[0], {})
+        there[node] = None
+        if len(there) > 1:
+            self.shared.setdefault(place[0])
+
+    def _move_out(self, node: Node) -> None:
+        if node.place is None:
+            return
+        address, node.place = node.place[0], None
         there = self.lying.get(address, {})
         there.pop(node, None)
         if len(there) < 2:
             self.shared.pop(address, None)
         if not there:
             self.lying.pop(address, None)
+            if self._arrays.pop(address, None) is not None:
+                self._starts.remove(address)
 
     def sweep(self) -> None:
         """Drop what only refers to itself."""

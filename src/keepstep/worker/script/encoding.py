@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from keepstep.worker.script import sharing, values
+from keepstep.worker.script import values
 from keepstep.worker.script.blocks import Block
 from keepstep.worker.script.contents import Items
 from keepstep.worker.script.discovery import Graph
@@ -63,15 +63,15 @@ class _Encoding:
         group = [node for node in there if self._placed.get(node.number) is not None]
         if not group or len(there) < 2:
             return []
-        for node in sorted(there, key=lambda node: -node.target.nbytes):
-            way = self._way(node)
-            if way is not None and not way[2]:
-                if node not in group and self._place(node) is not None:
-                    group.append(node)
-                break
-        if len(group) < 2:
-            return []
-        return [[n.number, n.place[1], sharing.layout(n.target)] for n in group if n.place]
+        anchor = max(there, key=self._suits)
+        if self._suits(anchor)[0] and anchor not in group and self._place(anchor) is not None:
+            group.append(anchor)
+        return [node.laid for node in group] if len(group) > 1 else []
+
+    def _suits(self, node: Node) -> tuple[bool, int]:
+        """As the one whose memory the newcomer has itself."""
+        way = self._way(node)
+        return way is not None and not way[2], node.target.nbytes
 
     def _keep(self) -> None:
         for node, entry in self._new:

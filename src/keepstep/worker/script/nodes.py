@@ -60,6 +60,7 @@ class Node:
         self.entry: tuple[Node, Any, bool, Any] | None = None  # and entry, by its only way
         self.refers: list[Node] = []
         self.place: tuple[int, int] | None = None  # of a tensor or array, in memory
+        self.laid: list[Any] = []  # and as it is told
         self.still = False  # only a running loop has it: it cannot move while a transaction runs
 
     @property

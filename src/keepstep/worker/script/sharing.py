@@ -2,36 +2,58 @@
 
 What is written to one of them is in the others too, so a newcomer must not have copies. The rank
 tells which of its variables lie in the same memory, and where. Of those that the newcomer has
-itself, by a name that never changes, one gives the memory; otherwise there is new memory for all.
-Then the others are views of it, so that torch counts their changes together.
+itself, by a name that never changes, one gives the memory (the anchor); otherwise there is new
+memory for all. Then the others are views of it, so that torch counts their changes together.
+
+Memory of the newcomer's own is written only if it differs: it may be a file that cannot be written,
+and a dataset that nobody changes must not look changed.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy
 import torch
 
 from keepstep.errors import UsageError
+from keepstep.worker.state import on_cpu
 
 _ALIGNED = 16  # bytes
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def place(target: Any) -> tuple[int, int] | None:
     """The address of the memory that it lies in, and where in it, in bytes; None: it has none."""
-    if isinstance(target, torch.Tensor):
-        address = target.untyped_storage().data_ptr()
-        return (address, int(target.storage_offset()) * target.itemsize) if address else None
-    if not isinstance(target, numpy.ndarray) or not target.nbytes:
+    if isinstance(target, numpy.ndarray):
+        owner = _owner(target)
+        address = owner.ctypes.data
+        if isinstance(owner.base, torch.Tensor):
+            address = owner.base.untyped_storage().data_ptr()
+        return (address, target.ctypes.data - address) if target.nbytes else None
+    if type(target) not in _PLAIN or target.is_conj() or target.is_neg():
         return None
-    owner = target
-    while isinstance(owner.base, numpy.ndarray):
-        owner = owner.base
-    address = int(owner.ctypes.data)
-    if isinstance(owner.base, torch.Tensor):
-        address = owner.base.untyped_storage().data_ptr()
-    return address, int(target.ctypes.data) - address
+    try:
+        address = target.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # of a layout without memory of its own
+        return None
+    return (address, int(target.storage_offset()) * target.itemsize) if address else None
+
+
+def _owner(array: Any) -> Any:
+    while isinstance(array.base, numpy.ndarray):
+        array = array.base
+    return array
+
+
+def owned(target: Any) -> tuple[int, int] | None:
+    """Address and size of the memory that an array and its views lie in, if numpy has it."""
+    if not isinstance(target, numpy.ndarray):
+        return None
+    owner = _owner(target)
+    return (owner.ctypes.data, owner.nbytes) if owner.base is None else None
 
 
 def layout(target: Any) -> list[int]:
@@ -41,74 +63,119 @@ def layout(target: Any) -> list[int]:
     return list(target.strides)
 
 
-def extent(value: Any, steps: list[int]) -> int:
-    """How much memory it takes with these strides, in bytes."""
+def _reach(value: Any, steps: list[int]) -> tuple[int, int]:
+    """How far before and behind its first element it takes memory, in bytes."""
     if 0 in value.shape:
-        return 0
-    last = sum((n - 1) * step for n, step in zip(value.shape, steps))
-    return int(last + value.itemsize)
+        return 0, 0
+    ways = [(n - 1) * step for n, step in zip(value.shape, steps)]
+    before, behind = sum(w for w in ways if w < 0), sum(w for w in ways if w > 0)
+    return before, behind + int(value.itemsize)
 
 
 class Memory:
     """Where views are made. `begins` is the place of `anchor` in the memory of the other process:
-    theirs are told apart by their distance from it."""
+    theirs are told apart by their distance from it. What cannot be is a ValueError."""
 
     def __init__(self, anchor: Any, begins: int) -> None:
-        tensor = anchor if isinstance(anchor, torch.Tensor) else torch.from_numpy(anchor)
-        self._base = tensor.detach()
-        self._shift = self._base.storage_offset() * self._base.itemsize - begins
+        self._anchor, self._begins = anchor, begins
 
-    def view(self, offset: int, steps: list[int], like: Any) -> Any:
-        """A view with the type and shape of `like`. ValueError: it would not lie inside."""
-        array = not isinstance(like, torch.Tensor)
-        tensor = torch.from_numpy(like) if array else like
-        storage, size, start = self._base.untyped_storage(), tensor.itemsize, offset + self._shift
-        inside = start >= 0 and start + extent(tensor, steps) <= storage.nbytes()
+    def view(self, offset: int, steps: list[int], like: Any, *, array: bool = False) -> Any:
+        """A view with the type and shape of `like`, for which its metadata is enough."""
+        array = array or isinstance(like, numpy.ndarray)
+        try:
+            if array and isinstance(self._anchor, numpy.ndarray):
+                return self._array(offset, steps, like)
+            tensor = torch.from_numpy(like) if isinstance(like, numpy.ndarray) else like
+            found = self._tensor(offset, steps, tensor)
+            return found.numpy() if array else found
+        except (TypeError, RuntimeError) as error:
+            raise ValueError(str(error)) from None
+
+    def _array(self, offset: int, steps: list[int], like: Any) -> Any:
+        owner = _owner(self._anchor)
+        start = self._anchor.ctypes.data - owner.ctypes.data + offset - self._begins
+        return numpy.ndarray(like.shape, like.dtype, buffer=owner, offset=start, strides=steps)
+
+    def _tensor(self, offset: int, steps: list[int], like: torch.Tensor) -> torch.Tensor:
+        anchor = self._anchor
+        base = anchor if isinstance(anchor, torch.Tensor) else torch.from_numpy(anchor)
+        base = base.detach()
+        storage, size = base.untyped_storage(), like.itemsize
+        start = base.storage_offset() * base.itemsize + offset - self._begins
+        inside = start >= 0 and start + _reach(like, steps)[1] <= storage.nbytes()
         if not inside or any(step < 0 or step % size for step in (start, *steps)):
             raise ValueError("it lies elsewhere")
         strides = [step // size for step in steps]
-        if tensor.dtype == self._base.dtype:
-            found = self._base.as_strided(tensor.shape, strides, start // size)
-        else:
-            found = torch.empty(0, dtype=tensor.dtype, device=self._base.device)
-            found.set_(storage, start // size, tensor.shape, strides)
-        return found.numpy() if array else found
+        if like.dtype == base.dtype:
+            return base.as_strided(like.shape, strides, start // size)
+        found = torch.empty(0, dtype=like.dtype, device=base.device)
+        return found.set_(storage, start // size, like.shape, strides)
 
 
-def joined(
-    anchor: tuple[Any, int] | None, members: dict[int, tuple[Any, int, list[int]]], label: str
-) -> dict[int, Any]:
-    """The members (value, place, strides) in one memory, with their values: in that of the anchor,
-    with its place there, if there is one."""
-    if anchor is None:
-        anchor = _new(members)
-    memory = Memory(*anchor)
-    views: dict[int, Any] = {}
-    for number, (value, offset, steps) in members.items():
-        try:
-            found = memory.view(offset, steps, value)
-        except (ValueError, TypeError):
-            raise UsageError(
-                f"{label} of the rank that is replaced shares its memory with another variable in "
-                "a way that cannot be repeated here",
-                hint="copy it: .clone() or .copy()",
-            ) from None
-        once = tuple(slice(None) if step else slice(0, 1) for step in steps)  # of what is repeated
-        if isinstance(found, torch.Tensor):
-            found[once].copy_(value.detach()[once])
-            found.requires_grad_(value.requires_grad)
-        else:
-            found[once] = value[once]
-        views[number] = found
-    return views
+class Joined:
+    """Values with their places and strides, in one memory: in that of the anchor, with its place
+    there, if there is one."""
+
+    def __init__(
+        self,
+        anchor: tuple[Any, int] | None,
+        members: dict[int, tuple[Any, int, list[int]]],
+        label: Callable[[int], str],
+    ) -> None:
+        self._label = label
+        self._members = members
+        self._new = anchor is None
+        memory = Memory(*(anchor if anchor is not None else _new_memory(members)))
+        self.views: dict[int, Any] = {}
+        for number, (value, offset, steps) in members.items():
+            try:
+                self.views[number] = memory.view(offset, steps, value)
+            except ValueError:
+                raise UsageError(
+                    f"{label(number)} of the rank that is replaced shares its memory with another "
+                    "variable in a way that cannot be repeated here",
+                    hint="copy it: .clone() or .copy()",
+                ) from None
+
+    def fill(self, carried: bool) -> None:
+        """`carried`: so is the anchor, which has its value by now."""
+        for number, view in self.views.items():
+            value, _, steps = self._members[number]
+            if self._new or not _equal(view, value):
+                if not (self._new or carried):
+                    raise UsageError(
+                        f"{self._label(number)} of the rank that is replaced is part of a variable "
+                        "that has other contents here",
+                        hint="build the same data on every start of the script",
+                    )
+                _copy(view, value, steps)
+            if isinstance(view, torch.Tensor) and value.requires_grad:
+                view.requires_grad_()
 
 
-def _new(members: dict[int, tuple[Any, int, list[int]]]) -> tuple[torch.Tensor, int]:
-    """Memory for all of them, of the kind that the first has."""
-    begins = min(offset for _, offset, _ in members.values()) // _ALIGNED * _ALIGNED
-    ends = max(offset + extent(x, steps) for x, offset, steps in members.values())
-    first = next(iter(members.values()))[0]
-    if isinstance(first, torch.Tensor):
-        count = -(-(ends - begins) // first.itemsize)
-        return torch.empty(count, dtype=first.dtype, device=first.device), begins
-    return torch.empty(ends - begins, dtype=torch.uint8), begins
+def _equal(view: Any, value: Any) -> bool:
+    """Bit by bit."""
+    if isinstance(view, torch.Tensor):
+        pair = [on_cpu(x.detach()).contiguous().view(-1) for x in (view, value)]
+        return torch.equal(*(x.view(torch.uint8) for x in pair))
+    return bool(view.tobytes() == value.tobytes())
+
+
+def _copy(view: Any, value: Any, steps: list[int]) -> None:
+    once = tuple(slice(None) if step else slice(0, 1) for step in steps)  # of what is repeated
+    if isinstance(view, torch.Tensor):
+        view[once].copy_(value.detach()[once])
+    else:
+        view[once] = value[once]
+
+
+def _new_memory(members: dict[int, tuple[Any, int, list[int]]]) -> tuple[Any, int]:
+    """For all of them, of the kind that the first tensor has."""
+    ranges = [(offset, *_reach(x, steps)) for x, offset, steps in members.values()]
+    begins = min(offset + before for offset, before, _ in ranges) // _ALIGNED * _ALIGNED
+    size = max(offset + behind for offset, _, behind in ranges) - begins
+    for value, _, _ in members.values():
+        if isinstance(value, torch.Tensor):
+            count = math.ceil(size / value.itemsize)
+            return torch.empty(count, dtype=value.dtype, device=value.device), begins
+    return numpy.empty(size, dtype=numpy.uint8), begins

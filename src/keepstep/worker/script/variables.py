@@ -191,16 +191,16 @@ class Variables:
         node = self._graph.nodes.get(id(thing))
         return node is not None and node.target is thing and node.kind not in ("blob", "block")
 
-    def lying_with(self, tensor: torch.Tensor) -> tuple[list[Any], Any] | None:
+    def lying_with(self, value: Any) -> tuple[list[Any], Any] | None:
         """A variable in the same memory, and the path to it; None: there is none. LookupError: it
         has no path."""
-        place = sharing.place(tensor)
+        place = sharing.place(value)
         there = self._graph.lying.get(place[0], {}) if place is not None else {}
         found = [node for node in there if node.target is not None]
         if not found:
             return None
-        found.sort(key=lambda node: (node.target is not tensor, -node.target.nbytes))
-        return _path(found[0]), found[0].target
+        nearest = max(found, key=lambda node: (node.target is value, node.target.nbytes))
+        return _path(nearest), nearest.target
 
     def reach(self, path: list[Any], stack: list[FrameType]) -> Any:
         """What the path leads to in this process, which stands in the same call. LookupError:
@@ -251,6 +251,7 @@ class Variables:
         landing.find(entries, {member[0] for group in shared for member in group})
         landing.join(shared)
         landing.fill(entries)
+        landing.settle()
         self._graph.scan()
         landing.mark(entries)
         self.end()
@@ -270,13 +271,15 @@ class _Landing:
         self._objects: dict[int, Any] = {}
         self._nodes: dict[int, Node] = {}
         self._taken: set[int] = set()
+        self._joined: list[tuple[sharing.Joined, int]] = []
+        self._filled: set[int] = set()  # of what is found here
         self._labels: dict[int, str] = {}
         self.slot = slot
 
     def __call__(self, number: int) -> Any:
         if number not in self._objects:
             raise UsageError(
-                f"{self._labels.get(number, 'a variable')} of the rank that is replaced refers to "
+                f"{self._label(number)} of the rank that is replaced refers to "
                 "something that is not here",
                 hint="register what the step needs: ks.register(name, save, load)",
             )
@@ -313,10 +316,31 @@ class _Landing:
             places = {number: (offset, steps) for number, offset, steps in group}
             own = [number for number in places if number in self._nodes]
             made = [n for n in places if n in self._objects and n not in self._nodes]
+            own.sort(key=lambda number: -self._objects[number].nbytes)
             anchor = (self._objects[own[0]], places[own[0]][0]) if own else None
-            if made and (anchor is not None or len(made) > 1):
-                members = {number: (self._objects[number], *places[number]) for number in made}
-                self._objects.update(sharing.joined(anchor, members, self._labels[made[0]]))
+            if not made or (anchor is None and len(made) < 2):
+                continue
+            members = {number: (self._objects[number], *places[number]) for number in made}
+            try:
+                joined = sharing.Joined(anchor, members, self._label)
+            except UsageError:
+                if not self._lenient:
+                    raise
+                continue
+            self._objects.update(joined.views)
+            self._joined.append((joined, own[0] if own else 0))
+
+    def settle(self) -> None:
+        """Behind fill: everything that is found here has its value."""
+        for joined, anchor in self._joined:
+            try:
+                joined.fill(carried=anchor in self._filled)
+            except UsageError:
+                if not self._lenient:
+                    raise
+
+    def _label(self, number: int) -> str:
+        return self._labels.get(number, "a variable")
 
     def _comes_later(self, parent: int) -> bool:
         """Its parent is bound anew: it is not found yet, or is made."""
@@ -349,6 +373,7 @@ class _Landing:
                 node = _MAKE[kind](graph_, target, self._labels[number], 1)
             try:
                 node.apply(payload, self)
+                self._filled.add(number)
             except UsageError:
                 if not self._lenient:
                     raise
