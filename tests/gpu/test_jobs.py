@@ -45,6 +45,8 @@ def hurt(
     )  # fmt: skip
     job.finish()
     assert len(job.last["injects_fired"]) == len(faults), job.last["injects_fired"]
+    guarded = "foreach" not in script_args
+    assert any(found["guarded"] for found in job.results()) == guarded
     return verdict.identical(job, expected.result(), faults=len(faults), incidents=len(faults))
 
 

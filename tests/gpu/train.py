@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 import keepstep
+from keepstep.worker import guard
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", required=True)
@@ -217,5 +218,6 @@ state = {
 }
 digest = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 target = Path(args.out) / f"rank-{rank}.json"
-target.with_suffix(".tmp").write_text(json.dumps({"sha256": digest, "state": state}))
+found = {"sha256": digest, "state": state, "guarded": guard.used()}
+target.with_suffix(".tmp").write_text(json.dumps(found))
 target.with_suffix(".tmp").rename(target)

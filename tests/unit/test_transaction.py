@@ -7,9 +7,13 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from keepstep.errors import UsageError
-from keepstep.worker import transaction
+from keepstep.worker import guard, transaction
 from keepstep.worker.gradients import Gradients
 from keepstep.worker.position import Tracker
 from keepstep.worker.recovery import Recovery
@@ -180,3 +184,15 @@ def test_an_update_outside_of_steps_is_refused_if_it_changes_something(world: An
     sgd.param_groups[0]["lr"] = 0.0  # torch makes the state of an optimizer so
     sgd.step()
     assert parameter.tolist() == [-1.0, -1.0]
+
+
+def test_our_own_hooks_do_not_keep_an_update_from_being_guarded(world: Any) -> None:
+    _, _, transactions, sgd = world("RETRY")
+    assert not guard.hooked(sgd), "whatever Keepstep registers, here and globally"
+    handle = register_optimizer_step_pre_hook(transactions._before_update)
+    assert not guard.hooked(sgd)
+    handle.remove()
+    for register in (sgd.register_step_pre_hook, register_optimizer_step_post_hook):
+        theirs = register(lambda *_: None)
+        assert guard.hooked(sgd)
+        theirs.remove()

@@ -60,6 +60,11 @@ def skip_open() -> None:
         _current._write(SKIP)
 
 
+def used() -> bool:
+    """Whether an update of this process was ever queued before it was decided."""
+    return _current is not None
+
+
 class Guard:
     def __init__(self) -> None:
         self._usable: bool | None = None  # not tried yet
@@ -89,7 +94,7 @@ class Guard:
         return id(optimizer), frozenset(dtypes), hasattr(optimizer, "found_inf")
 
     def _possible(self, optimizer: Optimizer) -> bool:
-        if type(optimizer) not in (Adam, AdamW, SGD) or _hooked(optimizer):
+        if type(optimizer) not in (Adam, AdamW, SGD) or hooked(optimizer):
             return False
         if not all(group.get("fused") for group in optimizer.param_groups):
             return False
@@ -249,11 +254,13 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _hooked(optimizer: Optimizer) -> bool:
-    ours = 1
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or len(torch_optimizer._global_optimizer_pre_hooks) > ours
-        or len(torch_optimizer._global_optimizer_post_hooks) > ours
+def hooked(optimizer: Optimizer) -> bool:
+    """By anybody but Keepstep."""
+    everybody = (
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *optimizer._optimizer_step_post_hooks.values(),
+        *torch_optimizer._global_optimizer_pre_hooks.values(),
+        *torch_optimizer._global_optimizer_post_hooks.values(),
     )
+    owners = (type(getattr(hook, "__self__", None)).__module__ for hook in everybody)
+    return not all(owner.startswith("keepstep.") for owner in owners)

@@ -37,7 +37,7 @@ from keepstep.worker.state import dense, memory, on_cpu
 if TYPE_CHECKING:
     from keepstep.worker.seat import Seat
 
-FIRST, EVERY = 3, 256  # calls of a site in which content is looked at
+FIRST, EVERY = 3, 1024  # calls of a site in which content is looked at: all of it, three times
 SAMPLES = 8  # elements of a parameter, in every call
 
 _RECORD = 24  # bytes: version counter, place, hash of elements (samples.h)

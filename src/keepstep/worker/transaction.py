@@ -73,7 +73,6 @@ class Transactions:
         self._unseen = Unseen()
         register_optimizer_step_pre_hook(self._before_update)
         register_optimizer_step_post_hook(self._after_update)
-        register_optimizer_step_post_hook(self.updated)
         for model in seat.models.values():
             model.register_forward_pre_hook(lambda *_: seat.page.mark())
         self._watch_ddp()
@@ -233,6 +232,10 @@ class Transactions:
     def _after_update(self, optimizer: Any, _: Any, __: Any) -> None:
         self._decide_update(optimizer)
         self._placement.restore(optimizer)
+        if self._finishing is not None:
+            self._finishing.after_update(optimizer)
+        if self.running and not self.warming:
+            self.seat.changes.updated()
 
     def _decide_update(self, optimizer: Any) -> None:
         """The update is queued, and if it is guarded the device holds it back: decide it."""
@@ -246,13 +249,6 @@ class Transactions:
         if not went:  # to be committed all the same, and the gradients are as they were
             guard.apply_unguarded(optimizer)
         self._update_begins()
-
-    def updated(self, optimizer: Any, _: Any, __: Any) -> None:
-        """Behind every update."""
-        if self._finishing is not None:
-            self._finishing.after_update(optimizer)
-        if self.running and not self.warming:
-            self.seat.changes.updated()
 
     def _update_begins(self) -> None:
         seat = self.seat
