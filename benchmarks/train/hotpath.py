@@ -39,7 +39,7 @@ PROBES = (
     ("variables", "script.variables", "Variables.capture"),
     ("variables", "script.variables", "Variables.late"),
     ("variables", "script.variables", "Variables.end"),
-    ("locals", "finish", "Locals.publish"),
+    ("locals", "finish", "Behind.locals_of"),
     ("foresight", "results", "Foresight.at_fence"),
     ("side_state", "seat", "Seat.side_state"),
     ("position", "position", "Tracker.position"),

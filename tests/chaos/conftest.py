@@ -30,6 +30,7 @@ LAYOUTS_COST_S = 150
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos-all", action="store_true", help="every cell, not a sample")
+    parser.addoption("--chaos-part", default="1/1", help="I/N: every Nth cell, from the Ith on")
     parser.addoption("--chaos-report", default="", help="write a JSON report here")
     parser.addoption("--chaos-seed", default="", help="instead of the commit id")
 
@@ -37,10 +38,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def _seed(config: pytest.Config) -> str:
     if config.getoption("--chaos-seed"):
         return str(config.getoption("--chaos-seed"))
+    return _git("rev-parse", "HEAD") or "no-commit"
+
+
+def _git(*words: str) -> str:
     done = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=config.rootpath
+        ["git", *words], capture_output=True, text=True, cwd=Path(__file__).parent
     )
-    return done.stdout.strip() or "no-commit"
+    return done.stdout.strip()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -49,6 +54,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.chaos)
     chosen_by_hand = config.getoption("-k") or any("::" in arg for arg in config.args)
     if config.getoption("--chaos-all") or chosen_by_hand:
+        first, parts = map(int, config.getoption("--chaos-part").split("/"))
+        part = items[first - 1 :: parts]
+        if len(part) < len(items):
+            config.hook.pytest_deselected(items=[item for item in items if item not in part])
+            items[:] = part
         return
     seed = _seed(config)
     layouts = [item for item in mine if item.path.name == "test_layouts.py"]
@@ -135,6 +145,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         "machine": f"{platform.machine()}, {platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "commit": _git("describe", "--always", "--dirty"),
         "cells": len(report),
         "faults": sum(e["faults"] for e in report),
         "bit_identical": sum(1 for e in report if not e["different"]),
