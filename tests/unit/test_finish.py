@@ -61,7 +61,7 @@ def test_only_what_is_read_behind_the_fence_is_published() -> None:
 def test_a_newcomer_comes_to_the_result_of_the_rank_it_replaces() -> None:
     dead, newcomer = Rank(), Rank()
     expected = dead.train(torch.ones(4))
-    newcomer.finishing = Finishing(dead.published, "train", lambda: newcomer.log.clear())
+    newcomer.finishing = Finishing(dead.published, "train", lambda: newcomer.log.clear() or [])
     assert newcomer.train(torch.zeros(4)) == expected
     assert newcomer.finishing.reached and newcomer.log == dead.log
 
@@ -70,7 +70,7 @@ def test_a_local_that_cannot_travel_is_named_when_it_is_used() -> None:
     dead, newcomer = Rank(), Rank()
     dead.train_object(torch.ones(1))
     assert dead.published[0]["lost"] == ["output"]
-    newcomer.finishing = Finishing(dead.published, "train", lambda: None)
+    newcomer.finishing = Finishing(dead.published, "train", list)
     assert "Lost" in newcomer.train_object(torch.ones(1))[0], "the stand-in, not its own object"
 
 
@@ -153,7 +153,7 @@ class Case:
         self.published = published
         self.finishing = None
         if published is not None:
-            self.finishing = Finishing(published, "train", self.history.clear)
+            self.finishing = Finishing(published, "train", lambda: self.history.clear() or [])
 
     def run(self, function: Any, x: torch.Tensor) -> list[Any]:
         self.code = function.__code__
@@ -291,7 +291,7 @@ class Lying:
         self.fence()
         self.optimizer.step()
         if self.finishing is not None:
-            self.finishing.after_update(self.optimizer)
+            self.finishing.after_update()
         row += column
         assert parts["itself"][0] is self.weight
         views = parts["views"]
@@ -303,7 +303,7 @@ def test_views_of_weights_and_tables_are_views_on_the_newcomer_too() -> None:
     expected = dead.train(3)
     with torch.no_grad():
         newcomer.weight.fill_(4.0)  # as after the update
-    newcomer.finishing = Finishing(dead.published, "train", lambda: None, newcomer.reach)
+    newcomer.finishing = Finishing(dead.published, "train", list, newcomer.reach)
     found = newcomer.train(0)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert torch.equal(newcomer.table, dead.table)
@@ -312,18 +312,18 @@ def test_views_of_weights_and_tables_are_views_on_the_newcomer_too() -> None:
 def test_gradients_of_a_step_that_is_finished_are_lost_and_refuse_to_be_read() -> None:
     newcomer = Lying(7.0)
     newcomer.weight.grad = torch.ones(2, 3)
-    newcomer.finishing = Finishing([], "train", lambda: None)
+    newcomer.finishing = Finishing([], "train", list)
     newcomer.finishing.fence(None, [newcomer.weight])
     newcomer.finishing.before_update(newcomer.optimizer)
     newcomer.optimizer.step()
     assert newcomer.weight.grad is None and torch.equal(newcomer.weight, torch.full((2, 3), 7.0))
-    newcomer.finishing.after_update(newcomer.optimizer)
+    newcomer.finishing.after_update()
     assert newcomer.weight.grad is not None
     with pytest.raises(UsageError, match="behind its update"):
         newcomer.weight.grad.norm()
     newcomer.optimizer.zero_grad(set_to_none=False)
     assert torch.equal(newcomer.weight.grad, torch.zeros(2, 3))
-    newcomer.finishing.after_update(newcomer.optimizer)
+    newcomer.finishing.after_update()
     newcomer.finishing.end([newcomer.weight])
     assert torch.equal(newcomer.weight.grad, torch.zeros(2, 3)), "what the step has set stays"
 
@@ -348,7 +348,7 @@ def test_gradients_of_inputs_are_lost_as_well() -> None:
             finishing.fence(step.__code__, [], [x])
 
     step(torch.ones(2, requires_grad=True))
-    finishing = Finishing(parts, "train", lambda: None)
+    finishing = Finishing(parts, "train", list)
     for tensor in step(torch.ones(2, requires_grad=True)):
         with pytest.raises(UsageError, match="behind its update"):
             tensor.grad.sign()
@@ -378,3 +378,22 @@ def test_a_second_backward_pass_may_add_to_a_lost_gradient() -> None:
     rank.weight.sum().backward()
     with pytest.raises(UsageError, match="behind its update"):
         rank.weight.grad.norm()
+
+
+def test_gradients_that_outlive_the_update_are_those_of_the_rank() -> None:
+    carried = torch.full((2, 3), 5.0)
+    newcomer = Lying(7.0)
+    newcomer.weight.grad = torch.ones(2, 3)
+
+    def at_fence() -> list[torch.nn.Parameter]:
+        newcomer.weight.grad = carried
+        return [newcomer.weight]
+
+    newcomer.finishing = Finishing([], "train", at_fence)
+    newcomer.finishing.fence(None, [newcomer.weight])
+    newcomer.finishing.before_update(newcomer.optimizer)
+    newcomer.optimizer.step()
+    newcomer.finishing.after_update()
+    assert torch.equal(newcomer.weight, torch.full((2, 3), 7.0)), "the update is made already"
+    newcomer.finishing.end([newcomer.weight])
+    assert newcomer.weight.grad is carried

@@ -44,6 +44,7 @@ SOURCE = HERE.parents[1] / "src" / "keepstep"
 WORLD = 2
 STILL_S = 90.0  # nothing of a job changes for so long: it hangs
 MOVING = ("state", "committed_step", "last_incident", "injects_fired", "ranks", "spares")
+FINDING_OUT = "numbers differ between ranks: finding out which"
 STOPPED_CODES = (5, 3)  # by itself after the stall timeout; by `keepstep stop` while it holds
 PROMISED = ("identical", "refused", "stopped")
 
@@ -209,7 +210,8 @@ def _hangs(job: Job) -> str:
     told, last, since = False, "", time.monotonic()
     while job.process.poll() is None:
         status = job.status()
-        if status.get("divergence") and not told:  # it holds until somebody decides
+        named = status.get("divergence", "") not in ("", FINDING_OUT)
+        if named and not told:  # it holds until somebody decides
             told = True
             job.cli("stop", "--job", job.job)
         now = repr([status.get(key) for key in MOVING])

@@ -322,13 +322,15 @@ def with_locals(rest: list[Part], found: dict[str, Carried]) -> list[Part]:
 
 
 class Finishing:
-    """On a newcomer: one run of the function, from the fence on as the rank that is replaced."""
+    """On a newcomer: one run of the function, from the fence on as the rank that is replaced.
+    `at_fence` sets what the rank had there, and says which gradients are among it: those that
+    outlive updates."""
 
     def __init__(
         self,
         published: list[Part],
         site: str,
-        at_fence: Callable[[], None],
+        at_fence: Callable[[], Iterable[torch.nn.Parameter]],
         reach: Reach = lambda _: None,
     ) -> None:
         self._published = published
@@ -336,7 +338,7 @@ class Finishing:
         self._at_fence = at_fence
         self._reach = reach
         self.reached = False
-        self._hidden: list[torch.nn.Parameter] = []
+        self._hidden: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
     def fence(
         self,
@@ -348,9 +350,10 @@ class Finishing:
         if self.reached:
             return
         self.reached = True
-        self._at_fence()
+        carried = set(map(id, self._at_fence()))
         for parameter in parameters:
-            _lose_gradient(parameter, parameter)
+            if id(parameter) not in carried:
+                _lose_gradient(parameter, parameter)
         for tensor in _tensors(arguments):
             _lose_gradient(tensor, tensor)
         running = frames.script_frames(code) if code is not None else []
@@ -366,23 +369,22 @@ class Finishing:
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """The update is made already: without gradients it changes nothing."""
-        self._exchange(_parameters(optimizer))
+        for parameter in _parameters(optimizer):
+            if parameter.grad is not None:
+                self._hidden.append((parameter, parameter.grad))
+                parameter.grad = None
 
-    def after_update(self, optimizer: torch.optim.Optimizer) -> None:
-        for parameter in self._hidden:
+    def after_update(self) -> None:
+        for parameter, gradient in self._hidden:
             if parameter.grad is None:
-                parameter.grad = LostGradient.of(parameter)
+                parameter.grad = gradient
         self._hidden = []
 
     def end(self, parameters: list[torch.nn.Parameter]) -> None:
-        self._exchange(parameters)
         self._hidden = []
-
-    def _exchange(self, parameters: list[torch.nn.Parameter]) -> None:
         for parameter in parameters:
             if type(parameter.grad) is LostGradient:
                 parameter.grad = None
-                self._hidden.append(parameter)
 
     def _set(self, frame: FrameType, part: Part) -> None:
         found: dict[str, Any] = {}

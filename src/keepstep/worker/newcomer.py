@@ -151,10 +151,11 @@ class Newcomer:
             rest = with_locals(rest, self._locals)
             stack = script_frames()
 
-            def at_fence() -> None:
+            def at_fence() -> list[torch.nn.Parameter]:
                 seat.apply_side_state(side, {})
                 if seen.variables is not None:
                     seat.variables.restore(seen.variables, stack)
+                return [seat.parameters[index] for index in side["gradients"]]
 
             made = self._finish(
                 function,

@@ -233,7 +233,7 @@ class Transactions:
         self._decide_update(optimizer)
         self._placement.restore(optimizer)
         if self._finishing is not None:
-            self._finishing.after_update(optimizer)
+            self._finishing.after_update()
         if self.running and not self.warming:
             self.seat.changes.updated()
 
