@@ -112,7 +112,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         path = session.config.getoption(option)
         if path and found:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).write_text(json.dumps(_summary(session, found, exitstatus), indent=1) + "\n")
+            text = json.dumps(_summary(session, found, exitstatus), indent=1)
+            Path(path).write_text(text.replace(f"{sys.prefix}/", "") + "\n")
 
 
 def _summary(
