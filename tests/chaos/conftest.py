@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from harness import SCRIPT, Job, Verdict, ending, report, run_plain
 
 # Of cells in a sample, by their own estimates on two cores.
-SAMPLE_COST_S = 210
-LAYOUTS_COST_S = 150
+SAMPLE_COST_S = 150
+LAYOUTS_COST_S = 100
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
