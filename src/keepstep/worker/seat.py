@@ -40,7 +40,7 @@ from keepstep.worker.redundancy import Redundancy
 from keepstep.worker.script import sharing
 from keepstep.worker.script.roots import Roots, script_roots
 from keepstep.worker.script.streams import Streams
-from keepstep.worker.script.unasked import Unasked
+from keepstep.worker.script.unasked import OF_OPTIMIZERS, Unasked
 from keepstep.worker.script.variables import Variables
 from keepstep.worker.shards import Replicas
 from keepstep.worker.state import StateSet
@@ -200,7 +200,7 @@ class Seat:
         self.replicas = Replicas(rank, world)
         self.redundancy = Redundancy(self)
         self.changes = Parameters(self)
-        self.unasked = Unasked(self.roots, self.knows, content, self._register_unasked)
+        self.unasked = Unasked(self.roots, self.knows, content, self._register_unasked, optimizers)
         self.agreement = Agreement()
         self.replicated = Replicated(self)
         self.natural = b""  # digest of what only this rank has, as the script built it
@@ -269,6 +269,13 @@ class Seat:
         self.state = self._new_state()
 
     def _register_unasked(self, name: str, save: Any, load: Any) -> None:
+        if name.startswith(OF_OPTIMIZERS) and self.redundancy.needed:
+            raise UsageError(
+                f"{name.removeprefix('script/')}, an attribute of the optimizer, changes with its "
+                "updates, and no other rank has the shards that it belongs to: after a loss it "
+                "could not be made again",
+                hint="keep it in optimizer.state[parameter]",
+            )
         self.objects[name] = Registered(name, save, load)
         self.state = self._new_state()
         self.warn(

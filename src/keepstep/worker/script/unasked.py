@@ -1,4 +1,5 @@
-"""State that the script keeps and nobody has attached: models, schedulers, scalers.
+"""State that the script keeps and nobody has attached: models, schedulers, scalers, and what an
+optimizer keeps beside its state_dict (attributes.py).
 
 A target network that follows the trained one, a teacher that is updated now and then, a scheduler
 that was not given to `attach`: the step depends on them, and a newcomer builds them anew. They are
@@ -18,10 +19,11 @@ import torch
 import xxhash
 from torch import nn
 
-from keepstep.worker.script import graph
+from keepstep.worker.script import attributes, graph
 from keepstep.worker.script.roots import Roots
 
 PREFIX: Final = "script/"
+OF_OPTIMIZERS: Final = PREFIX + attributes.PREFIX
 FIRST, EVERY = 3, 256  # calls of a step in which they are looked for
 HASHED_BYTES_MAX = 64 << 10  # of a model, in every step
 
@@ -38,12 +40,15 @@ class Unasked:
         knows: Callable[[Any], bool],
         content: Callable[[torch.Tensor], bytes],
         register: Register,
+        optimizers: dict[str, torch.optim.Optimizer],
     ) -> None:
         self._roots, self._knows, self._content = roots, knows, content
         self._register = register
         self._calls: Counter[str] = Counter()
         self._contents: dict[str, tuple[Any, bytes]] = {}  # versions and content of models
         self._models: dict[str, nn.Module] = {}  # not changed so far
+        self._optimizers = optimizers
+        self._attributes: dict[str, attributes.Attribute] = {}  # of theirs, likewise
         self.names: set[str] = set()
 
     def look(self, site: str) -> None:
@@ -56,6 +61,10 @@ class Unasked:
                     self._models[path] = thing
                 else:
                     self._add(path, thing)
+            self._attributes = self._find_attributes() | self._attributes
+        for path, attribute in list(self._attributes.items()):
+            if attribute.changed(self._content, deep):
+                self._add_attribute(path, attribute)
         for path, module in list(self._models.items()):
             if self._changed(path, module, deep):
                 del self._models[path]
@@ -67,6 +76,9 @@ class Unasked:
         for path, thing in self._find().items() if wanted else ():
             if PREFIX + path in wanted:
                 self._add(path, thing)
+        for path, attribute in self._find_attributes().items() if wanted else ():
+            if PREFIX + path in wanted:
+                self._add_attribute(path, attribute)
 
     def _find(self) -> dict[str, Any]:
         found = graph.find(self._roots().script, self._wanted)
@@ -80,6 +92,15 @@ class Unasked:
         return {
             p: x for p, x in found.items() if id(x) not in inside and PREFIX + p not in self.names
         }
+
+    def _find_attributes(self) -> dict[str, attributes.Attribute]:
+        found = attributes.find(self._optimizers, self._knows)
+        return {path: x for path, x in found.items() if PREFIX + path not in self.names}
+
+    def _add_attribute(self, path: str, attribute: attributes.Attribute) -> None:
+        self.names.add(PREFIX + path)
+        self._attributes.pop(path, None)
+        self._register(PREFIX + path, attribute.save, attribute.load)
 
     def _wanted(self, thing: Any) -> bool:
         if isinstance(thing, nn.Module):
