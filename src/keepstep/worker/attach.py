@@ -13,6 +13,7 @@ from keepstep.errors import UsageError
 from keepstep.worker import children, refusals, roundtrip
 from keepstep.worker.objects import registered
 from keepstep.worker.plain import PlainSession
+from keepstep.worker.script import roots
 
 _session: PlainSession | None = None
 
@@ -44,6 +45,7 @@ def attach(
             "keepstep.attach was called twice in one process",
             hint="attach once, with lists of models and optimizers if there are several",
         )
+    roots.claim_caller()
     models = _named(model, torch.nn.Module, "model")
     optimizers = _named(optimizer, torch.optim.Optimizer, "optimizer")
     if not any(True for x in models.values() for _ in x.parameters()):

@@ -55,6 +55,7 @@ class _Pulled(NamedTuple):
 class ScriptVariables(Protocol):
     def captured(self) -> bytes: ...
     def put(self, data: bytes) -> None: ...
+    def handed_out(self, batch: Any) -> None: ...
 
 
 class Loop:
@@ -143,6 +144,8 @@ class Loop:
                 self._owed = False
             self.pos.before, self.pos.drawn = item.before, item.drawn
         self.tracker.yielded(self.level, self.pos)
+        if self.variables is not None:
+            self.variables.handed_out(item.batch)
         return item.batch
 
     def _last_owed(self) -> bool:

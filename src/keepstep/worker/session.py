@@ -22,7 +22,7 @@ from keepstep.worker.newcomer import Newcomer
 from keepstep.worker.objects import registered
 from keepstep.worker.plain import Batch, F, PlainSession
 from keepstep.worker.recovery import Recovery
-from keepstep.worker.script import workers
+from keepstep.worker.script import roots, workers
 from keepstep.worker.script.frames import script_frames
 from keepstep.worker.script.hidden import hidden
 from keepstep.worker.script.variables import OutsideSteps
@@ -118,6 +118,12 @@ class Session(PlainSession):
         return self._transaction(function, step=False)
 
     def _transaction(self, function: F, *, step: bool) -> F:
+        if roots.claim_caller() and self._begun:
+            raise UsageError(
+                f"{getattr(function, '__qualname__', function)} is made a step or section by an "
+                "installed package that has not used Keepstep before the first step",
+                hint="decorate the functions of a package before the first step",
+            )
         code = getattr(function, "__code__", None)
         name = getattr(function, "__qualname__", type(function).__name__)
         site = f"{name}:{code.co_firstlineno if code is not None else 0}"

@@ -30,6 +30,8 @@ from keepstep.worker.script.namespaces import (
     Names,
     NetworkNames,
     Nothing,
+    OptimizerNames,
+    RegisteredNames,
     SlotNames,
 )
 from keepstep.worker.script.nodes import LEAF, OPAQUE, Node, suffix
@@ -38,6 +40,7 @@ from keepstep.worker.script.versions import Versions
 
 DEPTH_MAX: Final = 12
 NODES_MAX: Final = 20_000
+HELPERS_MAX: Final = 2_000  # of them, in objects of installed packages
 
 # Of tensors whose bytes numpy can look at.
 _NUMPY: Final = frozenset(
@@ -77,6 +80,8 @@ class Graph:
         self._arrays: dict[int, int] = {}  # memory of arrays: address -> size
         self._starts: list[int] = []  # their addresses, in order
         self.changes = 0
+        self.cut_at: list[str] = []  # the first for which there were too many objects
+        self.helpers = 0  # nodes of theirs
         self._number = 0
         self._looked_at: list[Node] = []  # without a version: scanned every time
         self._makers: dict[type, Any] = {}
@@ -118,12 +123,22 @@ class Graph:
                 if maker is Block and self.records.of(value) is None:
                     self.omit(f"{parent.label} (with its many large tensors)")
                     maker = OPAQUE
+            if maker is DictNames and self.known(value):
+                optimizer = isinstance(value, torch.optim.Optimizer)
+                maker = OptimizerNames if optimizer else RegisteredNames
             if maker is OPAQUE or not self._suits(value, maker):
                 return OPAQUE
-            if parent.depth >= DEPTH_MAX or len(self.nodes) >= NODES_MAX:
+            helps = parent.helps or graph.helper(kind)
+            if helps and isinstance(parent, FrameNames) and parent.foreign():
                 return OPAQUE
             label = label or f"{parent.label}{suffix(key)}"
+            if self._full(parent, helps):
+                if not self.cut_at and maker is not NetworkNames and (maker is not Items or value):
+                    self.cut_at.append(label)
+                return OPAQUE
             node = maker(self, value, label, parent.depth + 1)  # type: ignore[operator]
+            node.helps = helps
+            self.helpers += helps
             self._register(node)
             node.scan(self)
         looping = parent.still or (parent.depth == 0 and key.__class__ is tuple)
@@ -146,9 +161,21 @@ class Graph:
         if maker is FrameNames:
             code = value.gi_code
             return value.gi_frame is not None and frames.origin(code.co_filename) != "skipped"
-        if maker is NetworkNames:
+        if maker is OptimizerNames:
+            return self.known(value)
+        if maker is NetworkNames or maker is RegisteredNames:
             return True
         return id(value) not in self.excluded and not self.known(value)
+
+    def _full(self, parent: Node, helps: bool) -> bool:
+        if parent.depth >= DEPTH_MAX or len(self.nodes) >= NODES_MAX:
+            return True
+        return helps and self.helpers >= HELPERS_MAX
+
+    def leave_alone(self, kind: type) -> None:
+        """Loops hand out objects of this class: they are batches, and the walk has them."""
+        if graph.helper(kind):
+            self._makers[kind] = OPAQUE
 
     def _small(self, value: Any) -> bool:
         if isinstance(value, bytearray):
@@ -214,6 +241,7 @@ class Graph:
     def _drop(self, node: Node) -> None:
         if self.journal is not None:
             node.scan(self)  # it may have changed before it was let go
+        self.helpers -= node.helps and _address(node) in self.nodes
         self.nodes.pop(_address(node), None)
         self.fleeting.pop(node, None)
         self.left.pop(node, None)
@@ -358,7 +386,9 @@ def _maker(kind: type) -> Any:
         return _function_maker
     if issubclass(kind, type):
         return _class_maker
-    if kind in _BAGS or graph.user_code(kind):
+    if issubclass(kind, torch.optim.Optimizer) and not graph.user_code(kind):
+        return OptimizerNames
+    if kind in _BAGS or graph.user_code(kind) or graph.helper(kind):
         if issubclass(kind, dict | list | set | deque):
             return Items
         return DictNames if kind.__dictoffset__ and not _slotted(kind) else SlotNames

@@ -38,6 +38,7 @@ _WRITES_THROUGH: Final = sys.version_info >= (3, 13)
 _NAMESPACE_CALLS: Final = frozenset({"locals", "vars", "eval", "exec", "dir"})
 
 _origins: dict[str, Origin] = {}
+_claimed: list[str] = []  # folders and files of installed packages that are the script's
 _libraries = tuple(
     path + os.sep
     for path in {
@@ -69,9 +70,28 @@ def _find_origin(filename: str) -> Origin:
     path = os.path.abspath(filename)
     if path.startswith(_skipped[:2]):
         return "skipped"
+    if claimed(path):
+        return "script"
     if path.startswith(_libraries) or installed(path):
         return "library"
     return "skipped" if path.startswith(_skipped[2:]) else "script"
+
+
+def claim(frame: FrameType, top: str) -> bool:
+    """An installed package whose code uses Keepstep is the user's, like the script. Whether this
+    one, `top`, is new."""
+    package = sys.modules.get(top) if top != "__main__" else None
+    found = [os.path.abspath(folder) + os.sep for folder in getattr(package, "__path__", ())]
+    found = found or [os.path.abspath(frame.f_code.co_filename)]
+    new = [path for path in found if path not in _claimed and origin(path) == "library"]
+    _claimed.extend(new)
+    if new:
+        _origins.clear()
+    return bool(new)
+
+
+def claimed(path: str) -> bool:
+    return path.startswith(tuple(_claimed))
 
 
 def installed(path: str) -> bool:

@@ -8,11 +8,15 @@ both. `find` walks breadth first: the shortest path names an object, and among p
 the first in the order of the roots and of their members. Each object is visited once, by identity.
 
     entered      dicts, lists, tuples, sets, deques; instances of the user's classes (__dict__,
-                 __slots__, plain class attributes); functions (closure, defaults, attributes),
-                 partials and bound methods; suspended generators (their locals); everything of
-                 torch.utils.data; submodules of any nn.Module
+                 __slots__, plain class attributes) and of helpers; functions (closure, defaults,
+                 attributes), partials and bound methods; suspended generators (their locals);
+                 everything of torch.utils.data; submodules of any nn.Module
     not entered  modules, tensors, arrays, parameters and buffers, the insides of torch, numpy and
-                 the standard library; other installed packages unless `third_party` is set
+                 the standard library; what else is installed, unless `third_party` is set
+
+The user's are the script, its modules, and installed packages whose code uses Keepstep (`claim`). A
+helper is an object of another installed package that is Python through and through and is not
+about the world outside: an average of weights, a schedule, a meter.
 
 The walk reads storage only: `vars`, slots, cells. It calls no property, no `__getattr__`, no
 `__eq__`, no `repr` of the user's. Number and depth of the objects are bounded, and a walk that was
@@ -34,9 +38,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 
-from keepstep.worker.script import frames
+from keepstep.worker.script import frames, outside
 
 OBJECTS_MAX: Final = 50_000
 DEPTH_MAX: Final = 16
@@ -53,8 +58,15 @@ _CONTAINERS: Final = (dict, list, tuple, set, frozenset, deque)
 _STDLIB_BAGS: Final = frozenset(
     {"UserDict", "UserList", "SimpleNamespace", "Namespace", "ChainMap", "Counter", "mappingproxy"}
 )
+_helping: dict[Any, bool] = {}  # of classes, remembered
 _entering: dict[tuple[Any, bool], bool] = {}  # of classes, remembered
 _MODULE_OWN: Final = frozenset({"_parameters", "_buffers", "_modules"})
+_NOT_HELPERS: Final = (
+    *(dict, list, tuple, set, frozenset, deque, type, BaseException),
+    *(torch.Tensor, np.ndarray, torch.nn.Module, torch.optim.Optimizer),
+)
+# Of the standard library: bases that keep nothing.
+_BASES: Final = frozenset({"abc", "collections", "contextlib", "enum", "types", "typing"})
 
 
 class Found(dict[str, Any]):
@@ -150,6 +162,8 @@ def module_origin(name: str) -> str:
     file = vars(module).get("__file__")
     if not isinstance(file, str):
         return "installed"
+    if frames.claimed(file):
+        return "user"
     if frames.installed(file):
         return "installed"
     return "installed" if file.startswith(_foreign_places()) else "user"
@@ -169,6 +183,36 @@ def origin(thing: Any) -> str:
 def user_code(thing: Any) -> bool:
     """Whether the user wrote this module, class or function."""
     return origin(thing) == "user"
+
+
+def claim(frame: types.FrameType) -> bool:
+    """Its code uses Keepstep: if it is of an installed package, the whole package is the user's.
+    Whether that is news."""
+    space = frame.f_globals
+    top = str(space.get("__package__") or space.get("__name__")).partition(".")[0]
+    if top in outside.PACKAGES or not frames.claim(frame, top):
+        return False
+    module_origin.cache_clear()
+    _helping.clear()
+    _entering.clear()
+    return True
+
+
+def helper(kind: Any) -> bool:
+    """Whether objects of this class are helpers (see above)."""
+    known = _helping.get(kind)
+    if known is None:
+        known = not issubclass(kind, _NOT_HELPERS) and origin(kind) == "installed"
+        known = _helping[kind] = known and all(map(_helps, kind.__mro__[:-1]))
+    return known
+
+
+def _helps(base: type) -> bool:
+    top = base.__module__.partition(".")[0]
+    if origin(base) == "library":
+        return top in _BASES or base.__module__ == "collections.abc"
+    file = getattr(sys.modules.get(base.__module__), "__file__", None) or ""
+    return file.endswith(".py") and top not in outside.PACKAGES and top != "torchdata"
 
 
 def user_modules() -> dict[str, dict[str, Any]]:
@@ -236,7 +280,7 @@ def _decide(kind: Any, third_party: bool) -> bool:
             return True
         if base.__module__.startswith(("torch.utils.data", "torchdata")):
             return True
-    return kind.__name__ in _STDLIB_BAGS and origin(kind) == "library"
+    return helper(kind) or (kind.__name__ in _STDLIB_BAGS and origin(kind) == "library")
 
 
 def _items(node: Any) -> Iterator[Member]:

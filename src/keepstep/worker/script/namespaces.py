@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from keepstep.errors import UsageError
-from keepstep.worker.script import frames, graph, iterators, stack, values
+from keepstep.worker.script import attributes, frames, graph, iterators, stack, values
 from keepstep.worker.script.nodes import LEAF, MISSING, OPAQUE, Node
 
 if TYPE_CHECKING:
@@ -280,6 +280,27 @@ class NetworkNames(DictNames):
                 graph.adopt(module, self, ("module", name))
 
 
+class OptimizerNames(DictNames):
+    """An optimizer: objects that it keeps. Plain data is carried by attributes.py."""
+
+    kind = "optimizer"
+
+    def ignored(self, name: str) -> bool:
+        plain = isinstance(self.names[name], (*attributes.PLAIN, torch.optim.Optimizer))
+        return plain or name in attributes.TORCHS or name.startswith("__")
+
+
+class RegisteredNames(DictNames):
+    """A registered object: numbers and the like, which its state_dict may have left out."""
+
+    kind = "registered"
+
+    def ignored(self, name: str) -> bool:
+        if name.startswith("__"):
+            return True
+        return name not in self.last and not values.is_leaf_type(type(self.names[name]))
+
+
 class SlotNames(Names):
     """An object with __slots__."""
 
@@ -388,6 +409,11 @@ class FrameNames(Names):
         if isinstance(target, types.GeneratorType):
             return target.gi_frame
         return target  # type: ignore[no-any-return]
+
+    def foreign(self) -> bool:
+        """A function of an installed package, which is not the user's."""
+        frame = self.frame()
+        return frame is not None and frames.origin(frame.f_code.co_filename) == "library"
 
     def read(self) -> dict[str, Any]:
         frame = self.frame()

@@ -61,6 +61,7 @@ class Node:
         self.refers: list[Node] = []
         self.place: tuple[int, int] | None = None  # of a tensor or array, in memory
         self.laid: list[Any] = []  # and as it is told
+        self.helps = False  # of, or in, an object of an installed package (graph.py)
         self.still = False  # only a running loop has it: it cannot move while a transaction runs
 
     @property

@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple
 import numpy
 import torch
 
-from keepstep.worker.script import frames
+from keepstep.worker.script import frames, graph
 
 CALLS_DEPTH_MAX: Final = 3
 ITEMS_MAX: Final = 64  # of a container
@@ -130,10 +130,11 @@ def _places(
 def _inside(
     function: Any, owner: Get, called: str, seen: set[CodeType], depth: int
 ) -> Iterator[Place]:
-    """Of a function or method of the script's own that is called."""
+    """Of a function of the script's own that is called, or of a method of its own or a helper's."""
     if not isinstance(function, FunctionType):
         return
-    if frames.origin(function.__code__.co_filename) == "script":
+    whose = frames.origin(function.__code__.co_filename)
+    if whose == "script" or (whose == "library" and graph.helper(type(owner()))):
         yield from _places(function, owner, called, seen, depth + 1)
 
 

@@ -25,6 +25,26 @@ class Roots(NamedTuple):
 _modules: tuple[int, dict[str, dict[str, Any]]] = (0, {})
 
 
+def claim_caller() -> bool:
+    """Whoever called into Keepstep is the user, also if it is an installed package, and so is what
+    was started with `-m`. Whether that is news."""
+    global _modules
+    frame = inspect.currentframe()
+    while frame is not None and _top(frame) == "keepstep":
+        frame = frame.f_back
+    found = [] if frame is None else [frame]
+    while frame is not None and _top(frame) != "runpy":
+        found, frame = [*found[:1], frame], frame.f_back
+    new = [graph.claim(each) for each in found]
+    if any(new):
+        _modules = (0, {})
+    return any(new)
+
+
+def _top(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
 def _user_modules() -> dict[str, dict[str, Any]]:
     global _modules
     if _modules[0] != len(sys.modules):

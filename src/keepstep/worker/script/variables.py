@@ -71,8 +71,16 @@ class Variables:
         self._witness = witness.Witness()
         self._watched: list[Any] = []
         self._warned: set[str] = set()
+        self._handed_out: set[type] = set()  # classes
 
     # ------------------------------------------------------------------ the transaction
+
+    def handed_out(self, batch: Any) -> None:
+        """By ks.batches."""
+        for part in (batch, *batch) if type(batch) in (tuple, list) else (batch,):
+            if type(part) not in self._handed_out:
+                self._handed_out.add(type(part))
+                self._graph.leave_alone(type(part))
 
     def watch(self, function: Any) -> None:
         """A step or section function, when it is decorated: its closure is the script's too."""
@@ -172,17 +180,26 @@ class Variables:
         """Variables that are too large to be carried, or are a burden, each once."""
         new = [name for name in self._graph.omitted if name not in self._warned]
         heavy = [name for name in self._graph.heavy if name not in self._warned]
-        self._warned.update(new, heavy)
-        return [
+        cut = [name for name in self._graph.cut_at if name not in self._warned]
+        self._warned.update(new, heavy, cut)
+        texts = [
             f"{name} has more than {values.ITEMS_MAX} items or {values.BYTES_MAX >> 10} KiB: a "
             "moved rank does not get it (hint: ks.register(name, save, load), or keep less)"
             for name in new
-        ] + [
+        ]
+        texts += [
             f"{name} changes, and all of it ({self._graph.heavy[name] / 2**20:.1f} MiB) is carried "
             "with every step (hint: hand batches to the step as arguments; what all ranks have "
             "alike costs less as a buffer of the model)"
             for name in heavy
         ]
+        texts += [
+            "the script has more objects than are looked at, or nests them more deeply: "
+            f"{name} is the first that a moved rank does not get (hint: ks.register(name, save, "
+            "load))"
+            for name in cut
+        ]
+        return texts
 
     def hold(self, thing: Any) -> bool:
         """A container or object that variables lead to, and that is set in place."""
@@ -498,3 +515,6 @@ class OutsideSteps:
 
     def put(self, data: bytes) -> None:
         self._variables.restore(data, frames.script_frames(), lenient=True)
+
+    def handed_out(self, batch: Any) -> None:
+        self._variables.handed_out(batch)
