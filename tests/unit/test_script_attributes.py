@@ -42,9 +42,13 @@ def own() -> Own:
 def test_plain_data_of_an_optimizer_is_found_but_neither_torchs_nor_parameters() -> None:
     one = own()
     assert set(found(a=one)) == {"optimizer a.t", "optimizer a.moments"}
-    torch_s = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))])
+    torch_s = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
     torch.optim.lr_scheduler.LambdaLR(torch_s, lambda _: 1.0)
     assert not found(a=torch_s)
+    torch_s._need_device_dtype_check_for_fused = True  # type: ignore[attr-defined]
+    assert not found(a=torch_s)
+    torch_s.n_steps = 0  # type: ignore[attr-defined]
+    assert set(found(a=torch_s)) == {"optimizer a.n_steps"}
     one.inner = own()  # type: ignore[attr-defined]
     assert "optimizer a.inner.moments" in found(a=one)
 

@@ -269,7 +269,8 @@ class Seat:
         self.state = self._new_state()
 
     def _register_unasked(self, name: str, save: Any, load: Any) -> None:
-        if name.startswith(OF_OPTIMIZERS) and self.redundancy.needed:
+        own = name.startswith(OF_OPTIMIZERS) and not isinstance(save(), bool)
+        if own and self.redundancy.needed:  # it makes updates again, and they would change it
             raise UsageError(
                 f"{name.removeprefix('script/')}, an attribute of the optimizer, changes with its "
                 "updates, and no other rank has the shards that it belongs to: after a loss it "

@@ -9,7 +9,12 @@ variables (namespaces.py).
 
 from __future__ import annotations
 
+import dis
+import functools
+import inspect
+import itertools
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -42,7 +47,7 @@ class Attribute:
     def changed(self, content: Callable[[torch.Tensor], bytes], deep: bool) -> bool:
         """Since the first look."""
         value, before = self._namespace.get(self._name), (self._data, self._contents)
-        same = value is self._value and [x._version for x in self._tensors] == self._versions
+        same = value is self._value and [*map(_version, self._tensors)] == self._versions
         if same and not deep and (len(self._data) > DATA_BYTES_MAX or type(value) in SCALARS):
             return False
         try:
@@ -52,7 +57,7 @@ class Attribute:
         if deep or not same or [*map(id, tensors)] != [*map(id, self._tensors)]:
             self._contents = [content(tensor) for tensor in tensors]
         self._value, self._data, self._tensors = value, data, tensors
-        self._versions = [tensor._version for tensor in tensors]
+        self._versions = [*map(_version, tensors)]
         return before[0] != b"" and before != (self._data, self._contents)
 
     def save(self) -> Any:
@@ -82,11 +87,35 @@ def find(
 def _attributes(
     path: str, optimizer: torch.optim.Optimizer, depth: int
 ) -> Iterator[tuple[str, torch.optim.Optimizer, str]]:
+    kind: Any = type(optimizer)
+    torchs = TORCHS | _stored_by_torch(kind)
     for name, value in vars(optimizer).items():
         if isinstance(value, torch.optim.Optimizer) and depth < DEPTH_MAX:
             yield from _attributes(f"{path}.{name}", value, depth + 1)
-        elif name not in TORCHS and isinstance(value, PLAIN):
+        elif name not in torchs and isinstance(value, PLAIN):
             yield f"{path}.{name}", optimizer, name
+
+
+@functools.cache
+def _stored_by_torch(kind: Any) -> frozenset[str]:
+    """Marks of torch's own classes, such as whether a fused update has checked its tensors."""
+    functions = [
+        inspect.unwrap(value)
+        for base in kind.__mro__
+        if base.__module__.startswith("torch.")
+        for value in vars(base).values()
+        if isinstance(value, FunctionType)
+    ]
+    return frozenset(
+        instruction.argval
+        for function in functions
+        for before, instruction in itertools.pairwise(dis.get_instructions(function))
+        if instruction.opname == "STORE_ATTR" and before.argval == "self"
+    )
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def _put(mine: Any, theirs: Any) -> Any:
