@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy
 import torch
@@ -17,6 +17,15 @@ from keepstep.worker.script.nodes import MISSING, OPAQUE, Node
 
 if TYPE_CHECKING:
     from keepstep.worker.script.discovery import Graph
+
+
+_PLACE: Final = "<place>"
+
+
+def _told(key: Any) -> bool:
+    if isinstance(key, tuple):
+        return all(map(_told, key))
+    return key.__class__ in values.SCALARS
 
 
 class Items(Node):
@@ -108,7 +117,9 @@ class Items(Node):
             kinds = set(map(type, target[done:] if done else target))
         if not kinds <= scalars:
             self.flat = False
-            for key, value in pairs:
+            for place, (key, value) in enumerate(pairs):
+                if not _told(key):  # a parameter, say: known by where it stands
+                    key = _PLACE, place
                 if value.__class__ not in scalars and graph.adopt(value, self, key) is OPAQUE:
                     self.opaque = True
         for key, node in before.items():

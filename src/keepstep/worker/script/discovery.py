@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import functools
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -50,6 +51,7 @@ _NUMPY: Final = frozenset(
 )
 _BAGS: Final = (types.SimpleNamespace, argparse.Namespace)
 _LISTS: Final = (list, deque)
+_CALLED: Final = (types.FunctionType, types.MethodType, type, functools.partial)
 _DICTS: Final = (dict, OrderedDict, Counter, defaultdict)
 
 
@@ -116,6 +118,8 @@ class Graph:
                 maker = self._makers[kind] = _maker(kind)
             if maker is LEAF:
                 return LEAF
+            if maker is values.home_of:
+                return LEAF if values.home_of(value) else OPAQUE
             if kind is tuple or maker is tuple:
                 return self._adopt_tuple(value, parent, key)
             if maker is Blob and not self._small(value):
@@ -153,7 +157,9 @@ class Graph:
         """What names lead here is not carried."""
         if isinstance(node, Block):
             return not node.small and (node.address not in self.read or node.too_large(self))
-        return isinstance(node, Holder) or (isinstance(node, Items) and node.not_plain)
+        if isinstance(node, Holder):
+            return not isinstance(node.target, _CALLED)
+        return isinstance(node, Items) and node.not_plain
 
     def _suits(self, value: Any, maker: Any) -> bool:
         if maker is Blob or maker is Block:
@@ -370,10 +376,12 @@ def _address(node: Node) -> int:
 def _maker(kind: type) -> Any:
     if kind in _DICTS or kind in _LISTS or kind is set:
         return Items
-    if kind is torch.Tensor or kind is numpy.ndarray or kind is bytearray:
+    if kind in (torch.Tensor, torch.nn.Parameter, numpy.ndarray, bytearray):
         return Blob
     if kind is types.GeneratorType:
         return FrameNames
+    if kind is types.BuiltinFunctionType or kind is numpy.ufunc:
+        return values.home_of
     if kind in iterators.KINDS:
         return Position
     if issubclass(kind, tuple):

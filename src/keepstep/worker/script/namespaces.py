@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from keepstep.worker.script.discovery import Graph
 
 _MODULE_OWN: Final = frozenset(vars(torch.nn.Module()))
+_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS: Final = "<hooks>"
 
 
 class _Gone:
@@ -187,11 +189,13 @@ class Names(Node):
             if value is MISSING:
                 self.remove(name)
 
+    def _unpacked(self, data: dict[str, Any], referred: Callable[[int], Any]) -> dict[str, Any]:
+        return {name: values.unpack(value, referred) for name, value in data.items()}
+
     def apply(self, data: Any, referred: Callable[[int], Any]) -> None:
-        new = {name: values.unpack(value, referred) for name, value in data[0].items()}
+        new = self._unpacked(data[0], referred)
         mine = self.read()
-        for name, packed in data[1].items():
-            value = values.unpack(packed, referred)
+        for name, value in self._unpacked(data[1], referred).items():
             if not values.belongs_to_slot(value, mine.get(name), referred.slot, values.slot_now):  # type: ignore[attr-defined]
                 new[name] = value
         self.write(new)
@@ -250,7 +254,21 @@ class DictNames(Names):
         self.scan(graph)
 
 
-class ModuleGlobals(DictNames):
+class _Unbound:
+    """Functions that a newcomer has not come to define: it does, or has a NameError."""
+
+    def _unpacked(self, data: dict[str, Any], referred: Callable[[int], Any]) -> dict[str, Any]:
+        new, mine = {}, self.read()  # type: ignore[attr-defined]
+        for name, value in data.items():
+            try:
+                new[name] = values.unpack(value, referred)
+            except values.NoSuchFunction:
+                if name in mine:
+                    raise
+        return new
+
+
+class ModuleGlobals(_Unbound, DictNames):
     kind = "module"
 
     def rest(self, graph: Graph) -> None:
@@ -258,6 +276,14 @@ class ModuleGlobals(DictNames):
 
     def about(self) -> str:
         return ""
+
+
+def _told(hooked: list[dict[Any, Any]]) -> tuple[tuple[str, ...], ...]:
+    """Hooks without torch's own, which come and go as models are wrapped; classes of modules."""
+    *hooks, modules = hooked
+    users = [[x for x in each.values() if graph.origin(x) != "library"] for each in hooks]
+    inside = [f"{name}: {values.name_of(kind)}" for name, kind in modules.items()]
+    return (*(tuple(map(values.described, each)) for each in users), tuple(inside))
 
 
 class NetworkNames(DictNames):
@@ -269,15 +295,60 @@ class NetworkNames(DictNames):
         super().__init__(graph, target, label, depth)
         origin = type(target).__module__
         self._plain = not origin.startswith("torch.") or origin.startswith("torch.nn.modules")
+        self._hooks: list[dict[Any, Any]] | None = None
+        for inside in self._inside():
+            graph.versions.watch(inside, self)
+
+    def _inside(self) -> list[dict[Any, Any]]:
+        return [vars(self.target)[name] for name in ("_modules", *_HOOKS)]
 
     def ignored(self, name: str) -> bool:
         return not self._plain or name in _MODULE_OWN or name.startswith("__")
 
     def scan(self, graph: Graph) -> None:
         super().scan(graph)
+        self._scan_hooks(graph)
         for name, module in self.target._modules.items():
-            if module is not None and (("module", name) not in self.children):
+            child = self.children.get(("module", name))
+            if child is not None and child.target is not None and child.target is not module:
+                graph.release(self, ("module", name))  # another one has taken its place
+                child = None
+            if module is not None and child is None:
                 graph.adopt(module, self, ("module", name))
+
+    def _scan_hooks(self, graph: Graph) -> None:
+        now = self._hooked()
+        if self._hooks is not None and now != self._hooks:
+            graph.note(self, HOOKS, self._hooks)
+            self.changing_names.add(HOOKS)
+            graph.touch(self)
+        self._hooks = now
+        self.last[HOOKS] = _told(now)
+
+    def _hooked(self) -> list[dict[Any, Any]]:
+        modules = {name: type(module) for name, module in self.target._modules.items()}
+        return [*(dict(vars(self.target)[name]) for name in _HOOKS), modules]
+
+    def put_back(self, old: dict[str, Any]) -> None:
+        hooks = old.pop(HOOKS, None)
+        for name, there in zip(_HOOKS, hooks or ()):  # modules inside stay
+            mine = vars(self.target)[name]
+            mine.clear()
+            mine.update(there)
+        super().put_back(old)
+
+    def apply(self, data: Any, referred: Callable[[int], Any]) -> None:
+        theirs = data[0].pop(HOOKS, None)
+        super().apply(data, referred)
+        if theirs is None:
+            return
+        if values.unpack(theirs, referred) != _told(self._hooked()):
+            raise UsageError(
+                f"{self.label} of the rank that is replaced has other hooks or modules inside, "
+                "which it got while it trained",
+                hint="build them before the first step, and let a variable turn them on",
+            )
+        self.changing_names.add(HOOKS)
 
 
 class OptimizerNames(DictNames):
@@ -389,10 +460,10 @@ class FunctionNames(Names):
                 setattr(function, name[1:], value)
 
     def about(self) -> str:
-        return f"{self.target.__module__}:{self.target.__qualname__}"
+        return values.described(self.target)
 
 
-class FrameNames(Names):
+class FrameNames(_Unbound, Names):
     """Locals of a running function, or of a suspended generator, and the iterators of its loops.
     The node outlives the frame: the next call of the function is compared with this one."""
 
@@ -525,6 +596,9 @@ class Holder(Names):
     """An object that is entered but carries nothing itself: a loader, a partial, a method."""
 
     kind = "holder"
+
+    def about(self) -> str:
+        return values.described(self.target)
 
     def read(self) -> dict[str, Any]:
         return {label: value for label, _, _, value in graph.members(self.target)}

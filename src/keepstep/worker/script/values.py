@@ -11,16 +11,19 @@ import datetime
 import decimal
 import enum
 import fractions
+import functools
 import math
 import os
 import pathlib
 import socket
 import sys
+import types
 from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
 import torch
+import xxhash
 
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.worker import codec
@@ -36,6 +39,9 @@ _FROZENSET: Final = 3
 _CODEC: Final = 4
 _ENUM: Final = 5
 _TEXT: Final = 6  # of a type that is made from its text
+_IMPORTED: Final = 7  # a function of C, by its name
+_RANGE: Final = 8
+_SLICE: Final = 9
 
 _TEXTS: Final[dict[type, Callable[[Any], str]]] = {
     decimal.Decimal: str,
@@ -56,6 +62,8 @@ _FROM_TEXT: Final[dict[str, Callable[[str], Any]]] = {
     "timedelta": lambda text: datetime.timedelta(*map(int, text.split(","))),
 }
 _CODEC_LEAVES: Final = (complex, torch.dtype, torch.Size)
+# Functions of C often do not say where they can be imported from.
+_HOMES: Final = ("torch", "torch.nn.functional", "math", "operator", "numpy", "builtins")
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder().decode
@@ -64,6 +72,8 @@ decode = msgspec.msgpack.Decoder().decode
 def is_leaf_type(kind: type) -> bool:
     """Immutable plain data without anything inside."""
     if kind in SCALARS or kind in _TEXTS or kind in _CODEC_LEAVES or issubclass(kind, enum.Enum):
+        return True
+    if kind is range or kind is slice:
         return True
     numpy: Any = sys.modules.get("numpy")
     return numpy is not None and issubclass(kind, numpy.generic) and kind.__module__ == "numpy"
@@ -78,6 +88,10 @@ def same(old: Any, new: Any) -> bool:
 
 class NotPlain(Exception):
     """It contains something that cannot be carried."""
+
+
+class NoSuchFunction(UsageError):
+    """The process that takes over has another one, or none."""
 
 
 def pack(value: Any, refer: Callable[[Any], int | None]) -> Any:
@@ -100,6 +114,12 @@ def pack(value: Any, refer: Callable[[Any], int | None]) -> Any:
         return [_ENUM, name_of(kind), value.name]
     if kind in _TEXTS:
         return [_TEXT, kind.__name__, _TEXTS[kind](value)]
+    if kind is range or kind is slice:
+        parts = (value.start, value.stop, value.step)
+        return [_RANGE if kind is range else _SLICE, *(pack(part, refer) for part in parts)]
+    home = home_of(value)
+    if home:
+        return [_IMPORTED, home]
     if is_leaf_type(kind):
         try:
             return [_CODEC, codec.dumps_inline(value)]
@@ -132,8 +152,61 @@ def unpack(node: Any, referred: Callable[[int], Any]) -> Any:
             return codec.loads_inline(node[1])
         case 5:  # _ENUM
             return class_named(node[1])[node[2]]
+        case 7:  # _IMPORTED
+            return _imported(node[1])
+        case 8:  # _RANGE
+            return range(*(unpack(item, referred) for item in node[1:]))
+        case 9:  # _SLICE
+            return slice(*(unpack(item, referred) for item in node[1:]))
         case _:  # _TEXT
             return _FROM_TEXT[node[1]](node[2])
+
+
+def home_of(value: Any) -> str:
+    """Where a function of C can be imported from; empty: nowhere, or it is something else."""
+    numpy: Any = sys.modules.get("numpy")
+    ufunc = numpy is not None and type(value) is numpy.ufunc
+    if not ufunc and not isinstance(value, types.BuiltinFunctionType):
+        return ""
+    name = value.__name__
+    for module in (getattr(value, "__module__", None), *_HOMES):
+        space = vars(sys.modules[module]) if module in sys.modules else {}
+        if space.get(name) is value:
+            return f"{module}:{name}"
+    return ""
+
+
+def _imported(home: str) -> Any:
+    module, _, name = home.partition(":")
+    found = vars(sys.modules[module]).get(name) if module in sys.modules else None
+    if found is None:
+        raise UsageError(
+            f"{name} of {module} is not there in the process that takes over",
+            hint="import the same modules in every process",
+        )
+    return found
+
+
+def described(thing: Any) -> str:
+    """What tells a function from others that may be bound to the same name."""
+    if isinstance(thing, types.MethodType):
+        return f"method {described(thing.__func__)}"
+    if isinstance(thing, functools.partial):
+        return f"partial {described(thing.func)}"
+    if not isinstance(thing, types.FunctionType):
+        return name_of(thing if isinstance(thing, type) else type(thing))
+    code = thing.__code__
+    text = repr((code.co_code, code.co_names, [x for x in code.co_consts if type(x) in SCALARS]))
+    digest = xxhash.xxh3_64_hexdigest(text.encode("utf-8", "backslashreplace"))[:8]
+    return f"{thing.__module__}:{thing.__qualname__}@{code.co_firstlineno} {digest}"
+
+
+def function_described(text: str) -> Any:
+    """A function that its module has under its own name; None: there is none."""
+    module, _, rest = text.partition(":")
+    space = script_globals.get(module) or vars(sys.modules.get(module, types))
+    found = space.get(rest.partition("@")[0])
+    return found if found is not None and described(found) == text else None
 
 
 def name_of(kind: type) -> str:

@@ -290,12 +290,14 @@ class _Landing:
         self._taken: set[int] = set()
         self._joined: list[tuple[sharing.Joined, int]] = []
         self._filled: set[int] = set()  # of what is found here
+        self._functions: set[int] = set()
         self._labels: dict[int, str] = {}
         self.slot = slot
 
     def __call__(self, number: int) -> Any:
         if number not in self._objects:
-            raise UsageError(
+            what = values.NoSuchFunction if number in self._functions else UsageError
+            raise what(
                 f"{self._label(number)} of the rank that is replaced refers to "
                 "something that is not here",
                 hint="register what the step needs: ks.register(name, save, load)",
@@ -309,6 +311,8 @@ class _Landing:
             for number, kind, parent, key, bound, about, payload in entries:
                 if number in self._objects or (certain and bound):
                     continue
+                if kind in _FUNCTIONS:
+                    self._functions.add(number)
                 self._labels[number] = f"{self._labels.get(parent, '')}{suffix(key)}"
                 own = self._own(kind, parent, key, about)
                 apart = bound and own is not None and (number in joined or _shared(own, about))
@@ -316,6 +320,8 @@ class _Landing:
                     self._nodes[number] = own
                     self._objects[number] = own.target
                     self._taken.add(own.number)
+                elif kind in _FUNCTIONS and (found := values.function_described(about)) is not None:
+                    self._objects[number] = found
                 elif payload is None or (certain and self._comes_later(parent)):
                     continue
                 elif kind in _MADE and (bound or self._comes_later(parent)):
@@ -429,6 +435,7 @@ _MAKE: Final[dict[str, Callable[..., Node]]] = {
     "slots": SlotNames,
     "iterator": Position,
 }
+_FUNCTIONS: Final = frozenset({"holder", "function", "class"})
 _MADE: Final = frozenset({"items", "blob", "block", "names", "slots"})
 _CONTAINERS: Final[dict[str, Callable[[], Any]]] = {
     "builtins:list": list,
