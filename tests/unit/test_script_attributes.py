@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import sys
+import threading
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from keepstep.worker import codec
 from keepstep.worker.script import attributes, frames, graph, roots
 from keepstep.worker.script.attributes import Attribute
 from keepstep.worker.script.discovery import HELPERS_MAX, Graph
 from keepstep.worker.script.namespaces import FunctionNames, RegisteredNames
+from keepstep.worker.script.unasked import Unasked
 from keepstep.worker.script.variables import Variables
 
 
@@ -41,7 +45,7 @@ def own() -> Own:
 
 def test_plain_data_of_an_optimizer_is_found_but_neither_torchs_nor_parameters() -> None:
     one = own()
-    assert set(found(a=one)) == {"optimizer a.t", "optimizer a.moments"}
+    assert set(found(a=one)) == {f"optimizer a.{x}" for x in ("t", "moments", "parameters")}
     torch_s = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
     torch.optim.lr_scheduler.LambdaLR(torch_s, lambda _: 1.0)
     assert not found(a=torch_s)
@@ -86,6 +90,62 @@ def test_loading_keeps_the_objects_that_others_refer_to() -> None:
     assert one.moments is kept
     assert one.moments[0] is moment
     assert [x.tolist() for x in kept] == [[7, 7, 7], [1, 1]]
+
+
+def test_parameters_are_told_by_their_places() -> None:
+    one, other = own(), own()
+    for each in (one, other):
+        (parameter,) = each.param_groups[0]["params"]
+        each.by = {parameter: torch.zeros(2)}  # type: ignore[attr-defined]
+        each.pairs = [(parameter, 1.5)]  # type: ignore[attr-defined]
+    (theirs,) = other.by.values()  # type: ignore[attr-defined]
+    theirs.add_(3)
+    for name in ("by", "pairs"):
+        path = f"optimizer a.{name}"
+        data, tensors = codec.dumps(found(a=other)[path].save())
+        found(a=one)[path].load(codec.loads(data, tensors))
+    (mine,) = one.param_groups[0]["params"]
+    assert list(one.by) == [mine]  # type: ignore[attr-defined]
+    assert one.by[mine].tolist() == [3, 3]  # type: ignore[attr-defined]
+    assert one.pairs[0][0] is mine  # type: ignore[attr-defined]
+
+
+def test_a_dict_of_another_class_is_filled_in_place() -> None:
+    one = own()
+    one.counts = collections.defaultdict(int, a=1)  # type: ignore[attr-defined]
+    found(a=one)["optimizer a.counts"].load({"a": 5})
+    one.counts["new"] += 1  # type: ignore[attr-defined]
+    assert one.counts == {"a": 5, "new": 1}  # type: ignore[attr-defined]
+
+
+def test_what_appears_later_is_registered_at_once_and_expected_by_a_newcomer() -> None:
+    one, names = own(), []
+    unasked = Unasked(
+        lambda: roots.Roots({}, {}),
+        lambda _: False,
+        content,
+        lambda name, *_: names.append(name),
+        {"a": one},
+    )
+    unasked.look("step")
+    unasked.look_at_attributes()
+    assert names == []
+    one.slow = [torch.ones(2)]  # type: ignore[attr-defined]
+    unasked.look_at_attributes()
+    assert names == ["script/optimizer a.slow"]
+    one.t += 1
+    unasked.look_at_attributes()
+    assert names[1:] == ["script/optimizer a.t"]
+    newcomer, registered = own(), {}
+    Unasked(
+        lambda: roots.Roots({}, {}),
+        lambda _: False,
+        content,
+        lambda name, save, load: registered.update({name: load}),
+        {"a": newcomer},
+    ).expect(set(names))
+    registered["script/optimizer a.slow"]([torch.ones(2)])
+    assert newcomer.slow[0].tolist() == [1, 1]  # type: ignore[attr-defined]
 
 
 class Average:
@@ -189,6 +249,31 @@ def test_attributes_of_helpers_are_carried_and_batches_are_not(package: Any) -> 
     root = graph_.root("function", FunctionNames, lambda: (batch, thing))
     root.scan(graph_)
     assert [child.target for child in root.children.values()] == [thing]
+
+
+def test_a_helper_that_runs_a_thread_is_left_alone(package: Any) -> None:
+    module = package("threaded_helpers", PACKAGE)
+    thing = module.Plain()
+    thing.count, thing.lock = 0, threading.Lock()
+    assert b"count" not in carried(thing, lambda: setattr(thing, "count", 1), known=False)
+
+
+def test_objects_of_helpers_that_come_and_go_are_forgotten(package: Any) -> None:
+    module = package("fleeting_helpers", PACKAGE)
+    variables = Variables()
+    box: dict[str, Any] = {}
+
+    def step() -> Any:
+        return box
+
+    variables.watch(step)
+    for i in range(20):
+        box["out"] = module.Plain()
+        box["out"].loss = torch.ones(2) * i
+        variables.begin([], step)
+        variables.capture()
+        variables.end()
+    assert variables._graph.helpers <= 2
 
 
 def test_too_many_objects_of_helpers_are_named(package: Any) -> None:

@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import gc
 import itertools
+import math
 import types
 import weakref
 from collections import deque
@@ -995,3 +996,169 @@ def test_tensors_without_memory_of_their_own_have_no_place() -> None:
     for tensor in (pair, torch.empty(2, device="meta"), torch.eye(2).to_sparse(), torch.empty(0)):
         assert sharing.place(tensor) is None
     assert sharing.place(numpy.zeros(0)) is None
+
+
+# ------------------------------------------------------------------ functions, hooks and modules
+
+
+def first(x: float) -> float:
+    return x + 1
+
+
+def second(x: float) -> float:
+    return 10 * x
+
+
+class Methods:
+    def one(self) -> int:
+        return 1
+
+    def two(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        (first, second),
+        (math.sin, math.cos),
+        (torch.relu, torch.tanh),
+        (numpy.exp, numpy.log1p),
+        (torch.nn.functional.relu, torch.nn.functional.gelu),
+    ],
+)
+def test_a_name_that_is_bound_to_another_function(pair: Any) -> None:
+    x = 2.0 if pair[0] in (first, math.sin) else torch.tensor([2.0])
+    x = numpy.float64(1) if pair[0] is numpy.exp else x
+
+    def script(ks: Rank) -> None:
+        function, table, kept = pair[0], {"loss": pair[0]}, [pair[0]]
+        for i in range(5):
+            if i == 2:
+                function = table["loss"] = pair[1]
+                kept.append(pair[1])
+            ks.step(nothing)
+            ks.log.append([float(f(x)) for f in (function, table["loss"], *kept)])
+
+    check(script)
+
+
+def test_ranges_and_slices_that_change() -> None:
+    def script(ks: Rank) -> None:
+        part, some = slice(0, 1), range(3)
+        for i in range(5):
+            if i == 2:
+                part, some = slice(0, 3), range(1, 9, 2)
+            ks.step(nothing)
+            ks.log.append(([1, 2, 3, 4][part], list(some)))
+
+    check(script)
+
+
+def test_a_dict_whose_keys_are_parameters() -> None:
+    def script(ks: Rank) -> None:
+        parameter = torch.nn.Parameter(torch.zeros(2))
+        means = {parameter: torch.zeros(2)}
+        for _ in range(5):
+            means[parameter].add_(1)
+            ks.step(nothing)
+            ks.log.append(means[parameter].tolist())
+
+    check(script)
+
+
+def lambdas(ks: Rank) -> None:
+    function = lambda x: x + 1  # noqa: E731
+    for i in range(5):
+        if i == 2:
+            function = lambda x: 10 * x  # noqa: E731
+        ks.step(nothing)
+        ks.log.append(function(2))
+
+
+def methods(ks: Rank) -> None:
+    things = Methods()
+    function = things.one
+    for i in range(5):
+        if i == 2:
+            function = things.two
+        ks.step(nothing)
+        ks.log.append(function())
+
+
+def hooks(ks: Rank) -> None:
+    net = torch.nn.Identity()
+    for i in range(5):
+        if i == 2:
+            net.register_forward_hook(lambda module, inputs, output: 5 * output)
+        ks.step(nothing)
+        ks.log.append(float(net(torch.ones(1))))
+
+
+def hooks_removed(ks: Rank) -> None:
+    net = torch.nn.Identity()
+    handle = net.register_forward_hook(lambda module, inputs, output: 5 * output)
+    for i in range(5):
+        if i == 2:
+            handle.remove()
+        ks.step(nothing)
+        ks.log.append(float(net(torch.ones(1))))
+
+
+def modules_inside(ks: Rank) -> None:
+    net = torch.nn.Sequential(torch.nn.ReLU())
+    for i in range(5):
+        if i == 2:
+            net[0] = torch.nn.Tanh()
+        ks.step(nothing)
+        ks.log.append(float(net(torch.ones(1))))
+
+
+def forwards(ks: Rank) -> None:
+    net = torch.nn.Identity()
+    for i in range(5):
+        if i == 2:
+            net.forward = lambda x: 5 * x  # type: ignore[method-assign]
+        ks.step(nothing)
+        ks.log.append(float(net(torch.ones(1))))
+
+
+@pytest.mark.parametrize(
+    "script", [lambdas, methods, hooks, hooks_removed, modules_inside, forwards]
+)
+def test_what_cannot_be_found_by_name_stops_a_newcomer(script: Callable[[Rank], None]) -> None:
+    undisturbed = run(script)
+    for number, tree in enumerate(undisturbed.trees):
+        if number < 2:
+            assert run(script, tree).log == undisturbed.log[number:]
+        else:
+            with pytest.raises(UsageError, match="of the rank that is replaced"):
+                run(script, tree)
+
+
+def test_a_retry_has_the_hooks_of_the_entry() -> None:
+    net = torch.nn.Identity()
+
+    def script(ks: Rank) -> None:
+        def step() -> None:
+            net.register_forward_hook(lambda module, inputs, output: output + 1)
+
+        for _ in range(3):
+            ks.retries = 2
+            ks.step(step)
+            ks.log.append(float(net(torch.zeros(1))))
+
+    assert run(script).log == [1.0, 2.0, 3.0]
+
+
+def test_a_function_that_a_newcomer_is_about_to_define() -> None:
+    def script(ks: Rank) -> None:
+        for i in range(5):
+            ks.step(nothing)
+
+            def report(i: int = i) -> int:
+                return 2 * i
+
+            ks.log.append(report())
+
+    check(script)

@@ -148,6 +148,7 @@ class Newcomer:
         seat, rest, made = self.seat, side["rest"], None
         known = seen.data is not None or "result" in self.late
         if isinstance(rest, list) and not (self.ended and known):
+            self._refuse_updates(site, seen.variables)
             rest = with_locals(rest, self._locals)
             stack = script_frames()
 
@@ -172,6 +173,15 @@ class Newcomer:
         seat.apply_side_state(side, self.late)
         self._alone = groups.alone_operations()
         return made
+
+    def _refuse_updates(self, site: str, variables: bytes | None) -> None:
+        found = [] if self.ended else self.seat.variables.of_optimizers(variables)
+        if found:
+            raise UsageError(
+                f"rank {self.seat.rank} was lost in the update of step {site!r}, and {found[0]} "
+                "keeps objects in its attributes: how the update changes them is not known",
+                hint="keep plain data there, or use optimizer.state",
+            )
 
     def _refuse_unknown(self, site: str, side: dict[str, Any]) -> None:
         """The rank was lost behind the update, and its newcomer could not make the rest."""

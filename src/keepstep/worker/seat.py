@@ -338,8 +338,18 @@ class Seat:
             found = self._attached()
             self._known = {id(thing): _weak(thing) for thing in found}
             tensors = [thing for thing in found if isinstance(thing, torch.Tensor)]
+            self._known |= {id(thing): _weak(thing) for thing in self._saved()}
             self._memory = {_address(tensor): weakref.ref(tensor) for tensor in tensors}
             self._names = {id(tensor): name for name, tensor in self._named()}
+
+    def _saved(self) -> list[torch.Tensor]:
+        """Of registered objects: the script may hold them, too."""
+        return [
+            tensor
+            for item in self.objects.values()
+            if not isinstance(getattr(item.save, "__self__", None), torch.nn.Module)
+            for tensor in codec.dumps(item.save())[1]
+        ]
 
     def _attached(self) -> list[Any]:
         owners = [getattr(item.save, "__self__", None) for item in self.objects.values()]

@@ -137,6 +137,7 @@ class Session(PlainSession):
         return wrapper  # type: ignore[return-value]
 
     def epochs(self, count: int) -> Iterator[int]:
+        roots.claim_caller()
         self._arrive()
         tracker = self._seat.tracker
         level, start = tracker.open_epochs()
@@ -157,6 +158,7 @@ class Session(PlainSession):
             tracker.close_epochs(level)
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        roots.claim_caller()
         if self._transactions.running:
             return workers.open_iterator(
                 loader

@@ -270,6 +270,8 @@ class Transactions:
     def run(self, site: str, step: bool, function: Callable[[], Any]) -> Any:
         seat = self.seat
         self.recovery.refuse_debt()
+        if seat.version > 0:
+            seat.unasked.look_at_attributes()
         if step:
             seat.note_inputs(getattr(function, "arguments", None))
         self.settle()

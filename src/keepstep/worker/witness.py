@@ -208,12 +208,16 @@ class Replicated:
             name = full.partition("|")[2]
             if name.startswith("object/"):
                 owner, _, place = name.removeprefix("object/").rpartition("/")
+                if owner not in self._seat.objects:
+                    continue  # only others have come to register it
                 self._seat.objects[owner].own.add(int(place))
                 self._seat.warn(
                     f"{name} of registered object {owner!r} differs between ranks: it is carried "
                     "as each rank's own"
                 )
             elif name.startswith("object "):
+                if name.removeprefix("object ") not in self._seat.objects:
+                    continue
                 self._seat.make_own(name.removeprefix("object "))
             else:
                 left.add(full)

@@ -1,7 +1,7 @@
 """A look-ahead around an optimizer of the script's own; both keep their state in attributes.
 
-Slow weights in a list, momentum in a dict that fills by and by, counters, and a history that only
-every third update appends to.
+Slow weights in a list, momentum in a dict by parameter that fills by and by, counters, and a history
+that only every third update appends to.
 """
 
 import torch
@@ -40,11 +40,11 @@ class Inner(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         self.t += 1
-        for i, p in enumerate(self.param_groups[0]["params"]):
+        for p in self.param_groups[0]["params"]:
             if p.grad is None:
                 continue
-            self.u[i] = self.u.get(i, torch.zeros_like(p)) * 0.9 + p.grad
-            p.add_(self.u[i], alpha=-self.param_groups[0]["lr"] / (1 + 0.01 * self.t))
+            self.u[p] = self.u.get(p, torch.zeros_like(p)) * 0.9 + p.grad
+            p.add_(self.u[p], alpha=-self.param_groups[0]["lr"] / (1 + 0.01 * self.t))
 
 
 def main():
@@ -70,7 +70,12 @@ def main():
         sampler.set_epoch(epoch)
         for x, y in ks.batches(loader):
             losses.append(train_step(x, y))
-    own = {"u": inner.u, "t": inner.t, "slow": optimizer.slow, "trace": optimizer.trace}
+    own = {
+        "u": list(inner.u.values()),
+        "t": inner.t,
+        "slow": optimizer.slow,
+        "trace": optimizer.trace,
+    }
     zoolib.finish(args, losses, model=model, optimizer=inner, own=own)
 
 

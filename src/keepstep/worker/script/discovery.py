@@ -135,6 +135,8 @@ class Graph:
             helps = parent.helps or graph.helper(kind)
             if helps and isinstance(parent, FrameNames) and parent.foreign():
                 return OPAQUE
+            if graph.helper(kind) and graph.is_outside(value):
+                return OPAQUE
             label = label or f"{parent.label}{suffix(key)}"
             if self._full(parent, helps):
                 if not self.cut_at and maker is not NetworkNames and (maker is not Items or value):
@@ -247,12 +249,15 @@ class Graph:
     def _drop(self, node: Node) -> None:
         if self.journal is not None:
             node.scan(self)  # it may have changed before it was let go
-        self.helpers -= node.helps and _address(node) in self.nodes
+        self.helpers -= node.helps
+        node.helps = False
         self.nodes.pop(_address(node), None)
         self.fleeting.pop(node, None)
         self.left.pop(node, None)
         self.carry.pop(node, None)
         self._move_out(node)
+        if isinstance(node, NetworkNames):
+            node.unwatch(self)
         if isinstance(node, DictNames):
             self.versions.forget(node.names)
         elif isinstance(node, Items) and isinstance(node.target, dict):
@@ -261,6 +266,21 @@ class Graph:
             self._looked_at.remove(node)
         for key in list(node.children):
             self.release(node, key)
+
+    def forget_dead(self, node: Node) -> None:
+        """Its object is gone, and nobody has said so."""
+        for (_, key), parent in list(node.parents.items()):
+            if parent.children.get(key) is node:
+                del parent.children[key]
+        node.parents.clear()
+        for key in list(node.children):
+            self.release(node, key)
+        if isinstance(node, NetworkNames):
+            node.unwatch(self)
+        self.fleeting.pop(node, None)
+        self.carry.pop(node, None)
+        self.helpers -= node.helps
+        node.helps = False
 
     def lay(self, node: Node) -> None:
         """Where it lies in memory, from now on."""

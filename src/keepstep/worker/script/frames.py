@@ -90,6 +90,10 @@ def claim(frame: FrameType, top: str) -> bool:
     return bool(new)
 
 
+def claims() -> int:
+    return len(_claimed)
+
+
 def claimed(path: str) -> bool:
     return path.startswith(tuple(_claimed))
 

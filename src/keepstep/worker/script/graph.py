@@ -30,8 +30,13 @@ from __future__ import annotations
 
 import builtins
 import functools
+import io
+import queue
+import socket
+import subprocess
 import sys
 import sysconfig
+import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -64,6 +69,11 @@ _MODULE_OWN: Final = frozenset({"_parameters", "_buffers", "_modules"})
 _NOT_HELPERS: Final = (
     *(dict, list, tuple, set, frozenset, deque, type, BaseException),
     *(torch.Tensor, np.ndarray, torch.nn.Module, torch.optim.Optimizer),
+)
+_OF_PROCESS: Final = (
+    *(threading.Thread, threading.Event, threading.Condition, threading.local),
+    *(type(threading.Lock()), type(threading.RLock()), queue.Queue, queue.SimpleQueue),
+    *(socket.socket, io.IOBase, subprocess.Popen),
 )
 # Of the standard library: bases that keep nothing.
 _BASES: Final = frozenset({"abc", "collections", "contextlib", "enum", "types", "typing"})
@@ -207,6 +217,12 @@ def helper(kind: Any) -> bool:
     return known
 
 
+def is_outside(thing: Any) -> bool:
+    """This helper runs a thread, or has a connection or a file."""
+    own = getattr(thing, "__dict__", {})
+    return any(isinstance(value, _OF_PROCESS) for value in list(own.values()))
+
+
 def _helps(base: type) -> bool:
     top = base.__module__.partition(".")[0]
     if origin(base) == "library":
@@ -260,7 +276,7 @@ def members(node: Any, *, third_party: bool = False) -> Iterator[Member]:
             yield from _of_class(node)
     elif isinstance(node, torch.nn.Module):
         yield from _of_nn_module(node, third_party)
-    elif _entered(kind, third_party):
+    elif _entered(kind, third_party) and not (helper(kind) and is_outside(node)):
         yield from _attributes(node, third_party)
 
 
@@ -371,7 +387,7 @@ def _attributes(node: Any, third_party: bool) -> Iterator[Member]:
     except AttributeError:
         own = {}
     if type(own) is dict:
-        for name, value in own.items():
+        for name, value in list(own.items()):
             yield f".{name}", "attr", name, value
     for base in kind.__mro__:
         slots = base.__dict__.get("__slots__", ())

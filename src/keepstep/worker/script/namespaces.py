@@ -83,7 +83,7 @@ class Names(Node):
     def scan(self, graph: Graph) -> None:
         last, names, known, scalars = self.last, self.read(), self.changing_names, values.SCALARS
         counted = False
-        for name, value in names.items():
+        for name, value in tuple(names.items()):  # another thread may add to them
             old = last.get(name, MISSING)
             if value is old:
                 continue
@@ -247,6 +247,7 @@ class DictNames(Names):
         if self._asleep is not None:
             self.target, self._asleep = self._asleep(), None
             if self.target is None:
+                graph.forget_dead(self)
                 return
             self.names = vars(self.target)
             graph.nodes[id(self.target)] = self
@@ -296,11 +297,28 @@ class NetworkNames(DictNames):
         origin = type(target).__module__
         self._plain = not origin.startswith("torch.") or origin.startswith("torch.nn.modules")
         self._hooks: list[dict[Any, Any]] | None = None
-        for inside in self._inside():
+        self._watched: list[dict[Any, Any]] = []
+        self._watch(graph)
+
+    def _watch(self, graph: Graph) -> None:
+        self._watched = [vars(self.target)[name] for name in ("_modules", *_HOOKS)]
+        for inside in self._watched:
             graph.versions.watch(inside, self)
 
-    def _inside(self) -> list[dict[Any, Any]]:
-        return [vars(self.target)[name] for name in ("_modules", *_HOOKS)]
+    def unwatch(self, graph: Graph) -> None:
+        for inside in self._watched:
+            graph.versions.forget(inside)
+        self._watched = []
+
+    def rest(self, graph: Graph) -> None:
+        super().rest(graph)
+        if self.target is None:
+            self.unwatch(graph)
+
+    def wake(self, graph: Graph) -> None:
+        super().wake(graph)
+        if self.target is not None and not self._watched:
+            self._watch(graph)
 
     def ignored(self, name: str) -> bool:
         return not self._plain or name in _MODULE_OWN or name.startswith("__")
@@ -323,7 +341,12 @@ class NetworkNames(DictNames):
             self.changing_names.add(HOOKS)
             graph.touch(self)
         self._hooks = now
-        self.last[HOOKS] = _told(now)
+
+    def payload(self, graph: Graph) -> Any:
+        changing, late = super().payload(graph)
+        if HOOKS in self.changing_names and self._hooks is not None:
+            changing[HOOKS] = graph.pack(_told(self._hooks), self)
+        return [changing, late]
 
     def _hooked(self) -> list[dict[Any, Any]]:
         modules = {name: type(module) for name, module in self.target._modules.items()}
@@ -357,8 +380,12 @@ class OptimizerNames(DictNames):
     kind = "optimizer"
 
     def ignored(self, name: str) -> bool:
-        plain = isinstance(self.names[name], (*attributes.PLAIN, torch.optim.Optimizer))
-        return plain or name in attributes.TORCHS or name.startswith("__")
+        if name in attributes.TORCHS or name.startswith("__"):
+            return True
+        value = self.names[name]
+        if name in self.last or not isinstance(value, (*attributes.PLAIN, torch.optim.Optimizer)):
+            return False
+        return isinstance(value, torch.optim.Optimizer) or attributes.is_data(value)
 
 
 class RegisteredNames(DictNames):
@@ -366,10 +393,22 @@ class RegisteredNames(DictNames):
 
     kind = "registered"
 
+    def __init__(self, graph: Graph, target: Any, label: str, depth: int) -> None:
+        super().__init__(graph, target, label, depth)
+        save = getattr(target, "state_dict", None)
+        saved = save() if callable(save) else {}
+        names = (key for key in saved if isinstance(key, str)) if isinstance(saved, dict) else ()
+        self._saved = frozenset(way for key in names for way in (key, f"_{key}", key.lstrip("_")))
+
     def ignored(self, name: str) -> bool:
-        if name.startswith("__"):
+        if name in self._saved or name.startswith("__"):
             return True
-        return name not in self.last and not values.is_leaf_type(type(self.names[name]))
+        if values.is_leaf_type(type(self.names[name])):
+            return False
+        self.last.pop(name, None)  # it was a number before
+        self.changing_names.discard(name)
+        self.late_names.discard(name)
+        return True
 
 
 class SlotNames(Names):

@@ -13,7 +13,7 @@ import sys
 from types import FrameType
 from typing import Any, NamedTuple
 
-from keepstep.worker.script import graph
+from keepstep.worker.script import frames, graph
 
 
 class Roots(NamedTuple):
@@ -33,9 +33,11 @@ def claim_caller() -> bool:
     while frame is not None and _top(frame) == "keepstep":
         frame = frame.f_back
     found = [] if frame is None else [frame]
+    between = False  # a file of the user's: what is further out only runs it
     while frame is not None and _top(frame) != "runpy":
+        between = between or frames.origin(frame.f_code.co_filename) == "script"
         found, frame = [*found[:1], frame], frame.f_back
-    new = [graph.claim(each) for each in found]
+    new = [graph.claim(each) for each in (found[:1] if between else found)]
     if any(new):
         _modules = (0, {})
     return any(new)
@@ -54,9 +56,9 @@ def _user_modules() -> dict[str, dict[str, Any]]:
 
 def script_roots(named: dict[str, Any], loaders: dict[str, Any]) -> Roots:
     """`named`: objects that Keepstep was given (models, registered objects, steps)."""
-    frames = script_frames()
+    running = script_frames()
     namespaces: dict[str, Any] = {}
-    for frame in reversed(frames):
+    for frame in reversed(running):
         if frame.f_code.co_name == "<module>":
             namespaces.setdefault("globals", frame.f_globals)
             continue
@@ -64,8 +66,8 @@ def script_roots(named: dict[str, Any], loaders: dict[str, Any]) -> Roots:
         while name in namespaces:
             name += "'"
         namespaces[name] = locals_of(frame)
-    if "globals" not in namespaces and frames:
-        namespaces["globals"] = frames[-1].f_globals
+    if "globals" not in namespaces and running:
+        namespaces["globals"] = running[-1].f_globals
     near = tuple(namespaces)
     main = namespaces.get("globals")
     others = {name: space for name, space in _user_modules().items() if space is not main}

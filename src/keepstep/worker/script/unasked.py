@@ -49,6 +49,7 @@ class Unasked:
         self._models: dict[str, nn.Module] = {}  # not changed so far
         self._optimizers = optimizers
         self._attributes: dict[str, attributes.Attribute] = {}  # of theirs, likewise
+        self._count = -1  # of all of theirs
         self.names: set[str] = set()
 
     def look(self, site: str) -> None:
@@ -61,14 +62,24 @@ class Unasked:
                     self._models[path] = thing
                 else:
                     self._add(path, thing)
-            self._attributes = self._find_attributes() | self._attributes
-        for path, attribute in list(self._attributes.items()):
-            if attribute.changed(self._content, deep):
-                self._add_attribute(path, attribute)
+            self.look_at_attributes(deep=True)
         for path, module in list(self._models.items()):
             if self._changed(path, module, deep):
                 del self._models[path]
                 self._add(path, module)
+
+    def look_at_attributes(self, *, deep: bool = False) -> None:
+        """Before the state behind an update is told to anybody."""
+        if deep or attributes.count(self._optimizers) != self._count:
+            first, self._count = self._count < 0, attributes.count(self._optimizers)
+            found = self._find_attributes()
+            if not first:
+                for path in found.keys() - self._attributes.keys():
+                    found[path].late = True
+            self._attributes = found | self._attributes
+        for path, attribute in list(self._attributes.items()):
+            if attribute.changed(self._content, deep):
+                self._add_attribute(path, attribute)
 
     def expect(self, names: set[str]) -> None:
         """On a newcomer: what the other ranks have registered."""
@@ -76,8 +87,10 @@ class Unasked:
         for path, thing in self._find().items() if wanted else ():
             if PREFIX + path in wanted:
                 self._add(path, thing)
-        for path, attribute in self._find_attributes().items() if wanted else ():
-            if PREFIX + path in wanted:
+        for name in sorted(x for x in wanted if x.startswith(OF_OPTIMIZERS)):
+            path = name.removeprefix(PREFIX)
+            attribute = attributes.named(self._optimizers, path)
+            if attribute is not None:
                 self._add_attribute(path, attribute)
 
     def _find(self) -> dict[str, Any]:

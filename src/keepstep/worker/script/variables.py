@@ -43,6 +43,7 @@ from keepstep.worker.script.namespaces import (
     FunctionNames,
     ModuleGlobals,
     Names,
+    OptimizerNames,
     SlotNames,
 )
 from keepstep.worker.script.nodes import Node, suffix
@@ -64,7 +65,7 @@ class Variables:
         frames.refuse_unless_available()
         self._graph = Graph(known, attached)
         self._live: list[FrameNames] = []
-        self._modules = 0
+        self._modules = 0, 0
         self._calls = 0
         self._captured = _EMPTY
         self._as_of = -1, -1  # call and changes that it was captured in
@@ -131,8 +132,8 @@ class Variables:
             if root not in live:
                 root.leave(graph_)
         self._live = live
-        if self._modules != len(sys.modules):
-            self._modules = len(sys.modules)
+        if self._modules != (len(sys.modules), frames.claims()):
+            self._modules = len(sys.modules), frames.claims()
             for name, namespace in graph.user_modules().items():
                 if id(namespace) not in graph_.nodes:  # the script itself goes by two names
                     graph_.root(f"module {name}", ModuleGlobals, namespace)
@@ -235,6 +236,12 @@ class Variables:
         """Sizes of what is carried whole."""
         return self._graph.heavy
 
+    @staticmethod
+    def of_optimizers(tree: bytes | None) -> list[str]:
+        """Optimizers with objects that are carried as variables."""
+        entries = values.decode(tree)[-1] if tree else []
+        return [str(key) for _, kind, _, key, *_ in entries if kind == OptimizerNames.kind]
+
     def unknown(self) -> list[str]:
         """What step functions read, that changes from step to step, and that is not carried."""
         return self._witness.unknown(self._graph)
@@ -322,7 +329,9 @@ class _Landing:
                     self._taken.add(own.number)
                 elif kind in _FUNCTIONS and (found := values.function_described(about)) is not None:
                     self._objects[number] = found
-                elif payload is None or (certain and self._comes_later(parent)):
+                elif (
+                    kind in _FUNCTIONS or payload is None or (certain and self._comes_later(parent))
+                ):
                     continue
                 elif kind in _MADE and (bound or self._comes_later(parent)):
                     self._objects[number] = _made(kind, about, payload)
@@ -387,7 +396,8 @@ class _Landing:
             if payload is None:
                 continue
             node = self._nodes.get(number)
-            if node is None and self._lenient and number not in self._objects:
+            absent = number not in self._objects
+            if absent and (self._lenient or number in self._functions):
                 continue
             if node is None:
                 target = self._objects[number]
