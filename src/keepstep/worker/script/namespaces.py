@@ -4,6 +4,7 @@ and classes, closures of functions. See nodes.py for how they work together.
 
 from __future__ import annotations
 
+import functools
 import gc
 import io
 import types
@@ -279,10 +280,16 @@ class ModuleGlobals(_Unbound, DictNames):
         return ""
 
 
+def _users(hook: Any) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return graph.origin(hook) != "library"
+
+
 def _told(hooked: list[dict[Any, Any]]) -> tuple[tuple[str, ...], ...]:
     """Hooks without torch's own, which come and go as models are wrapped; classes of modules."""
     *hooks, modules = hooked
-    users = [[x for x in each.values() if graph.origin(x) != "library"] for each in hooks]
+    users = [[x for x in each.values() if _users(x)] for each in hooks]
     inside = [f"{name}: {values.name_of(kind)}" for name, kind in modules.items()]
     return (*(tuple(map(values.described, each)) for each in users), tuple(inside))
 
