@@ -1,7 +1,7 @@
 """A look-ahead around an optimizer of the script's own; both keep their state in attributes.
 
-Slow weights in a list, momentum in a dict by parameter that fills by and by, counters, and a history
-that only every third update appends to.
+Slow weights in a list, momentum in a dict by parameter that fills by and by, counters, and a
+history that only every third update appends to.
 """
 
 import torch
