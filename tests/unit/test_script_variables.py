@@ -7,6 +7,7 @@ From there on it must log exactly what the undisturbed run logged.
 
 from __future__ import annotations
 
+import array
 import collections
 import dataclasses
 import enum
@@ -443,6 +444,7 @@ def test_every_kind_of_plain_data() -> None:
                 frozen=frozenset({i}),
                 scalar=numpy.float32(i) / 3,
                 buffer=bytearray([i]),
+                array=array.array("d", [0.5] * i),
             )
             ks.log.append((i, phase, pair, repr(things)))
 
@@ -452,13 +454,17 @@ def test_every_kind_of_plain_data() -> None:
 def test_small_tensors_and_arrays() -> None:
     def script(ks: Rank) -> None:
         running, table = torch.zeros(3), numpy.zeros(2)
+        counts, seen = array.array("q", [0, 0]), array.array("H")
         view = running  # another name for the same tensor
         for i in range(4):
             ks.step(nothing)
             running.mul_(0.9).add_(i)
             table[i % 2] += i
+            counts[i % 2] += i
+            seen.append(i)
             mean = running.mean()
-            ks.log.append((running.tolist(), table.tolist(), mean.item(), view is running))
+            lists = running.tolist(), table.tolist(), counts.tolist(), seen.tolist()
+            ks.log.append((*lists, mean.item(), view is running))
 
     check(script)
 
@@ -553,10 +559,12 @@ def test_a_retry_finds_everything_as_it_was() -> None:
         count, losses = 0, [1.0]
         alias, meter, table = losses, Meter("m"), {"a": [1]}
         tensor, numbers = torch.zeros(2), itertools.count()
+        grown = array.array("i")
 
         def train_step() -> None:
             nonlocal count, losses
             count += 1
+            grown.append(count)
             losses.append(float(count))
             losses = list(losses)
             meter.update(1.0)
@@ -570,7 +578,7 @@ def test_a_retry_finds_everything_as_it_was() -> None:
             ks.retries = i
             ks.step(train_step)
             seen = (list(losses), list(alias), meter.sum, list(meter.window), repr(table))
-            ks.log.append((count, *seen, tensor.tolist(), repr(numbers)))
+            ks.log.append((count, *seen, tensor.tolist(), grown.tolist(), repr(numbers)))
 
     disturbed = run(script)
     calm = Rank(script.__code__)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import queue
 import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 
 from keepstep.worker.script import frames
@@ -132,3 +134,26 @@ def test_an_ordinary_script_is_not_bothered() -> None:
             losses.append(total)
 
     assert told(script) == []
+
+
+def test_what_is_not_looked_into_is_named() -> None:
+    def script(call: Callable[..., Any]) -> None:
+        waiting: Any = queue.SimpleQueue()
+        table = numpy.array([[], [1]], dtype=object)
+        weights = numpy.ma.masked_array([1.0, 2.0], mask=[False, True])
+        large = bytearray(1 << 20)
+        shown = numpy.zeros(4)
+
+        def train_step() -> float:
+            return float(weights[0] + table.size + large[0] + shown[0] + waiting.qsize())
+
+        for _ in range(6):
+            call(train_step)
+
+    texts = told(script)
+    named = [
+        name for name in ("waiting", "table", "weights", "large") if f".{name} is" in str(texts)
+    ]
+    assert named == ["waiting", "table", "weights", "large"], texts
+    assert len(texts) == len(named)
+    assert all("is not looked into" in text for text in texts)

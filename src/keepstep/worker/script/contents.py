@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final
@@ -194,7 +195,7 @@ def _same(target: Any, last: Any, flat: bool) -> bool:
 
 
 class Blob(Node):
-    """A small tensor on the CPU, a numpy array or a bytearray: its bytes."""
+    """A small tensor on the CPU, an array of numpy or of Python, or a bytearray: its bytes."""
 
     kind = "blob"
 
@@ -219,6 +220,8 @@ class Blob(Node):
         target = self.target
         if isinstance(target, bytearray):
             return "bytearray"
+        if isinstance(target, array):
+            return f"array {target.typecode}"
         return f"{type(target).__name__} {target.dtype} {list(target.shape)}"
 
     def scan(self, graph: Graph) -> None:
@@ -237,12 +240,16 @@ class Blob(Node):
 
     def payload(self, graph: Graph) -> Any:
         target = self.target
+        if isinstance(target, array):
+            return [codec.dumps_inline(target.tobytes()), target.typecode]
         grad = isinstance(target, torch.Tensor) and target.requires_grad
         return [graph.pack_blob(self.plain, isinstance(target, torch.Tensor)), grad]
 
     def put_back(self, old: bytes) -> None:
         if isinstance(self.target, bytearray):
             self.target[:] = old
+        elif isinstance(self.target, array):
+            self.target[:] = array(self.target.typecode, old)
         elif len(old):
             flat = numpy.frombuffer(old, dtype=self.plain.dtype)
             self.plain[...] = flat.reshape(self.plain.shape)
@@ -261,7 +268,7 @@ def alone(blob: Node) -> bool:
     target = blob.target
     if isinstance(target, torch.Tensor):
         return _users(target) <= _USERS_ALONE and not target._is_view()
-    return isinstance(target, bytearray) or target.base is None
+    return isinstance(target, bytearray | array) or target.base is None
 
 
 def _users(tensor: torch.Tensor) -> int:
@@ -279,6 +286,8 @@ _USERS_ALONE = _users_alone()
 
 def made(data: Any) -> Any:
     value = codec.loads_inline(data[0])
+    if isinstance(data[1], str):
+        return array(data[1], value)
     return value.requires_grad_() if data[1] else value
 
 

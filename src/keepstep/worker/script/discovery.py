@@ -11,6 +11,7 @@ import argparse
 import bisect
 import functools
 import types
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any, Final
@@ -186,8 +187,8 @@ class Graph:
             self._makers[kind] = OPAQUE
 
     def _small(self, value: Any) -> bool:
-        if isinstance(value, bytearray):
-            return len(value) <= values.BYTES_MAX
+        if isinstance(value, bytearray | array):
+            return len(value) * getattr(value, "itemsize", 1) <= values.BYTES_MAX
         if isinstance(value, torch.Tensor) and not _plain(value):
             return False
         if value.nbytes > values.BYTES_MAX or id(value) in self.excluded:
@@ -200,7 +201,7 @@ class Graph:
 
     def _may_change(self, value: Any) -> bool:
         """Of a tensor or array that is not small."""
-        if isinstance(value, bytearray) or id(value) in self.excluded:
+        if isinstance(value, bytearray | array) or id(value) in self.excluded:
             return False
         if isinstance(value, torch.Tensor):
             if not _plain(value):
@@ -396,7 +397,7 @@ def _address(node: Node) -> int:
 def _maker(kind: type) -> Any:
     if kind in _DICTS or kind in _LISTS or kind is set:
         return Items
-    if kind in (torch.Tensor, torch.nn.Parameter, numpy.ndarray, bytearray):
+    if kind in (torch.Tensor, torch.nn.Parameter, numpy.ndarray, bytearray, array):
         return Blob
     if kind is types.GeneratorType:
         return FrameNames

@@ -7,13 +7,17 @@ from __future__ import annotations
 import functools
 import gc
 import io
+import queue
+import threading
 import types
 import weakref
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy
 import torch
 
 from keepstep.errors import UsageError
@@ -40,6 +44,8 @@ class _Gone:
 _DIRECT: Final = frozenset({float, bool, type(None)})
 _LONG: Final = frozenset({str, bytes})
 _SHORT: Final = values.SCALARS | {_Gone}
+# Of those that are left alone, what can change in place.
+_UNSEEN: Final = (array, bytearray, queue.Queue, queue.SimpleQueue, threading.local)
 
 
 class Names(Node):
@@ -214,6 +220,11 @@ def _kind(value: Any) -> str:
         return "file"
     if isinstance(value, torch.Tensor) and value.grad_fn is not None:
         return "result"
+    if isinstance(value, numpy.ndarray):
+        plain = type(value) is numpy.ndarray and not value.dtype.hasobject
+        return "ndarray" if plain or not value.flags.writeable else "unseen"
+    if isinstance(value, _UNSEEN):
+        return "unseen"
     return type(value).__qualname__
 
 

@@ -66,6 +66,7 @@ class Witness:
 
     def _variables(self, graph: Graph, names: frozenset[str], code: CodeType) -> list[str]:
         found: list[str] = []
+        unseen: set[int] = set()  # one thing may have a name in several places
         spaces = [n for n in (*graph.nodes.values(), *graph.roots.values()) if isinstance(n, Names)]
         for space in spaces:
             for name in names & space.lost.keys():
@@ -80,6 +81,10 @@ class Witness:
             for name in names & space.opaque.keys():
                 if space.opaque[name] == "file":
                     what = "is an open file, whose position changes"
+                    found.append(_say(space, name, code, what))
+                if space.opaque[name] == "unseen" and id(space.last.get(name)) not in unseen:
+                    unseen.add(id(space.last.get(name)))
+                    what = "is not looked into, and may change"
                     found.append(_say(space, name, code, what))
         return found
 
