@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -183,6 +184,43 @@ def test_numbers_of_a_registered_object_are_carried_and_its_tensors_are_not() ->
     assert b"shadow" not in data
     assert RegisteredNames.kind.encode() in data
     assert b"shadow" in carried(average, update, known=False)
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.values: collections.deque[float] = collections.deque([1.0])
+        self.history: list[float] = []
+        self.bank = numpy.zeros(2)
+        self.seen = torch.zeros(1)
+        self.sizes = [4, 4]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"window": list(self.values), "_seen": self.seen}
+
+
+def test_what_a_state_dict_leaves_out_is_named_if_it_changes() -> None:
+    meter = Meter()
+    variables = Variables(lambda one: one is meter)
+
+    def step() -> Any:
+        return meter
+
+    variables.watch(step)
+    told: list[str] = []
+    for _ in range(6):
+        variables.begin([], step)
+        meter.values.append(2.0)
+        meter.history.append(2.0)
+        meter.bank += 1
+        meter.seen += 1
+        variables.capture()
+        variables.end()
+        told += variables.unknown()
+    assert len(told) == 2, told
+    for name, text in zip(("history", "bank"), told, strict=True):
+        assert f"meter.{name} changes" in text
+        assert "leaves it out" in text
+        assert "hint:" in text
 
 
 @pytest.fixture

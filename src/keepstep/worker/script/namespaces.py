@@ -7,12 +7,13 @@ from __future__ import annotations
 import functools
 import gc
 import io
+import itertools
 import queue
 import threading
 import types
 import weakref
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
@@ -21,6 +22,7 @@ import numpy
 import torch
 
 from keepstep.errors import UsageError
+from keepstep.worker import codec
 from keepstep.worker.script import attributes, frames, graph, iterators, stack, values
 from keepstep.worker.script.nodes import LEAF, MISSING, OPAQUE, Node
 
@@ -415,8 +417,13 @@ class RegisteredNames(DictNames):
         super().__init__(graph, target, label, depth)
         save = getattr(target, "state_dict", None)
         saved = save() if callable(save) else {}
-        names = (key for key in saved if isinstance(key, str)) if isinstance(saved, dict) else ()
+        saved = saved if isinstance(saved, dict) else {}
+        names = [key for key in saved if isinstance(key, str)]
         self._saved = frozenset(way for key in names for way in (key, f"_{key}", key.lstrip("_")))
+        self._marks = self._marked()
+        if self._marks:  # under another name
+            there = {_encoded(value) for value in saved.values()}
+            self._saved |= {name for name in self._marks if _encoded(self.names[name]) in there}
 
     def ignored(self, name: str) -> bool:
         if name in self._saved or name.startswith("__"):
@@ -427,6 +434,46 @@ class RegisteredNames(DictNames):
         self.changing_names.discard(name)
         self.late_names.discard(name)
         return True
+
+    def left_out(self) -> list[str]:
+        """Containers, tensors and arrays that its state_dict does not have, and that have changed
+        since the last call."""
+        before, self._marks = self._marks, self._marked()
+        return [name for name, mark in self._marks.items() if before.get(name) != mark]
+
+    def _marked(self) -> dict[str, Any]:
+        if self.target is None or not graph.user_code(type(self.target)):
+            return {}
+        return {
+            name: _mark(value)
+            for name, value in list(self.names.items())
+            if name not in self._saved and isinstance(value, _INSIDE)
+        }
+
+
+_INSIDE: Final = (list, dict, set, deque, torch.Tensor, numpy.ndarray)
+_MARKED_MAX: Final = 64  # items of a container
+
+
+def _mark(value: Any, depth: int = 2) -> Any:
+    """Cheap, and another one when the value has changed; of a large container, often."""
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version
+    if isinstance(value, numpy.ndarray):
+        small = value.nbytes <= values.BYTES_MAX and not value.dtype.hasobject
+        return id(value), value.tobytes() if small else b""
+    if not isinstance(value, _INSIDE) or not depth:
+        return value if value.__class__ in values.SCALARS else id(value)
+    items = value.values() if isinstance(value, dict) else value
+    return len(value), [_mark(item, depth - 1) for item in itertools.islice(items, _MARKED_MAX)]
+
+
+def _encoded(value: Any) -> bytes | None:
+    plain = list(value) if isinstance(value, set | deque | tuple) else value
+    try:
+        return codec.dumps_inline(plain)
+    except UsageError:
+        return None
 
 
 class SlotNames(Names):

@@ -5,6 +5,9 @@ the script's functions that it calls by name. Whether it changes is seen by the 
 a name that is bound to other opaque values again and again, a container that is too large or holds
 opaque things and changes, an object of a library whose attributes change. Named are also
 
+    left out     containers, tensors and arrays of a registered object that change and that its
+                 state_dict does not have
+    unseen       a queue, a masked array and the like, which are not looked into
     the clock    a comparison that depends on time.time, perf_counter or monotonic: another process
                  decides otherwise
     the place    the host's name or LOCAL_RANK, read inside the step: they belong to the slot
@@ -20,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from keepstep.worker.script import frames
 from keepstep.worker.script.contents import Items
-from keepstep.worker.script.namespaces import Names
+from keepstep.worker.script.namespaces import Names, RegisteredNames
 
 if TYPE_CHECKING:
     from keepstep.worker.script.discovery import Graph
@@ -60,6 +63,9 @@ class Witness:
             found += self._variables(graph, names, code)
             for each in codes:
                 found += _clock(each) + _place(each)
+        for node in graph.nodes.values():
+            if isinstance(node, RegisteredNames):
+                found += [_left_out(node, name) for name in node.left_out()]
         new = [text for text in dict.fromkeys(found) if text not in self._told]
         self._told.update(new)
         return new
@@ -94,6 +100,13 @@ def _say(space: Names, name: str, code: CodeType, what: str) -> str:
         f"{space.label}.{name} {what} from step to step, and step {code.co_qualname} (line "
         f"{code.co_firstlineno}) reads it: a moved rank does not get it (hint: register it with "
         "ks.register(name, save, load), or keep plain data)"
+    )
+
+
+def _left_out(node: RegisteredNames, name: str) -> str:
+    return (
+        f"{node.label}.{name} changes, and the state_dict of {node.about()} leaves it out: a moved "
+        "rank does not get it (hint: let state_dict have it if training depends on it)"
     )
 
 
