@@ -232,6 +232,28 @@ def test_last_source_killed_in_mid_copy_is_source_lost(
     assert fired and caught.value.rank == 0 and time.monotonic() - begin < 5
 
 
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_source_that_does_not_answer_is_waited_for_once(
+    pair: list[Process], monkeypatch: pytest.MonkeyPatch, silent: int
+) -> None:
+    """A newcomer may copy twice in one attempt, and all other ranks hold meanwhile."""
+    asked: list[int] = []
+    connect = transfer._Link.__init__
+
+    def connects(self: Any, source: Source, *more: Any) -> None:
+        asked.append(source.rank)
+        connect(self, source, *more)
+
+    monkeypatch.setattr(transfer._Link, "__init__", connects)
+    os.kill(pair[silent].source.pid, signal.SIGSTOP)
+    sources, lost = [process.source for process in pair], set[int]()
+    for _ in range(2):
+        target = make(2)
+        pull(sources, TICK, TOKEN, target, lost=lost, timeout_s=1.0)
+        assert target.digest() == make(1).digest()
+    assert lost == {silent} and asked.count(silent) == 1
+
+
 def test_source_with_another_set_of_tensors_is_refused(server: StateServer) -> None:
     other = make(1)
     other.models["net"].register_buffer("more", torch.ones(1))

@@ -74,6 +74,7 @@ class Newcomer:
         self.late: dict[str, Any] = {}  # what the rank added to it when its transaction had ended
         self.ended = False  # it had
         self._locals: dict[str, Any] = {}  # of the function, if it had not
+        self._lost_in, self._lost_sources = -1, set[int]()
         self._arrived_ns = 0
         self._warm_up_runs = 0
         self._position: dict[str, Any] | None = None  # None: not asked yet
@@ -389,7 +390,9 @@ class Newcomer:
                 copied, missing = checkpoint.read_state(copy.checkpoint, seat.rank, seat.state)
                 sources: list[int] = []
             else:
-                result = transfer.pull(copy.sources, copy.tick, seat.welcome.token, seat.state)
+                result = transfer.pull(
+                    copy.sources, copy.tick, seat.welcome.token, seat.state, lost=self._lost(copy)
+                )
                 copied, sources = result.bytes_copied, sorted(result.used)
                 missing = result.missing
             restored = self._restore(missing, side, copy) if not behind else ""
@@ -422,6 +425,12 @@ class Newcomer:
             side_state=kind,  # type: ignore[arg-type]
             restored=restored,
         )
+
+    def _lost(self, copy: m.Copy) -> set[int]:
+        """Sources that have not answered in this attempt."""
+        if self._lost_in != copy.generation:
+            self._lost_in, self._lost_sources = copy.generation, set()
+        return self._lost_sources
 
     def _restore(self, missing: frozenset[str], side: dict[str, Any] | None, copy: m.Copy) -> str:
         """What no rank has; how it was restored, in words."""

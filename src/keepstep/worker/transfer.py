@@ -215,17 +215,23 @@ def pull(
     token: str,
     state: StateSet,
     *,
+    lost: set[int] | None = None,
     batch_bytes: int = BATCH_BYTES,
     timeout_s: float = SILENCE_S,
 ) -> PullResult:
     """Fill `state` with that of `tick`, finish_import included, but for what no source has.
 
+    `lost`: ranks that did not answer in this attempt; more may come. Nobody waits for one twice.
+
     Raises SourceLost, DigestMismatch, SourceRefused, or UsageError if the models differ."""
     wanted = state.classes()
+    lost = set() if lost is None else lost
+    answering = [source for source in sources if source.rank not in lost] or sources
     # Most useful first; of equally useful ones in the order given.
-    remaining = sorted(sources, key=lambda s: -len(wanted.intersection(s.classes or wanted)))
+    remaining = sorted(answering, key=lambda s: -len(wanted.intersection(s.classes or wanted)))
     while True:
-        links = _open(remaining, wanted, tick, token, timeout_s)
+        links = _open(remaining, wanted, tick, token, timeout_s, lost)
+        remaining = [source for source in remaining if source.rank not in lost]
         landing = state.prepare_import([link.opened.meta for link in links], on_device=True)
         cuda.drain()  # nothing that made these tensors comes after the copies
         layouts: dict[str, bytes] = {}
@@ -237,6 +243,7 @@ def pull(
             own = [name for name in landing if of_one_source(name)]
             work.count(first.rank, first.copy(own, landing))
         except OSError:  # only this source's objects fit its meta: begin again with another
+            lost.add(first.rank)
             for link in links:
                 link.sock.close()
             state.abandon_import()
@@ -249,13 +256,19 @@ def pull(
         work.queues = _queues(landing, state.provided_by(), batch_bytes)
         _copy_all(work, links, remaining, tick, token, timeout_s)
         _compare(work, state, remaining, tick, token, timeout_s)
+        lost.update(work.lost)
         missing = frozenset(state.missing)
         state.finish_import()
         return PullResult(work.copied, work.used, missing)
 
 
 def _open(
-    sources: list[Source], wanted: frozenset[str], tick: int, token: str, timeout_s: float
+    sources: list[Source],
+    wanted: frozenset[str],
+    tick: int,
+    token: str,
+    timeout_s: float,
+    lost: set[int],
 ) -> list[_Link]:
     """Links to as many sources as it takes to have all classes; to one at least."""
     links: list[_Link] = []
@@ -268,6 +281,7 @@ def _open(
             link = _Link(source, token, tick, timeout_s)
         except OSError as error:
             last, reason = source.rank, str(error)
+            lost.add(source.rank)
             continue
         left -= link.opened.layouts.keys()
         links.append(link)
