@@ -1,0 +1,589 @@
+"""The protocol of a rank (core/rank), driven at once: each test is the agent and the process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from keepstep.core.rank import asks, joining, recovering
+from keepstep.core.rank.inbox import Inbox
+from keepstep.core.rank.joining import Joining
+from keepstep.core.rank.recovering import Recovering
+from keepstep.core.rank.staging import Staging
+from keepstep.errors import LocalProtocolError
+from keepstep.model import messages as m
+
+HERE, THERE = m.Address("h", 1), m.Address("h", 2)
+
+
+@dataclass
+class Place:
+    tick: int = 7
+    version: int = 5
+    generation: int = 2
+    done: bool = False
+
+
+def held(generation: int) -> m.Held:
+    return m.Held(generation=generation, tick=7, version=5, serve=HERE, pid=1)
+
+
+def abort(generation: int) -> m.Abort:
+    return m.Abort(generation=generation, reason="")
+
+
+class Driver:
+    """Does at once what is asked, and notes it. A command of the agent comes when the rank waits
+    and finds none: one after the other, as the test has named them."""
+
+    def __init__(self, *commands: m.WorkerCommand | None, place: Place | None = None) -> None:
+        """None: the time is up."""
+        self.place = place or Place()
+        self.inbox = Inbox()
+        self.rank = Recovering(self.place, self.inbox)
+        self.commands = list(commands)
+        self.holds = False
+        self.staged = True
+        self.copies: list[m.Copied | m.CopyFailed] = []
+        self.settled: list[m.CopyFailed | None] = []
+        self.log: list[Any] = []
+
+    @property
+    def said(self) -> list[m.WorkerMessage]:
+        return [one.message for one in self.log if isinstance(one, asks.Say)]
+
+    @property
+    def did(self) -> list[str]:
+        return [type(one).__name__ for one in self.log if not isinstance(one, asks.Await)]
+
+    def takes(self, command: m.WorkerCommand) -> None:
+        answer = self.inbox.take(command, self.holds).answer
+        if answer is not None:
+            self.inbox.said(answer)
+
+    def run(self, protocol: asks.Protocol[Any]) -> Any:
+        answer: Any = None
+        while True:
+            try:
+                ask = protocol.send(answer)
+            except StopIteration as end:
+                return end.value
+            self.log.append(ask)
+            assert len(self.log) < 1000, "it asks for ever"
+            answer = self._answer(ask)
+            if isinstance(ask, asks.Leave):
+                return "left"
+
+    def _answer(self, ask: asks.Ask) -> Any:
+        match ask:
+            case asks.Say():
+                self.inbox.said(ask.message)
+            case asks.Await():
+                return self._awaited(ask)
+            case asks.ShowWaiting():
+                self.holds = True
+            case asks.ShowBusy() | asks.StopServing():
+                self.holds = False
+            case asks.Serve():
+                self.holds = True
+                return held(ask.generation)
+            case asks.Write():
+                return m.Checkpointed(
+                    generation=ask.command.generation, path=ask.command.path, bytes_written=1
+                )
+            case asks.Enter():
+                self.place.generation = ask.command.generation
+                return asks.Entered(self.staged, 4)
+            case asks.Take():
+                return self.copies.pop(0)
+            case asks.Settle():
+                return self.settled.pop(0) if self.settled else None
+        return None
+
+    def _awaited(self, ask: asks.Await) -> m.WorkerCommand | None:
+        while True:
+            found = self.inbox.pop(ask.accept)
+            if found is not None:
+                return found
+            if ask.newer_than is not None and self.inbox.aborted(ask.newer_than):
+                return None
+            assert self.commands, f"waits for ever, after {self.did}"
+            command = self.commands.pop(0)
+            if command is None:
+                assert ask.seconds is not None
+                return None
+            self.takes(command)
+
+
+def interrupted(driver: Driver, kind: recovering.Kind = "", **more: bool) -> Any:
+    words = {"in_fence": False, "computing": True} | more
+    return driver.run(driver.rank.interrupted(kind, "why", **words))
+
+
+def swap(generation: int, **more: Any) -> m.Swap:
+    return m.Swap(generation=generation, buddy=HERE, **more)
+
+
+# ---------------------------------------------------------------------- interrupted
+
+
+def test_roll_back_comes_behind_the_groups_and_before_the_hold() -> None:
+    driver = Driver(m.Decide(generation=3, tick=7), swap(3))
+    driver.takes(abort(3))
+    assert interrupted(driver) == "RETRY"
+    assert driver.did == [
+        *("ShowWaiting", "LeaveGroups", "Say", "RollBack", "Serve", "Say"),
+        *("Enter", "Say", "Republish", "StopServing"),
+    ]
+    report, answer, swapped = driver.said
+    assert isinstance(report, m.Report) and isinstance(swapped, m.Swapped)
+    assert (report.generation, report.tick, report.version) == (3, 7, 5)
+    assert (report.in_fence, report.computing, report.done) == (False, True, False)
+    assert answer == held(3)
+    assert (swapped.generation, swapped.swap_ns) == (3, 4)
+
+
+def test_a_step_that_all_had_reached_is_applied_and_then_held_for() -> None:
+    driver = Driver(m.Decide(generation=3, tick=8))
+    driver.takes(abort(3))
+    assert interrupted(driver, in_fence=True) == "COMMIT"
+    assert driver.did[-1] == "ShowBusy" and "RollBack" not in driver.did
+    assert driver.rank.owes and driver.rank.pay() == 3 and not driver.rank.owes
+
+
+def test_a_rank_outside_of_its_fence_can_not_be_told_to_apply() -> None:
+    driver = Driver(m.Decide(generation=3, tick=8))
+    driver.takes(abort(3))
+    with pytest.raises(LocalProtocolError, match="at tick 7 told to go to 8"):
+        interrupted(driver)
+
+
+def test_a_newer_abort_is_answered_in_place_of_the_older_decision() -> None:
+    driver = Driver(
+        abort(4), m.Decide(generation=3, tick=8), m.Decide(generation=4, tick=7), swap(4)
+    )
+    driver.takes(abort(3))
+    assert interrupted(driver, "device", in_fence=True) == "RETRY"
+    reports = [word for word in driver.said if isinstance(word, m.Report)]
+    assert [report.generation for report in reports] == [3, 4]
+    assert [report.error_kind for report in reports] == ["device"] * 2, "it is not answered yet"
+    assert [report.in_fence for report in reports] == [True] * 2
+
+
+def test_an_abort_in_a_hold_is_answered_from_the_boundary() -> None:
+    driver = Driver(
+        m.Decide(generation=3, tick=7), abort(4), m.Decide(generation=4, tick=7), swap(4)
+    )
+    driver.takes(abort(3))
+    assert interrupted(driver, "device", in_fence=True) == "RETRY"
+    first, second = (word for word in driver.said if isinstance(word, m.Report))
+    assert (first.in_fence, first.error_kind) == (True, "device")
+    assert (second.in_fence, second.error_kind, second.error) == (False, "", "")
+    assert driver.did.count("StopServing") == 2
+
+
+def test_a_failure_is_said_until_it_is_answered() -> None:
+    driver = Driver(None, None, abort(3), m.Decide(generation=3, tick=7), swap(3))
+    assert interrupted(driver, "user") == "RETRY"
+    assert [type(word).__name__ for word in driver.said[:4]] == ["Failure"] * 3 + ["Report"]
+    failure = driver.said[0]
+    assert isinstance(failure, m.Failure)
+    assert (failure.generation, failure.error_kind, failure.version) == (2, "user", 5)
+    waits = [one.seconds for one in driver.log if isinstance(one, asks.Await)][:3]
+    assert waits == [recovering.FAILURE_AGAIN_S] * 3
+    assert asks.ShowWaiting(asking=True) in driver.log
+
+
+def test_a_broken_connection_is_no_news_if_the_abort_is_on_its_way() -> None:
+    driver = Driver(abort(3), m.Decide(generation=3, tick=7), swap(3))
+    assert interrupted(driver, "comm") == "RETRY"
+    assert not any(isinstance(word, m.Failure) for word in driver.said)
+    (grace,) = [one for one in driver.log[:1] if isinstance(one, asks.Await)]
+    assert grace.seconds == recovering.GRACE_S
+    late = Driver(None, abort(3), m.Decide(generation=3, tick=7), swap(3))
+    assert interrupted(late, "comm") == "RETRY"
+    assert sum(isinstance(word, m.Failure) for word in late.said) == 1
+
+
+@pytest.mark.parametrize("command", [m.Leave(generation=3), m.Finish()])
+def test_a_rank_that_waits_for_a_decision_can_be_sent_away(command: m.WorkerCommand) -> None:
+    driver = Driver(m.Leave(generation=9), command)
+    driver.takes(abort(3))
+    assert interrupted(driver) == "left"
+    assert driver.commands == [], "a Leave of another attempt is none of its business"
+
+
+# ---------------------------------------------------------------------- holding
+
+
+def obeys(driver: Driver, generation: int = 3) -> Any:
+    return driver.run(driver.rank.hold(generation))
+
+
+def test_a_release_of_a_later_attempt_ends_a_hold_and_one_of_an_older_does_not() -> None:
+    driver = Driver(m.Release(generation=2), m.Release(generation=4))
+    assert obeys(driver) is None
+    assert driver.commands == [] and asks.DropStaged(5) in driver.log
+    assert driver.did[-1] == "StopServing"
+
+
+def test_a_swap_and_a_checkpoint_of_another_attempt_are_not_obeyed() -> None:
+    def order(generation: int) -> m.Checkpoint:
+        return m.Checkpoint(
+            generation=generation, path=f"/{generation}", lead=False, tick=7, world=2
+        )
+
+    driver = Driver(swap(4), order(4), order(3), swap(3))
+    assert obeys(driver) is None
+    assert [one.command for one in driver.log if isinstance(one, asks.Write)] == [order(3)]
+    written = [word for word in driver.said if isinstance(word, m.Checkpointed)]
+    assert [word.path for word in written] == ["/3"]
+    assert driver.place.generation == 3
+
+
+def test_a_leaver_is_told_in_the_generation_in_which_its_move_is_over() -> None:
+    driver = Driver(swap(4), m.Leave(generation=4))
+    assert obeys(driver) == "left"
+
+
+def test_groups_that_an_abort_has_taken_away_are_reported_for_later() -> None:
+    driver = Driver(swap(3))
+    driver.staged = False
+    with pytest.raises(LocalProtocolError, match="no groups are staged for generation 3"):
+        obeys(driver)
+    driver = Driver()
+    driver.staged = False
+    driver.takes(swap(3))
+    driver.takes(abort(4))
+    driver.run(driver.rank.swap(swap(3)))
+    assert isinstance(driver.said[-1], m.Swapped), "it is committed all the same"
+
+
+def test_behind_a_swap_nothing_is_left_of_the_hold_before() -> None:
+    driver = Driver()
+    for command in (
+        m.Hold(generation=3),
+        m.Snapshot(generation=2, number=6),
+        m.Buddy(address=THERE),
+    ):
+        driver.takes(command)
+    assert (driver.inbox.hold_generation, driver.inbox.snapshot) == (3, 6)
+    driver.run(driver.rank.swap(swap(3, same_buddy=True)))
+    assert (driver.inbox.hold_generation, driver.inbox.snapshot) == (-1, -1)
+    assert driver.inbox.buddy == THERE
+    driver.takes(m.Hold(generation=5))
+    driver.run(driver.rank.swap(swap(4)))
+    assert driver.inbox.hold_generation == 5, "it belongs to a later attempt"
+    assert driver.inbox.buddy == HERE
+
+
+def test_a_rank_whose_script_is_over_publishes_nothing() -> None:
+    driver = Driver(place=Place(done=True))
+    driver.run(driver.rank.swap(swap(3)))
+    assert "Republish" not in driver.did
+
+
+# ---------------------------------------------------------------------- numbers differ
+
+
+def word(number: int = 1) -> m.Diverged:
+    return m.Diverged(
+        generation=2,
+        tick=7,
+        version=5,
+        agreed=4,
+        witness="replicas",
+        site="train_step",
+        table={"all|weight": "ab"},
+        number=number,
+    )
+
+
+def test_only_the_answer_to_this_finding_lets_it_pass() -> None:
+    driver = Driver(m.Proceed(generation=2, number=1), None, m.Proceed(generation=2, number=2))
+    assert driver.run(driver.rank.diverged(word(2), joining=False)) is True
+    assert driver.commands == [] and driver.did[-1] == "ShowBusy"
+    assert driver.did[0] == "ShowWaiting", "before anybody hears of it"
+
+
+def test_an_abort_takes_a_rank_out_of_its_fence_but_not_a_newcomer() -> None:
+    driver = Driver(abort(3))
+    assert driver.run(driver.rank.diverged(word(), joining=False)) is False
+    assert driver.did[-1] == "ShowBusy"
+    newcomer = Driver(abort(3), m.Proceed(generation=3, number=1))
+    assert newcomer.run(newcomer.rank.diverged(word(), joining=True)) is True
+    leaver = Driver(m.Finish())
+    assert leaver.run(leaver.rank.diverged(word(), joining=False)) == "left"
+
+
+def test_a_finding_is_repeated_and_its_table_now_and_then() -> None:
+    driver = Driver(*[None] * 5 * 13, m.Proceed(generation=2, number=1))
+    assert driver.run(driver.rank.diverged(word(), joining=False)) is True
+    tables = [bool(one.table) for one in driver.said if isinstance(one, m.Diverged)]
+    assert tables == [True] * 2 + [False] * 10 + [True] * 2
+
+
+# ---------------------------------------------------------------------- the end
+
+
+def test_whoever_is_done_stays_as_a_source_until_all_are() -> None:
+    driver = Driver(
+        abort(3), m.Decide(generation=3, tick=7), swap(3), m.Finish(), place=Place(done=True)
+    )
+    assert driver.run(driver.rank.linger()) is None
+    kinds = [type(one).__name__ for one in driver.said]
+    assert kinds == ["Done", "Report", "Held", "Swapped", "Done"]
+    (report,) = (one for one in driver.said if isinstance(one, m.Report))
+    assert report.done and not report.computing
+
+
+# ---------------------------------------------------------------------- joining
+
+ASSIGN = m.Assign(rank=1, generation=3, master=HERE, buddy=HERE)
+
+
+def copy(generation: int) -> m.Copy:
+    return m.Copy(generation=generation, tick=7, sources=[], holders=[])
+
+
+def copied(generation: int) -> m.Copied:
+    return m.Copied(
+        generation=generation, tick=7, bytes_copied=1, copy_ns=1, sources=[], side_state="buddy"
+    )
+
+
+def failed(generation: int) -> m.CopyFailed:
+    return m.CopyFailed(generation=generation, reason="source-lost", error="gone")
+
+
+def ready() -> m.Ready:
+    return m.Ready(generation=3, arrived_ns=1, warm_ns=1)
+
+
+def test_from_its_park_to_its_first_step() -> None:
+    driver = Driver(
+        ASSIGN,
+        m.Position(generation=3, tick=7, final=True, holders=[]),
+        copy(3),
+        swap(3),
+    )
+    parked = m.Parked(where="train.py:7", warm_ns=1)
+    assert driver.run(joining.park(driver.inbox, parked)) == ASSIGN
+    assert driver.inbox.buddy == HERE
+    newcomer = Joining(driver.inbox, ASSIGN)
+    assert driver.run(newcomer.arrive()).tick == 7
+    driver.copies = [copied(3)]
+    driver.run(newcomer.ready(ready()))
+    assert driver.run(newcomer.enter()) == swap(3)
+    assert driver.said == [parked, m.Arrived(generation=3), ready(), copied(3)]
+
+
+def test_a_buddy_that_it_was_told_of_stays() -> None:
+    driver = Driver(m.Buddy(address=THERE), ASSIGN)
+    driver.run(joining.assigned(driver.inbox))
+    assert driver.inbox.buddy == THERE
+
+
+def test_a_copy_that_fails_is_followed_by_another() -> None:
+    driver = Driver(copy(3), copy(4))
+    driver.copies = [failed(3), copied(4)]
+    newcomer = Joining(driver.inbox, ASSIGN)
+    driver.run(newcomer.ready(ready()))
+    assert driver.said == [ready(), failed(3)], "Copied is said at the entry, and not before"
+
+
+def test_an_abort_ends_the_attempt_and_not_the_newcomer() -> None:
+    driver = Driver(copy(3), swap(2), abort(4), copy(4), swap(4))
+    driver.copies = [copied(3), copied(4)]
+    newcomer = Joining(driver.inbox, ASSIGN)
+    driver.run(newcomer.ready(ready()))
+    assert driver.run(newcomer.enter()) == swap(4)
+    assert driver.said[1:] == [copied(3), copied(4)]
+
+
+def test_what_the_way_has_changed_is_copied_again_and_may_fail() -> None:
+    driver = Driver(copy(3), copy(4), swap(4))
+    driver.copies, driver.settled = [copied(3), copied(4)], [failed(3), None]
+    newcomer = Joining(driver.inbox, ASSIGN)
+    driver.run(newcomer.ready(ready()))
+    assert driver.run(newcomer.enter()) == swap(4)
+    assert driver.said[1:] == [failed(3), copied(4)]
+
+
+@pytest.mark.parametrize("command", [m.Leave(generation=3), m.Finish()])
+def test_a_newcomer_can_be_sent_away_wherever_it_waits(command: m.WorkerCommand) -> None:
+    def waits(inbox: Inbox) -> list[Callable[[], asks.Protocol[Any]]]:
+        newcomer, installed = Joining(inbox, ASSIGN), Joining(inbox, ASSIGN)
+        installed._installed = copy(3), copied(3)
+        return [
+            lambda: joining.assigned(inbox),
+            newcomer.arrive,
+            lambda: newcomer.ready(ready()),
+            installed.enter,
+        ]
+
+    for index in range(4):
+        driver = Driver(command)
+        assert driver.run(waits(driver.inbox)[index]()) == "left"
+
+
+# ---------------------------------------------------------------------- staging
+
+
+def test_groups_of_a_later_attempt_outlive_the_release_of_an_older_one() -> None:
+    staging: Staging[str] = Staging()
+    assert staging.begin(1) and staging.begin(2)
+    assert staging.built(1, "one", -1) == (False, "one"), "a later one is asked for"
+    assert staging.built(2, "two", -1) == (True, None)
+    assert staging.drop(below=2) is None and staging.take(1) is None
+    assert staging.take(2) == "two" and staging.take(2) is None
+
+
+def test_groups_are_built_once_until_they_fail() -> None:
+    staging: Staging[str] = Staging()
+    assert staging.begin(1) and not staging.begin(1)
+    assert staging.failed(1, -1), "it is said"
+    assert staging.begin(1), "and may be tried again"
+    assert not staging.failed(1, aborted=2), "nobody waits for it any more"
+    assert not staging.failed(0, -1)
+    assert staging.begin(3) and staging.built(3, "three", aborted=4) == (False, "three")
+    assert staging.built(3, "a", -1) == (True, None) and staging.built(3, "b", -1) == (True, "a")
+    assert staging.drop(below=4) == "b" and staging.ready is None
+
+
+# ---------------------------------------------------------------------- inbox
+
+
+def report(generation: int) -> m.Report:
+    return m.Report(generation=generation, tick=1, version=1, in_fence=False, computing=False)
+
+
+@pytest.mark.parametrize(
+    ("command", "answer"),
+    [
+        (abort(3), report(3)),
+        (m.Decide(generation=3, tick=7), held(3)),
+        (m.Hold(generation=3), held(3)),
+        (m.Stage(generation=3, store=HERE), m.Staged(generation=3)),
+        (copy(3), copied(3)),
+        (swap(3), m.Swapped(generation=3, swap_ns=1)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_was_answered_is_answered_again_in_its_generation_only(
+    command: Any, answer: Any
+) -> None:
+    inbox = Inbox()
+    first, _ = inbox.take(command, True)
+    assert first in ("kept", "now")
+    inbox.said(answer)
+    waiting = len(inbox.waiting)
+    assert inbox.take(command, True) == ("again", answer)
+    assert len(inbox.waiting) == waiting, "it is done with"
+    later = type(command)(
+        **{name: getattr(command, name) for name in command.__struct_fields__} | {"generation": 4}
+    )
+    assert inbox.take(later, True).verdict in ("kept", "now")
+
+
+def test_a_newcomer_answers_once_whatever_the_generation() -> None:
+    inbox = Inbox()
+    assert inbox.take(ASSIGN, False).verdict == "kept"
+    inbox.said(m.Arrived(generation=3))
+    again = m.Assign(rank=1, generation=9, master=HERE, buddy=HERE)
+    assert inbox.take(again, False) == ("again", m.Arrived(generation=3))
+    inbox.said(ready())
+    position = m.Position(generation=9, tick=7, final=True, holders=[])
+    assert inbox.take(position, False) == ("again", ready())
+
+
+def test_a_process_is_one_rank_in_its_life() -> None:
+    inbox = Inbox()
+    assert inbox.take(ASSIGN, False).verdict == "kept"
+    other = m.Assign(rank=2, generation=4, master=HERE, buddy=None)
+    assert inbox.take(other, False).verdict == "wrong"
+
+
+def test_a_hold_after_its_release_is_a_new_one() -> None:
+    inbox = Inbox()
+    inbox.said(held(3))
+    assert inbox.take(m.Hold(generation=3), holds=False).verdict == "kept"
+    assert inbox.hold_generation == 3
+
+
+def test_a_snapshot_is_known_by_its_number() -> None:
+    inbox = Inbox()
+    saved = m.Saved(number=4, tick=7, version=5, snapshot_ns=1, write_ns=1, bytes_written=1)
+    inbox.said(saved)
+    assert inbox.take(m.Snapshot(generation=9, number=4), False) == ("again", saved)
+    assert inbox.take(m.Snapshot(generation=9, number=5), False).verdict == "kept"
+    assert inbox.snapshot == 5
+
+
+def test_an_abort_drops_what_is_older_but_no_facts() -> None:
+    inbox = Inbox()
+    facts = [
+        swap(3),
+        ASSIGN,
+        m.Position(generation=3, tick=7, final=True, holders=[]),
+        m.Leave(generation=3),
+    ]
+    for command in (m.Decide(generation=3, tick=7), copy(3), *facts, m.Finish()):
+        inbox.take(command, False)
+    inbox.take(m.Hold(generation=3), False)
+    inbox.take(m.Snapshot(generation=3, number=1), False)
+    assert inbox.take(abort(4), False).verdict == "now"
+    assert inbox.waiting == [*facts, m.Finish()]
+    assert (inbox.hold_generation, inbox.snapshot, inbox.abort_generation) == (-1, -1, 4)
+    assert inbox.take(m.Decide(generation=3, tick=7), False).verdict == "stale"
+    assert inbox.take(m.Decide(generation=4, tick=7), False).verdict == "kept"
+
+
+def test_a_swap_said_again_replaces_the_first() -> None:
+    inbox = Inbox()
+    for command in (swap(3), swap(2), m.Swap(generation=3, buddy=THERE)):
+        inbox.take(command, False)
+    assert inbox.waiting == [swap(2), m.Swap(generation=3, buddy=THERE)]
+    inbox.said(m.Swapped(generation=3, swap_ns=1))
+    inbox.take(m.Swap(generation=3, buddy=HERE), False)
+    assert inbox.buddy == HERE, "and its buddy counts even if it was obeyed before"
+
+
+def test_a_release_takes_back_the_holds_up_to_it() -> None:
+    inbox = Inbox()
+    inbox.take(m.Hold(generation=4), False)
+    inbox.take(m.Release(generation=3), False)
+    assert inbox.hold_generation == 4
+    inbox.take(m.Release(generation=4), False)
+    assert inbox.hold_generation == -1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        m.Seal(number=1, tick=7, world=2),
+        m.Inspect(number=1),
+        m.Arm(inject="i", action="kill", step=1, point="x"),
+        m.Stage(generation=3, store=HERE),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_some_do_not_wait_for_the_main_thread(command: m.WorkerCommand) -> None:
+    inbox = Inbox()
+    assert inbox.take(command, False).verdict == "now" and inbox.waiting == []
+
+
+def test_an_abort_is_unreported_until_its_report_or_the_next_groups() -> None:
+    inbox = Inbox()
+    inbox.take(abort(3), False)
+    inbox.take(abort(4), False)
+    inbox.said(report(3))
+    assert inbox.unreported == abort(4)
+    inbox.said(report(4))
+    assert inbox.unreported is None
+    inbox.take(abort(5), False)
+    inbox.take(m.Stage(generation=5, store=HERE), False)
+    assert inbox.unreported is None
