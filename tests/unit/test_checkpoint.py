@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from keepstep.core.rank.inbox import Inbox
 from keepstep.errors import KeepstepError, PermanentError
 from keepstep.model import messages as m
 from keepstep.worker import checkpoint, vaultfile
-from keepstep.worker.recovery import Finished, Recovery
+from keepstep.worker.recovery import Recovery
 from keepstep.worker.redundancy import ShardsMissing
 from keepstep.worker.vault import Fetched
 
@@ -21,35 +22,21 @@ from keepstep.worker.vault import Fetched
 def test_a_checkpoint_that_can_not_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file where a directory is needed")
     path = str(tmp_path / "taken" / "checkpoint-5")
-    sent: list[Any] = []
-    seat: Any = SimpleNamespace(channel=SimpleNamespace(send=sent.append))
+    seat: Any = SimpleNamespace(channel=SimpleNamespace(inbox=Inbox()))
     order = m.Checkpoint(generation=3, path=path, lead=False, tick=5, world=2)
-    Recovery(seat)._checkpoint(order)
-    (failed,) = sent
+    failed = Recovery(seat)._write(order)
     assert isinstance(failed, m.CheckpointFailed)
     assert (failed.generation, failed.path) == (3, path) and "Not a directory" in failed.error
 
 
-def test_a_leaver_is_told_to_leave_in_the_generation_in_which_its_move_is_over() -> None:
-    commands = [m.Swap(generation=4, buddy=None), m.Leave(generation=4)]
-
-    def wait(wanted: Any, newer_than: int) -> Any:
-        return next(command for command in commands if wanted(command))
-
-    seat: Any = SimpleNamespace(channel=SimpleNamespace(wait=wait), done=True)
-    with pytest.raises(Finished):  # a process whose script has ended is not ended by hand
-        Recovery(seat)._obey(3)
-
-
 def test_shards_that_are_in_no_vault_make_no_checkpoint(tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint-5")
-    sent: list[Any] = []
 
     def fetch(rank: int, holders: Any, version: int) -> Any:
         raise ShardsMissing(f"state of rank {rank} at step {version} is in no vault")
 
     seat: Any = SimpleNamespace(
-        channel=SimpleNamespace(send=sent.append),
+        channel=SimpleNamespace(inbox=Inbox()),
         state=SimpleNamespace(classes=lambda: {"plain", "shard"}),
         replicas=SimpleNamespace(ranks={"plain": (0, 1, 2), "shard": (0,)}),
         redundancy=SimpleNamespace(fetch=fetch),
@@ -60,8 +47,7 @@ def test_shards_that_are_in_no_vault_make_no_checkpoint(tmp_path: Path) -> None:
     order = m.Checkpoint(
         generation=3, path=path, lead=True, tick=5, world=3, dead={1: []}, gone=[1], kept=[1]
     )
-    Recovery(seat)._checkpoint(order)
-    (failed,) = sent
+    failed = Recovery(seat)._write(order)
     assert isinstance(failed, m.CheckpointFailed) and "rank 1 at step 4" in failed.error
     assert not (tmp_path / "checkpoint-5" / "manifest.json").exists()
 

@@ -83,7 +83,8 @@ class Rank:
             version=0,
             welcome=SimpleNamespace(token="t"),
             channel=SimpleNamespace(
-                parity=Parity(holder=where.holder, members=members), send=self.said.append
+                inbox=SimpleNamespace(parity=Parity(holder=where.holder, members=members)),
+                send=self.said.append,
             ),
         )
         self.units = {unit: unit % (1 + rank % 3) for unit in range(units)}  # and their lanes
@@ -267,8 +268,8 @@ def test_a_rank_that_loses_the_holder_goes_on_and_begins_with_common_bases_at_th
             assert [type(one) for one in member.said] == [BuddyLost] and member.said[
                 0
             ].parity == where.holder
-            parity = member.seat.channel.parity
-            member.seat.channel.parity = Parity(holder=other.holder, members=parity.members)
+            parity = member.seat.channel.inbox.parity
+            member.seat.channel.inbox.parity = Parity(holder=other.holder, members=parity.members)
         for version in range(2, 6):
             for member in members:
                 member.step(version)
@@ -286,8 +287,8 @@ def test_a_former_holder_that_can_not_help_does_not_hide_the_new_one() -> None:
             for member in members:
                 member.step(version)
         for member in members:
-            parity = member.seat.channel.parity
-            member.seat.channel.parity = Parity(holder=other.holder, members=parity.members)
+            parity = member.seat.channel.inbox.parity
+            member.seat.channel.inbox.parity = Parity(holder=other.holder, members=parity.members)
             member.retried(2)
             member.begin(2, always=True)
         for member in members:
@@ -304,8 +305,8 @@ def test_a_former_holder_is_asked_to_forget_when_all_are_at_the_new_one() -> Non
     with nodes() as where, nodes(0) as other, ranks(where) as members:
         for member in members:
             member.step(0)
-            parity = member.seat.channel.parity
-            member.seat.channel.parity = Parity(holder=other.holder, members=parity.members)
+            parity = member.seat.channel.inbox.parity
+            member.seat.channel.inbox.parity = Parity(holder=other.holder, members=parity.members)
         for version in range(1, 5):
             for member in members:
                 member.step(version)

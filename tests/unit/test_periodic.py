@@ -55,7 +55,7 @@ class Rank:
             state=state(seed, self.results),
             replicas=Replicas(rank, WORLD),
             page=SimpleNamespace(held=held.get),
-            channel=SimpleNamespace(send=self._send, snapshot=-1),
+            channel=SimpleNamespace(send=self._send, inbox=SimpleNamespace(snapshot=-1)),
         )
         self.periodic = Periodic(self.seat, str(directory))
 
@@ -152,9 +152,9 @@ def test_the_snapshot_is_of_the_boundary_whatever_training_does_then(ranks: list
 
 
 def test_a_number_is_taken_once(ranks: list[Rank]) -> None:
-    ranks[0].seat.channel.snapshot = 5
+    ranks[0].seat.channel.inbox.snapshot = 5
     take(ranks[:1])
-    assert ranks[0].seat.channel.snapshot == -1
+    assert ranks[0].seat.channel.inbox.snapshot == -1
     ranks[0].periodic.take(5)
     ranks[0].periodic.take(4)
     assert len(ranks[0].said) == 1

@@ -135,7 +135,8 @@ class Rank:
             rank=0, world=2, version=0, generation=1, replicas=replicas, objects=self.objects,
             optimizers=self.optimizers, models=models, parameters=parameters,
             state=StateSet(models, self.optimizers, self.objects, replicas),
-            channel=SimpleNamespace(buddy=self.address), aborted=lambda: False,
+            channel=SimpleNamespace(inbox=SimpleNamespace(buddy=self.address)),
+            aborted=lambda: False,
             welcome=SimpleNamespace(token="t", blobs=None),
         )  # fmt: skip
         self.seat: Any = seat
@@ -293,7 +294,8 @@ class Members:
         rank = Rank(self.place, adamw)
         rank.seat.welcome.blobs = rank.address
         parity = Parity(holder=self.holder, members=[0])
-        rank.seat.channel = SimpleNamespace(buddy=None, parity=parity, send=Mock())
+        inbox = SimpleNamespace(buddy=None, parity=parity)
+        rank.seat.channel = SimpleNamespace(inbox=inbox, send=Mock())
         return rank
 
     def restored(self, rank: Rank, version: int, holder: Address) -> bool:

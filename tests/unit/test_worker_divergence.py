@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from keepstep.core.rank import recovering
 from keepstep.model import messages as m
 from keepstep.model import wire
 from keepstep.worker import recovery as recovery_module
@@ -34,7 +35,7 @@ class Seat:
         self.tick, self.version, self.generation, self.done = 7, 5, 2, False
 
     def aborted(self) -> bool:
-        return self.channel.abort_generation > self.generation
+        return self.channel.inbox.aborted(self.generation)
 
 
 class Agent:
@@ -166,13 +167,13 @@ def test_an_answer_that_was_said_twice_does_not_let_the_next_finding_pass(
 def test_it_repeats_itself_and_the_table_only_now_and_then(
     seat: tuple[Any, Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recovery_module, "DIVERGED_AGAIN_S", 0)
+    monkeypatch.setattr(recovering, "DIVERGED_AGAIN_S", 0)
     rank, agent = seat
     thread, _ = in_thread(Recovery(rank), table={"all|weight": "ab"}, words="other bytes")
     words = [agent.heard() for _ in range(14)]
     assert [bool(word.table) for word in words] == [True] * 2 + [False] * 10 + [True] * 2
     assert {(word.number, word.words) for word in words} == {(1, "other bytes")}
-    monkeypatch.setattr(recovery_module, "DIVERGED_AGAIN_S", 5)
+    monkeypatch.setattr(recovering, "DIVERGED_AGAIN_S", 5)
     agent.says(m.Proceed(generation=2, number=1))
     agent.drain(thread)
     assert not thread.is_alive()

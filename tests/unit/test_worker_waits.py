@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from keepstep.core.rank.inbox import Inbox
 from keepstep.model import messages as m
 from keepstep.model import wire
 from keepstep.worker import channel as channel_module
@@ -49,11 +50,11 @@ def swap(address: m.Address) -> m.Swap:
 def test_a_swap_said_again_brings_its_buddy(channel: Channel) -> None:
     for command in (swap(OLD), m.Swap(generation=2, buddy=OLD), swap(NEW)):
         channel._take(command)
-    assert channel.inbox == [m.Swap(generation=2, buddy=OLD), swap(NEW)]
+    assert channel.inbox.waiting == [m.Swap(generation=2, buddy=OLD), swap(NEW)]
     channel.send(m.Swapped(generation=3, swap_ns=1))
     channel._take(swap(OLD))
-    assert channel.buddy == OLD
-    assert len(channel.inbox) == 2, "it is done with"
+    assert channel.inbox.buddy == OLD
+    assert len(channel.inbox.waiting) == 2, "it is done with"
 
 
 def test_an_abort_is_repeated_until_the_rank_has_left_its_groups(
@@ -83,7 +84,7 @@ def publishing(page: Page, answers: list[Any]) -> tuple[MagicMock, list[tuple[in
     seat, shown = MagicMock(spec=Seat), []
     seat.page, seat.rank, seat.generation = page, 0, 3
     seat.ahead, seat.buddy_line, seat.channel = MagicMock(), MagicMock(), MagicMock()
-    seat.channel.buddy = OLD
+    seat.channel.inbox.buddy = OLD
     seat.aborted = lambda: False
     seat.buddy_line.put.side_effect = answers
 
@@ -123,10 +124,10 @@ def test_groups_of_a_later_attempt_outlive_the_release_of_an_older_one(
         "stage",
         lambda generation, *_: built.setdefault(generation, MagicMock()),
     )
-    channel = MagicMock(abort_generation=-1)
+    channel = MagicMock(inbox=Inbox())
     stager = Stager(channel, 0, 2)
     for generation in (1, 2):
-        stager._building = generation
+        stager._staging.begin(generation)
         stager._build(m.Stage(generation=generation, store=OLD))
     stager._build(m.Stage(generation=1, store=OLD))  # was asked for first, and took longer
     stager.discard(below=2)

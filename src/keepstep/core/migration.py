@@ -39,6 +39,7 @@ from keepstep.model.messages import (
     Source,
     Stage,
 )
+from keepstep.model.page import CHECKPOINT_TICK, NEWEST
 from keepstep.model.records import AttemptStarted, Decided
 
 DEATHS_MAX = 3  # of one rank without the tick advancing
@@ -47,8 +48,6 @@ SOURCES_MAX = 64  # told to a newcomer; far more than can serve it at once
 NEWCOMERS_MAX = 5  # that fail in one unplanned incident
 STAGE_FAILURES_MAX = 3
 STAGE_PATIENCE_NS = 300 * SECOND
-TICK_NEWEST = -2
-TICK_CHECKPOINT = -3
 
 EXIT_USER = 1
 EXIT_USAGE = 2
@@ -203,7 +202,7 @@ def prepared_places(job: Job, incident: Incident, rank: int) -> dict[str, Worker
 
 def decide_row(job: Job, out: Out, attempt: Attempt) -> None:
     if attempt.kind == "resume":
-        attempt.tick = TICK_CHECKPOINT
+        attempt.tick = CHECKPOINT_TICK
         return
     if attempt.tick is None:
         if attempt.reports.left > 0:
@@ -340,7 +339,7 @@ def _may_stage(job: Job, attempt: Attempt) -> bool:
 
 def position_row(job: Job, out: Out, attempt: Attempt) -> None:
     if attempt.kind == "planned":
-        tick, final = TICK_NEWEST, False
+        tick, final = NEWEST, False
     elif attempt.tick is None:
         return
     else:

@@ -18,7 +18,7 @@ They are started one at a time on each node, while nothing is wrong.
 from __future__ import annotations
 
 from keepstep.core.incidents import warn
-from keepstep.core.migration import TICK_NEWEST, group_trouble, side_state_holders
+from keepstep.core.migration import group_trouble, side_state_holders
 from keepstep.core.processes import NOWHERE, start_worker
 from keepstep.core.state import Job, Out, Worker
 from keepstep.core.triage import headline
@@ -31,6 +31,7 @@ from keepstep.model.messages import (
     Ready,
     WorkerMessage,
 )
+from keepstep.model.page import NEWEST
 
 FAILURES_MAX = 3
 
@@ -78,7 +79,7 @@ def _lead(job: Job, out: Out, worker: Worker) -> None:
         out.ask(worker, "assign", job.generation + 1, assign)
     elif worker.arrived and worker.ready is None:
         position = Position(
-            generation=job.generation + 1, tick=TICK_NEWEST, final=False, holders=holders
+            generation=job.generation + 1, tick=NEWEST, final=False, holders=holders
         )
         out.ask(worker, "position", job.generation + 1, position)
 

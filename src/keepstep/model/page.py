@@ -33,6 +33,7 @@ CAPACITY_DEFAULT = 256 << 10
 TICKS_KEPT = 3
 INIT_TICK = -1  # record of a rank's init-time collectives
 NEWEST = -2  # asks for the highest tick there is
+CHECKPOINT_TICK = -3  # asks for the one in the directory of the checkpoint
 NOTE_TICK = -4  # what a rank notes when a step begins (its inputs): kept by the own agent alone
 SLOTS = 2 * TICKS_KEPT + 2
 _LATE = -16

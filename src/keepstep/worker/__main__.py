@@ -118,22 +118,21 @@ def _become_standby(line: Any) -> None:
 
 
 def _wait_for_seat(line: Any, where: str) -> None:
+    from keepstep.core.rank import joining
     from keepstep.model import messages as m
     from keepstep.worker import codec, cuda
 
     cuda.warm_up()
     line.page.where("parked")
-    line.channel.send(m.Parked(where=where, warm_ns=time.monotonic_ns() - _STARTED_NS))
-    data: bytes | None = b""
-    while not data and data is not None:
-        command = line.channel.wait(lambda c: isinstance(c, m.Assign | m.Finish | m.Leave))
-        if not isinstance(command, m.Assign):
-            os._exit(0)
-        data = _init_record(line, command)  # asked again if nobody has it
+    channel = line.channel
+    parked = m.Parked(where=where, warm_ns=time.monotonic_ns() - _STARTED_NS)
+    command = channel.drive(joining.park(channel.inbox, parked), lambda _: os._exit(0))
+    data = _init_record(line, command)
+    while not data and data is not None:  # asked again if nobody has it
+        command = channel.drive(joining.assigned(channel.inbox), lambda _: os._exit(0))
+        data = _init_record(line, command)
     line.assigned, line.assigned_ns = command, time.monotonic_ns()
     line.page.where("building")
-    if not line.channel.buddy_known:
-        line.channel.buddy, line.channel.buddy_known = command.buddy, True
     os.environ["RANK"] = str(command.rank)
     local_world = int(os.environ["LOCAL_WORLD_SIZE"])
     os.environ["GROUP_RANK"] = str(command.rank // local_world)
@@ -151,13 +150,14 @@ def _init_record(line: Any, command: Any) -> bytes | None:
     """None: there is none in the checkpoint. Empty: nobody has it, and that was said. Going on
     without it would give the script other results than the other ranks got."""
     from keepstep.model import messages as m
+    from keepstep.model.page import INIT_TICK
     from keepstep.worker import blobs, checkpoint
 
     rank, token, reason = command.rank, line.channel.welcome.token, "side-state-missing"
     if command.checkpoint:
         return checkpoint.read_side(command.checkpoint, rank, "init")
     try:
-        blob = blobs.fetch_surely(command.holders, token, rank, -1, everybody=True)
+        blob = blobs.fetch_surely(command.holders, token, rank, INIT_TICK, everybody=True)
         if blob is not None:
             return blob.data
         error = f"the init record of rank {rank} is held by nobody"

@@ -13,6 +13,7 @@ from keepstep.adapters.transport.blocking import Frames, shut
 from keepstep.errors import PermanentError, TransientError
 from keepstep.model import messages as m
 from keepstep.model import wire
+from keepstep.model.page import INIT_TICK
 from keepstep.worker import peers
 
 _decoder: msgspec.msgpack.Decoder[m.BlobReply] = msgspec.msgpack.Decoder(m.BlobReply)
@@ -61,7 +62,7 @@ class BuddyLine:
             if interrupted():  # it may have come before there was anything to interrupt
                 raise ConnectionAbortedError("publishing was aborted")
             if init is not None and tick >= 0:
-                self.put(address, rank, -1, init, interrupted)
+                self.put(address, rank, INIT_TICK, init, interrupted)
         ahead, self._ahead = self._ahead, None
         guessed = ahead == (tick, data)
         try:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from keepstep.errors import PermanentError, UsageError
 from keepstep.model import messages as m
-from keepstep.model.page import late_tick
+from keepstep.model.page import INIT_TICK, late_tick
 from keepstep.worker import blobs, statefile, vault, vaultfile
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def put(path: Path, data: bytes) -> None:
     os.replace(temporary, path)
 
 
-def write(seat: Seat, command: m.Checkpoint) -> None:
+def write(seat: Seat, command: m.Checkpoint) -> m.Checkpointed:
     """The side state comes last: once all ranks' are there, and the manifest, it is complete."""
     directory = Path(command.path)
     directory.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def write(seat: Seat, command: m.Checkpoint) -> None:
         _write_dead(directory, seat, rank, command)
     held = seat.page.held
     late = held(late_tick(command.tick))
-    _write_side(directory, seat.rank, held(-1), late, held(command.tick))
+    _write_side(directory, seat.rank, held(INIT_TICK), late, held(command.tick))
     if command.lead:
         manifest = {
             "format": FORMAT,
@@ -62,9 +62,7 @@ def write(seat: Seat, command: m.Checkpoint) -> None:
             "world": command.world,
         }
         put(directory / "manifest.json", json.dumps(manifest, indent=1).encode())
-    seat.channel.send(
-        m.Checkpointed(generation=command.generation, path=command.path, bytes_written=written)
-    )
+    return m.Checkpointed(generation=command.generation, path=command.path, bytes_written=written)
 
 
 def _sharded(seat: Seat) -> bool:
@@ -96,7 +94,7 @@ def _write_side(
 
 def _write_dead(directory: Path, seat: Seat, rank: int, command: m.Checkpoint) -> None:
     token, holders, tick = seat.welcome.token, command.dead[rank], command.tick
-    init = blobs.fetch(holders, token, rank, -1)
+    init = blobs.fetch(holders, token, rank, INIT_TICK)
     side = blobs.fetch(holders, token, rank, tick, everybody=False) if tick else None
     if tick and side is None:
         raise PermanentError(f"side state {tick} of rank {rank} is held by nobody")

@@ -25,14 +25,16 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 
+from keepstep.core.rank import asks
+from keepstep.core.rank.joining import Joining
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.model import messages as m
-from keepstep.model.page import NOTE_TICK, late_tick
+from keepstep.model.page import CHECKPOINT_TICK, NOTE_TICK, late_tick
 from keepstep.worker import (
     blobs,
     buckets,
@@ -55,6 +57,8 @@ from keepstep.worker.tree import Encoded
 
 NATURAL: dict[str, Any] = {}
 
+Result = TypeVar("Result")
+
 
 class Newcomer:
     def __init__(self, seat: Seat, recovery: Recovery, transactions: Transactions) -> None:
@@ -65,9 +69,7 @@ class Newcomer:
         self.assign = seat.line.assigned
         self.installed = False  # state is here; the walk may go on
         self.joined = False
-        self._copy: tuple[m.Copy, m.Copied] | None = (
-            None  # what is installed, and what to say of it
-        )
+        self._protocol = Joining(seat.channel.inbox, self.assign)
         self._fingerprint: dict[str, bytes] = {}
         self._walking: dict[str, Any] | None = None  # side state for the end of the walk
         self._note: dict[str, Any] | None = None  # what it noted when it began the next one
@@ -92,10 +94,7 @@ class Newcomer:
             return
         seat = self.seat
         self._arrived_ns = time.monotonic_ns()
-        seat.channel.send(m.Arrived(generation=self.assign.generation))
-        command = seat.channel.wait(lambda c: isinstance(c, m.Position | m.Finish | m.Leave))
-        if not isinstance(command, m.Position):
-            self.recovery.leave()
+        command = self._drive(self._protocol.arrive())
         self._position = self._fetch(command.tick, command.holders) or NATURAL
         if self._position:
             seat.tracker.walk_to(self._position["position"])
@@ -107,7 +106,7 @@ class Newcomer:
         seat = self.seat
         if tick == 0:
             return None
-        if tick == -3:
+        if tick == CHECKPOINT_TICK:
             data = checkpoint.read_side(self.assign.checkpoint, seat.rank, "side")
         else:
             blob = blobs.fetch(holders, seat.welcome.token, seat.rank, tick)
@@ -130,7 +129,6 @@ class Newcomer:
             stand_in = self._warm_up(warm_up, 2 if seat.version > 0 else 1)
         provisional = (self._position or {}).get("tick")
         self._site = site
-        self._ready()
         self._install()
         final = self._position or {}
         if final.get("tick") != provisional:
@@ -310,68 +308,54 @@ class Newcomer:
 
     # ------------------------------------------------------------------ joining
 
-    def _ready(self) -> None:
+    def _install(self) -> None:
         seat = self.seat
         arrived, now = self._arrived_ns, time.monotonic_ns()
-        seat.channel.send(
-            m.Ready(
-                generation=self.assign.generation,
-                arrived_ns=max(arrived - seat.line.assigned_ns, 0),
-                warm_ns=now - arrived,
-                classes=sorted(seat.state.classes()),
-            )
+        ready = m.Ready(
+            generation=self.assign.generation,
+            arrived_ns=max(arrived - seat.line.assigned_ns, 0),
+            warm_ns=now - arrived,
+            classes=sorted(seat.state.classes()),
         )
-
-    def _install(self) -> None:
-        self.seat.page.where("held")
-        while self._copy is None:
-            copy = self._next_copy()  # again after a failed one, or after an Abort
-            self._copy = self._copied(copy)
-        self.installed = True
-        complete = not self.seat.state.incomplete
-        self._fingerprint = self.seat.state.fingerprint() if complete else {}
+        seat.page.where("held")
+        self._drive(self._protocol.ready(ready))
 
     def enter(self) -> None:
         """At the entry of the transaction that comes next, or at the script's end."""
         seat = self.seat
         self._refuse_alone()
         seat.page.where("held")
-        while True:
-            if self._copy is None:
-                self._install()
-            assert self._copy is not None
-            copy, copied = self._copy
-            self._copy = None
-            if seat.state.fingerprint() != self._fingerprint and self._copied(copy) is None:
-                continue
-            seat.channel.send(copied)
-            swap = self._await_swap(copy.generation)
-            if isinstance(swap, m.Swap):
-                break
-            if swap is not None:
-                self.recovery.leave()
+        swap = self._drive(self._protocol.enter())
         self.joined = True
         seat.state.own, seat.state.walking = None, False
         seat.cells.forget()
         self.recovery.swap(swap)
 
-    def _await_swap(self, generation: int) -> m.WorkerCommand | None:
-        return self.seat.channel.wait(
-            lambda c: (
-                isinstance(c, m.Finish | m.Leave)
-                or (isinstance(c, m.Swap) and c.generation == generation)
-            ),
-            newer_than=generation,
-        )
+    def _drive(self, protocol: asks.Protocol[Result]) -> Result:
+        return self.seat.channel.drive(protocol, self._perform)
 
-    def _next_copy(self) -> m.Copy:
-        command = self.seat.channel.wait(lambda c: isinstance(c, m.Finish | m.Leave | m.Copy))
-        if not isinstance(command, m.Copy):
-            self.recovery.leave()
-        return command
+    def _perform(self, ask: asks.Ask) -> Any:
+        match ask:
+            case asks.Take():
+                return self._take(ask.command)
+            case asks.Settle():
+                if self.seat.state.fingerprint() != self._fingerprint:
+                    again = self._copied(ask.command)
+                    return again if isinstance(again, m.CopyFailed) else None
+            case asks.Leave():
+                self.recovery.leave()
+        return None
 
-    def _copied(self, copy: m.Copy) -> tuple[m.Copy, m.Copied] | None:
-        """Copies and installs what replicas share; None if that failed, and it was said."""
+    def _take(self, copy: m.Copy) -> m.Copied | m.CopyFailed:
+        said = self._copied(copy)
+        if isinstance(said, m.Copied):
+            self.installed = True
+            complete = not self.seat.state.incomplete
+            self._fingerprint = self.seat.state.fingerprint() if complete else {}
+        return said
+
+    def _copied(self, copy: m.Copy) -> m.Copied | m.CopyFailed:
+        """Copies and installs what replicas share."""
         seat = self.seat
         began = time.monotonic_ns()
         # Behind the walk, what it did to this rank's own state stands.
@@ -384,8 +368,9 @@ class Newcomer:
                 tick = checkpoint.tick_of(copy.checkpoint)
                 copy = msgspec.structs.replace(copy, tick=tick)
             kind, side = self._side_state(copy)
-            if not self._acceptable(side, copy):
-                return None
+            refused = self._refused(side, copy)
+            if refused is not None:
+                return refused
             if copy.checkpoint:
                 copied, missing = checkpoint.read_state(copy.checkpoint, seat.rank, seat.state)
                 sources: list[int] = []
@@ -400,23 +385,18 @@ class Newcomer:
                 self._adopt(side, copy)
             seat.redundancy.took_over(copy.holders)
         except transfer.SourceLost as error:
-            self._failed(copy, "source-lost", str(error), error.rank)
-            return None
+            return self._failed(copy, "source-lost", str(error), error.rank)
         except blobs.HoldersUnreachable as error:
-            self._failed(copy, "side-state-unreachable", str(error))
-            return None
+            return self._failed(copy, "side-state-unreachable", str(error))
         except ShardsMissing as error:
-            self._failed(copy, "shards-missing", str(error))
-            return None
+            return self._failed(copy, "shards-missing", str(error))
         except transfer.DigestMismatch as error:
             kind = "checkpoint" if copy.checkpoint else "digest"
-            self._failed(copy, kind, str(error), error.rank)
-            return None
+            return self._failed(copy, kind, str(error), error.rank)
         except Exception as error:
             words = "".join(traceback.format_exception(error))[-4000:]
-            self._failed(copy, "checkpoint" if copy.checkpoint else "error", words)
-            return None
-        return copy, m.Copied(
+            return self._failed(copy, "checkpoint" if copy.checkpoint else "error", words)
+        return m.Copied(
             generation=copy.generation,
             tick=copy.tick,
             bytes_copied=copied,
@@ -466,7 +446,7 @@ class Newcomer:
         if copy.tick == 0:
             return "natural", None
         if copy.checkpoint:
-            return "checkpoint", self._fetch(-3, [])
+            return "checkpoint", self._fetch(CHECKPOINT_TICK, [])
         token, rank = self.seat.welcome.token, self.seat.rank
         blob = blobs.fetch_surely(copy.holders, token, rank, copy.tick, everybody=copy.everybody)
         if blob is None:
@@ -496,25 +476,24 @@ class Newcomer:
         note: dict[str, Any] | None = codec.loads_inline(blob.data) if blob is not None else None
         return note
 
-    def _acceptable(self, side: dict[str, Any] | None, copy: m.Copy) -> bool:
+    def _refused(self, side: dict[str, Any] | None, copy: m.Copy) -> m.CopyFailed | None:
         seat = self.seat
         if side is None and copy.tick != 0:
-            self._failed(
+            return self._failed(
                 copy,
                 "side-state-missing",
                 f"side state {copy.tick} of rank {seat.rank} is held by nobody",
             )
-            return False
         provisional = self._position or {}
         tick = side["tick"] if side is not None else 0
         if side is not None and provisional.get("tick", 0) != tick:
             if not seat.tracker.can_move_on_to(side["position"], self._site):
-                self._failed(copy, "position", "the job has gone on to another epoch or loop")
-                return False
+                return self._failed(
+                    copy, "position", "the job has gone on to another epoch or loop"
+                )
         elif side is None and provisional:
-            self._failed(copy, "position", "the job was rolled back to its start")
-            return False
-        return True
+            return self._failed(copy, "position", "the job was rolled back to its start")
+        return None
 
     def _adopt(self, side: dict[str, Any] | None, copy: m.Copy) -> None:
         seat = self.seat
@@ -534,7 +513,5 @@ class Newcomer:
         self._note = self._fetch_note(copy)
         seat.page.publish(copy.tick, codec.dumps_inline(side))
 
-    def _failed(self, copy: m.Copy, reason: Any, error: str, source: int = -1) -> None:
-        self.seat.channel.send(
-            m.CopyFailed(generation=copy.generation, reason=reason, error=error, source=source)
-        )
+    def _failed(self, copy: m.Copy, reason: Any, error: str, source: int = -1) -> m.CopyFailed:
+        return m.CopyFailed(generation=copy.generation, reason=reason, error=error, source=source)

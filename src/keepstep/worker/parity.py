@@ -44,7 +44,7 @@ class ParityLine:
         same, self._layout = layout == self._layout, layout
         self._lanes, self._reserve = dict(lanes), reserve
         self._common = -1
-        where = self._seat.channel.parity
+        where = self._seat.channel.inbox.parity
         if where is not None and not (same and self._is_open(where)):
             self._open(where)
 
@@ -77,7 +77,7 @@ class ParityLine:
 
     def begin(self, version: int) -> None:
         """All members put bases of this version: from here on, all are in the parity."""
-        where = self._seat.channel.parity
+        where = self._seat.channel.inbox.parity
         self._step.clear()
         self._common = -1
         if where is None or version == self._given_up:

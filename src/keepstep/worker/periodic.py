@@ -205,8 +205,8 @@ class Periodic:
         if number <= self._newest:
             return
         self._newest = number
-        if self._seat.channel.snapshot == number:
-            self._seat.channel.snapshot = -1
+        if self._seat.channel.inbox.snapshot == number:
+            self._seat.channel.inbox.snapshot = -1
         if self._writer is not None and self._writer.is_alive():
             self._failed(number, "the one before is still being written here")
             return

@@ -301,7 +301,7 @@ class Redundancy:
     def connect(self) -> None:
         """Before training begins, so that too little memory is known in time."""
         if self.needed:
-            self._open(self._target(self._seat.channel.buddy))
+            self._open(self._target(self._seat.channel.inbox.buddy))
             self._align()
 
     def reconnect(self) -> None:
@@ -310,7 +310,7 @@ class Redundancy:
         self._suspended = ""
         if self.needed:
             with contextlib.suppress(OSError, KeepstepError):
-                self._open(self._target(self._seat.channel.buddy))
+                self._open(self._target(self._seat.channel.inbox.buddy))
             with contextlib.suppress(OSError, KeepstepError):
                 self._align()
 

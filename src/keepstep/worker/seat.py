@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from keepstep.core.rank.staging import Staging
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
-from keepstep.model.page import NOTE_TICK, late_tick
+from keepstep.model.page import INIT_TICK, NOTE_TICK, late_tick
 from keepstep.worker import blobs, buckets, codec, cuda, groups, nccl, shards
 from keepstep.worker.ahead import Ahead
 from keepstep.worker.batches import Loop
@@ -88,13 +89,12 @@ class Stager:
         self._world = world
         self._ready = ready
         self._lock = threading.Lock()
-        self._staged: tuple[int, groups.StagedGroups] | None = None
-        self._building = -1  # generation
+        self._staging: Staging[groups.StagedGroups] = Staging()
 
     def begin(self, command: m.Stage) -> None:
-        if self._building == command.generation:
-            return  # asked again while it is being done
-        self._building = command.generation
+        with self._lock:
+            if not self._staging.begin(command.generation):
+                return  # asked again while it is being done
         threading.Thread(
             target=self._build, args=(command,), name="keepstep-stage", daemon=True
         ).start()
@@ -113,32 +113,28 @@ class Stager:
                 STAGE_TIMEOUT_S,
             )
         except Exception as error:
-            if self._building == generation:  # else a later one is asked for
-                self._building = -1
-            if self._channel.abort_generation <= generation:
+            with self._lock:
+                wanted = self._staging.failed(generation, self._channel.inbox.abort_generation)
+            if wanted:
                 self._channel.send(m.StageFailed(generation=generation, error=str(error)[:2000]))
             return
         with self._lock:
-            if self._channel.abort_generation > generation or self._building != generation:
-                staged.discard()
-                return
-            if self._staged is not None:
-                self._staged[1].discard()
-            self._staged = (generation, staged)
-        self._channel.send(m.Staged(generation=generation))
+            aborted = self._channel.inbox.abort_generation
+            kept, useless = self._staging.built(generation, staged, aborted)
+            if useless is not None:
+                useless.discard()
+        if kept:
+            self._channel.send(m.Staged(generation=generation))
 
     def take(self, generation: int) -> groups.StagedGroups | None:
         with self._lock:
-            if self._staged is None or self._staged[0] != generation:
-                return None
-            staged, self._staged = self._staged[1], None
-            return staged
+            return self._staging.take(generation)
 
     def discard(self, below: int) -> None:
         with self._lock:
-            if self._staged is not None and self._staged[0] < below:
-                self._staged[1].discard()
-                self._staged = None
+            useless = self._staging.drop(below)
+            if useless is not None:
+                useless.discard()
 
 
 class Seat:
@@ -560,7 +556,7 @@ class Seat:
         tick = late_tick(self.tick + 1)
         data = codec.dumps_inline(late)
         self.page.publish(tick, data)
-        address = self.channel.buddy
+        address = self.channel.inbox.buddy
         if address is not None:
             self.buddy_line.send_late(address, self.rank, tick, data)
 
@@ -576,7 +572,7 @@ class Seat:
 
         def put(address: m.Address | None) -> None:
             if address is not None:
-                init = self.page.held(-1)
+                init = self.page.held(INIT_TICK)
                 self.buddy_line.put(address, self.rank, tick, data, self.aborted, init)
 
         self._at_buddy(put)
@@ -620,7 +616,7 @@ class Seat:
 
     def _acted(self, action: Callable[[m.Address | None], None]) -> bool:
         """False: another buddy was asked for, or it is time to try the same again."""
-        address = self.channel.buddy
+        address = self.channel.inbox.buddy
         if self.aborted():
             raise ConnectionAbortedError("publishing was aborted")
         try:
@@ -637,7 +633,7 @@ class Seat:
         """Whether the side state goes to the buddy while the last backward pass of a step runs.
         What lies on another device is not waited for, and what the user saves by a function of his
         is saved in his thread."""
-        if self.channel.buddy is None or not self.ahead.worthwhile():
+        if self.channel.inbox.buddy is None or not self.ahead.worthwhile():
             return False
         return not any(o.per_rank for o in self.objects.values()) and all(
             tensor.device.type == "cpu" for tensor in self.cells.tensors()
@@ -651,7 +647,7 @@ class Seat:
         rest: list[dict[str, Any]] | None,
     ) -> None:
         """The last backward pass of a step begins."""
-        address = self.channel.buddy
+        address = self.channel.inbox.buddy
         if address is None:
             return
         # The tracker is no other thread's business.
@@ -666,15 +662,16 @@ class Seat:
 
     def _wait_for_other_buddy(self, old: m.Address | None) -> None:
         """It waits for a command, as in a hold, and shows that it has not come to a stop."""
+        inbox = self.channel.inbox
         for _ in range(BUDDY_AGAIN_S):
             self.page.set("asked_ns", time.monotonic_ns())
             self.page.set("hold", 1)
-            if self.channel.wait_until(lambda: self.channel.buddy != old or self.aborted(), 1.0):
+            if self.channel.wait_until(lambda: inbox.buddy != old or self.aborted(), 1.0):
                 return
 
     def republish(self) -> None:
         """After a swap the buddy may be new: give it what it would need now."""
-        for tick in (-1, self.tick, late_tick(self.tick)):
+        for tick in (INIT_TICK, self.tick, late_tick(self.tick)):
             data = self.page.held(tick)
             if data is not None:
                 self.publish(tick, data)
@@ -695,14 +692,14 @@ class Seat:
     # ------------------------------------------------------------------ faults
 
     def aborted(self) -> bool:
-        return self.channel.abort_generation > self.generation
+        return self.channel.inbox.abort_generation > self.generation
 
     def _on_abort(self, command: m.Abort) -> None:
         """Again every second, until the main thread has come back from whatever it was doing."""
         groups.abort()
         self.buddy_line.interrupt()
         self.redundancy.interrupt()
-        self.stager.discard(below=self.channel.abort_generation)
+        self.stager.discard(below=self.channel.inbox.abort_generation)
 
     def _network_failed(self, reason: str) -> None:
         """In a thread of its own: the main one may wait for the device, and never hear of it."""

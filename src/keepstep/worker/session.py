@@ -399,7 +399,7 @@ def announce(session: Session, line: Line) -> None:
         seat.redundancy.survey()
         seat.natural = about["natural"] = seat.redundancy.digest()
         record = line.recorder.encoded(known, about)
-        seat.channel.wait_until(lambda: seat.channel.buddy_known, 10.0)
+        seat.channel.wait_until(lambda: seat.channel.inbox.buddy_known, 10.0)
         seat.redundancy.connect()
         seat.publish(-1, record)
     elif line.recorder.replay is not None:

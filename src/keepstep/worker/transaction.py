@@ -526,8 +526,8 @@ class Transactions:
         seat = self.seat
         # Before the second step DDP has not settled its buckets: no planned boundary there.
         word = seat.version + self._step >= 2
-        held = seat.channel.hold_generation if word else -1
-        snapshot = seat.channel.snapshot if word else -1
+        held = seat.channel.inbox.hold_generation if word else -1
+        snapshot = seat.channel.inbox.snapshot if word else -1
         if seat.alone:
             self._hold, self._snapshot = held, snapshot
             return
@@ -635,7 +635,7 @@ class Transactions:
         seat.page.where("outside")
         if step and seat.injector:
             seat.injector.point("after_step", version)
-        if self.recovery.owed is not None:
+        if self.recovery.owes:
             hold = self.recovery.pay_debt()
         if hold >= 0:
             self._pending = lambda: self.recovery.hold(hold)

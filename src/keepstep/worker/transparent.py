@@ -141,8 +141,8 @@ class Runtime:
 
     def _wanted(self) -> bool:
         channel = self._channel
-        hold = channel.hold_generation > max(self.generation, self._refused)
-        return hold or channel.abort_generation > self.generation
+        hold = channel.inbox.hold_generation > max(self.generation, self._refused)
+        return hold or channel.inbox.abort_generation > self.generation
 
     def _must_stop(self) -> bool:
         stopping = self._stopping
@@ -164,7 +164,7 @@ class Runtime:
         return False
 
     def _refuse(self, why: str) -> None:
-        generation = self._channel.hold_generation
+        generation = self._channel.inbox.hold_generation
         if generation > self._refused:
             self._refused = generation
             self._channel.send(
@@ -198,10 +198,10 @@ class Runtime:
     def _obey(self) -> bool:
         """One look. True: the script goes on."""
         channel = self._channel
-        if channel.hold_generation <= self.generation or device.awaited():
+        if channel.inbox.hold_generation <= self.generation or device.awaited():
             device.come_back()  # whoever wanted to take it away does not want to any more
-        if channel.abort_generation > self.generation:
-            asked, answer = channel.abort_generation, self._answered(m.Report)
+        if channel.inbox.abort_generation > self.generation:
+            asked, answer = channel.inbox.abort_generation, self._answered(m.Report)
             if answer != asked:
                 channel.send(
                     m.Report(
@@ -212,14 +212,14 @@ class Runtime:
                         computing=False,
                     )
                 )
-        elif channel.hold_generation > self.generation:
-            if self._answered(m.Held) != channel.hold_generation:
-                self._say_held(channel.hold_generation)
+        elif channel.inbox.hold_generation > self.generation:
+            if self._answered(m.Held) != channel.inbox.hold_generation:
+                self._say_held(channel.inbox.hold_generation)
         else:
             self._say_unwanted()
         command = self._next()
         match command:
-            case m.Decide() if command.generation == channel.abort_generation:
+            case m.Decide() if command.generation == channel.inbox.abort_generation:
                 if command.tick != self.steps:
                     raise LocalProtocolError(
                         f"rank {self._rank} at step {self.steps} told to go to {command.tick}"
@@ -238,21 +238,20 @@ class Runtime:
         return False
 
     def _answered(self, kind: type[m.Message]) -> int:
-        answer = self._channel.answer(kind)
+        answer = self._channel.inbox.answer(kind)
         return getattr(answer, "generation", -1)
 
     def _next(self) -> m.WorkerCommand | None:
         """The next command, or None when something else has changed or nothing came for a while."""
-        channel = self._channel
-        before = (channel.abort_generation, channel.hold_generation)
-        channel.wait_until(
-            lambda: (
-                bool(channel.inbox) or (channel.abort_generation, channel.hold_generation) != before
-            ),
-            UNWANTED_S,
-        )
+        channel, inbox = self._channel, self._channel.inbox
+
+        def heard() -> tuple[int, int]:
+            return inbox.abort_generation, inbox.hold_generation
+
+        before = heard()
+        channel.wait_until(lambda: bool(inbox.waiting) or heard() != before, UNWANTED_S)
         with channel.changed:
-            return channel.inbox.pop(0) if channel.inbox else None
+            return inbox.pop(lambda _: True)
 
     def _say_held(self, generation: int) -> None:
         self._channel.send(
@@ -284,7 +283,7 @@ class Runtime:
     def _offload(self, command: m.Offload) -> None:
         began, moved, areas = time.monotonic_ns(), False, False
         error = "the rank does not hold for this move any more"
-        if command.generation == self._channel.hold_generation:
+        if command.generation == self._channel.inbox.hold_generation:
             try:
                 moved, error = device.offload(command.move), ""
             except PermanentError as trouble:
@@ -309,7 +308,7 @@ class Runtime:
             raise PermanentError("the restored process does not compute")
         self._channel.send(
             m.Copied(
-                generation=self._channel.hold_generation,
+                generation=self._channel.inbox.hold_generation,
                 tick=self.steps,
                 bytes_copied=0,
                 copy_ns=time.monotonic_ns() - began,
@@ -329,8 +328,8 @@ class Runtime:
         self.generation = command.generation
         self._page.set("generation", command.generation)
         self._page.new_tick()
-        if channel.hold_generation <= command.generation:
-            channel.hold_generation = -1
+        if channel.inbox.hold_generation <= command.generation:
+            channel.inbox.hold_generation = -1
         elapsed = time.monotonic_ns() - began
         channel.send(m.Swapped(generation=command.generation, swap_ns=elapsed))
         self._announce = True
@@ -346,7 +345,7 @@ class Runtime:
                 if not staged.aborted:
                     raise
             staged.discard()
-        if self._channel.abort_generation <= generation:
+        if self._channel.inbox.abort_generation <= generation:
             raise LocalProtocolError(f"no groups are staged for generation {generation}")
         return False
 
