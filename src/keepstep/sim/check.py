@@ -510,7 +510,7 @@ class Checker:
             self.violated(f"{process.id} (rank {rank}) trains after its end is on record")
         owner = self.owners.get(rank)
         newer = self.generation > process.generation and owner != process.id
-        if newer and process.owed < 0:
+        if newer and not process.recovering.owes:
             self.violated(
                 f"{process.id} trains as rank {rank} in {process.generation}, but {owner} owns it"
             )

@@ -1,6 +1,6 @@
-"""A process that has a rank: its groups, its transactions, its recovery.
+"""A process that has a rank: its groups, its transactions, its part in a recovery.
 
-It follows keepstep.worker step by step (stager, transaction, recovery). A mode:
+Its recovery is the one of core/rank. A mode:
 
     init compute publish fence diverged apply | grace failing deciding held | done
 """
@@ -10,35 +10,49 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from keepstep.core.rank import asks
 from keepstep.model import messages as m
 from keepstep.sim import training
 from keepstep.sim.groups import Group
 from keepstep.sim.net import MS, SECOND
-from keepstep.sim.process import Blob
+from keepstep.sim.process import PENDING, Blob
 from keepstep.sim.witness import Doubter
 
 
 class Member(Doubter):
     # ------------------------------------------------------------------ groups
 
+    def _do_at_once(self, command: m.WorkerCommand) -> None:
+        if isinstance(command, m.Abort):
+            self._on_abort()
+        elif isinstance(command, m.Seal):
+            self.seal(command)
+        elif isinstance(command, m.Stage) and self.staging.begin(command.generation):
+            self._meet(command.generation, command.store)
+
     def _on_abort(self) -> None:
-        if self.staged is not None and self.staged.generation < self.abort_generation:
-            self.staged = None
+        self._drop_staged(self.inbox.abort_generation)
         if self.rank < 0 or self.mode in ("starting", "init"):
             return
-        if self.generation < self.abort_generation:
+        if self.aborted():
             self.leave_group()
         if not self.hung:
             self._notice_abort()
 
     def _notice_abort(self) -> None:
         """What the main thread waits for fails, or is taken as a reason to stop waiting."""
-        if self.mode in ("publish", "fence", "diverged"):
-            self._interrupted("comm", self.mode != "publish")
-        elif self.mode in ("grace", "failing"):
-            self._report()
-        else:
+        if self.mode not in ("publish", "fence"):
             self.pump()
+        elif self.in_protocol:  # it publishes again, behind a swap
+            self.go("held")
+            self.reply()
+        else:
+            self._interrupted("comm", self.mode == "fence")
+
+    def _drop_staged(self, below: int) -> None:
+        group = self.staging.drop(below)
+        if group is not None:
+            group.leave(self)
 
     def leave_group(self) -> None:
         if self.group is not None:
@@ -57,7 +71,7 @@ class Member(Doubter):
     def _found(self, generation: int, store: Any) -> None:
         if store is None or not store.open:
             self.stage_failed(generation, "connection refused")
-        elif self.abort_generation <= generation:
+        elif not self.inbox.aborted(generation):
             store.meet(self)
 
     def stage_failed(self, generation: int, why: str) -> None:
@@ -66,8 +80,7 @@ class Member(Doubter):
     def _stage_failed(self, generation: int, why: str) -> None:
         if self.mode == "init":
             self.exit(1, f"RuntimeError: no process group: {why}")
-        elif self.abort_generation <= generation and self.stage_asked == generation:
-            self.stage_asked = -1
+        elif self.staging.failed(generation, self.inbox.abort_generation):
             self.say(m.StageFailed(generation=generation, error=why))
 
     def met(self, group: Group) -> None:
@@ -84,12 +97,17 @@ class Member(Doubter):
                 self.after(self.world.plan.model_ns, self._attach, group)
             else:
                 self._attached(generation)
-        elif self.abort_generation > generation or self.stage_asked != generation:
-            group.leave(self)
-        elif self.builder_stuck:
-            self.builder_stuck = False
         else:
-            self.staged = group
+            self._built(generation, group)
+
+    def _built(self, generation: int, group: Group) -> None:
+        kept, useless = self.staging.built(generation, group, self.inbox.abort_generation)
+        if useless is not None:
+            useless.leave(self)
+        if kept and self.builder_stuck:
+            self.builder_stuck = False
+            self.staging.take(generation)
+        elif kept:
             self.say(m.Staged(generation=generation))
 
     def _attach(self, group: Group) -> None:
@@ -110,9 +128,7 @@ class Member(Doubter):
         self.in_fence = False
         if self.tick >= self.world.target:
             self.done = True
-            self.go("done")
-            self.say(m.Done(tick=self.tick, version=self.version))
-            self.pump()
+            self.run(self.recovering.linger(), lambda _: self.exit(0))
             return
         if self.aborted():
             self.computing = False
@@ -194,12 +210,12 @@ class Member(Doubter):
         self.fence_ns = self.world.now
         self.marks += 1
         self.in_fence = True
-        held = self.hold_generation
+        held = self.inbox.hold_generation
         settled = self.version + training.is_step(self.tick) >= 2
         word = held if held >= 0 and settled else -1
         assert self.group is not None
         value = training.contribution(self.shared, self.own, self.tick, self.rank)
-        self.group.enter(self, value, word, self.snapshot_asked if settled else -1)
+        self.group.enter(self, value, word, self.inbox.snapshot if settled else -1)
 
     def fence_passed(self, group: Group, tick: int) -> None:
         if self.mode == "fence" and self.tick == tick and self.group is group:
@@ -234,9 +250,8 @@ class Member(Doubter):
         if self.resumed == self.generation:
             self.resumed = -1
             self.say(_resumed(self))
-        if self.owed >= 0:
-            generation, self.owed = self.owed, -1
-            self._hold(generation)
+        if self.recovering.owes:
+            self._hold(self.recovering.pay())
         elif word >= 0:
             self._hold(word)
         else:
@@ -257,174 +272,125 @@ class Member(Doubter):
 
     # ------------------------------------------------------------------ recovery
 
-    def _interrupted(self, kind: str, in_fence: bool) -> None:
+    def _interrupted(self, kind: Any, in_fence: bool) -> None:
         self.in_fence = in_fence
         self.error_kind = kind
-        if self.aborted():
-            self._report()
-        elif kind == "comm":
-            self.go("grace")
-            self.after(200 * MS, self._announce)
-        else:
-            self._announce()
-
-    def _announce(self) -> None:
-        self.go("failing")
-        self.hold, self.asked_ns = True, self.world.now
-        self.after(5 * SECOND, self._announce)
-        kind: Any = self.error_kind
-        self.say(
-            m.Failure(
-                generation=self.generation,
-                error_kind=kind,
-                error=f"RuntimeError: {kind}",
-                version=self.version,
-            )
+        if not self.aborted():
+            self.go("grace" if kind == "comm" else "failing")
+        error = f"RuntimeError: {kind}" if kind else ""
+        protocol = self.recovering.interrupted(
+            kind, error, in_fence=in_fence, computing=self.computing
         )
-        if self.aborted():
-            self._report()
+        self.run(protocol, self._decided)
 
-    def _report(self) -> None:
-        if self.hung:
+    def _decided(self, verdict: str) -> None:
+        if verdict == "RETRY":
+            self._begin()
             return
-        self.leave_group()
-        self.hold, self.asked_ns = True, 0
-        self.report_generation = self.abort_generation
-        self.go("deciding")
-        kind: Any = self.error_kind
-        self.say(
-            m.Report(
-                generation=self.abort_generation,
-                tick=self.tick,
-                version=self.version,
-                in_fence=self.in_fence,
-                computing=self.computing,
-                error_kind=kind,
-                error=f"RuntimeError: {kind}" if kind else "",
-                done=self.done,
-            )
-        )
-        self.pump()
-
-    def _decided(self, tick: int) -> None:
-        generation = self.report_generation
-        if tick == self.tick + 1 and self.in_fence:
-            values = self.group.complete(self.tick) if self.group is not None else None
-            if values is None:
-                self.crash(f"told to apply tick {self.tick}, whose collective never completed")
-                return
-            self.owed = generation
-            self.hold = False
-            self.go("apply")
-            shared = training.next_shared(self.shared, self.tick, values)
-            self.after(5 * MS, self._apply, shared, -1)
+        values = self.group.complete(self.tick) if self.group is not None else None
+        if values is None:
+            self.crash(f"told to apply tick {self.tick}, whose collective never completed")
             return
-        if tick != self.tick:
-            self.crash(f"at tick {self.tick} told to go to {tick}")
-            return
-        self.in_fence = False
         self.go("apply")
-        self.after(5 * MS + self.world.random.randrange(20 * MS), self._hold, generation)
+        shared = training.next_shared(self.shared, self.tick, values)
+        self.after(5 * MS, self._apply, shared, -1)
 
     def _hold(self, generation: int) -> None:
+        self.run(self.recovering.hold(generation), lambda _: self._begin())
+
+    def perform(self, ask: asks.Ask) -> Any:
+        match ask:
+            case asks.Say():
+                self._show(ask.message)
+                self.say(ask.message)
+            case asks.ShowWaiting():
+                self.hold, self.asked_ns = True, self.world.now if ask.asking else 0
+            case asks.ShowBusy():
+                self.hold, self.asked_ns = False, 0
+            case asks.LeaveGroups():
+                self.leave_group()
+            case asks.RollBack():
+                self.in_fence = False
+                self.go("apply")
+                self.after(5 * MS + self.world.random.randrange(20 * MS), self.reply)
+                return PENDING
+            case asks.Serve():
+                return self._serve(ask.generation)
+            case asks.StopServing():
+                self.hold = False
+            case asks.Write():
+                self.after(SECOND, self._written, ask.command)
+                return PENDING
+            case asks.Enter():
+                return self._enter(ask.command)
+            case asks.Republish():
+                return self._republish()
+            case asks.DropStaged():
+                self._drop_staged(ask.below)
+            case asks.Leave():
+                self.exit(0)
+        return None
+
+    def _show(self, message: m.WorkerMessage) -> None:
+        """The page has it before the agent hears of it."""
+        match message:
+            case m.Failure():
+                self.go("failing")
+            case m.Report():
+                self.report_generation = message.generation
+                self.go("deciding")
+            case m.Done():
+                self.go("done")
+
+    def _serve(self, generation: int) -> m.Held:
         self.computing = False
         self.go("held")
         self.hold = True
         self.held_generation = generation
-        self.say(
-            m.Held(
-                generation=generation,
-                tick=self.tick,
-                version=self.version,
-                serve=m.Address(self.id, generation),
-                pid=self.pid,
-                done=self.done,
-            )
+        return m.Held(
+            generation=generation,
+            tick=self.tick,
+            version=self.version,
+            serve=m.Address(self.id, generation),
+            pid=self.pid,
+            done=self.done,
         )
-        self.pump()
 
-    def _swap(self, command: m.Swap) -> None:
-        self.hold = False
+    def _written(self, command: m.Checkpoint) -> None:
+        generation, path = command.generation, command.path
+        if self.node.disk == "stuck":
+            return  # a call that never comes back, whatever becomes of the disk
+        if self.node.disk == "full":
+            error = "No space left on device"
+            self.reply(m.CheckpointFailed(generation=generation, path=path, error=error))
+        else:
+            self.reply(m.Checkpointed(generation=generation, path=path, bytes_written=1))
+
+    def _enter(self, command: m.Swap) -> asks.Entered:
+        staged = True
         if not command.solo and not self.done:
-            group, self.staged = self.staged, None
-            if group is None or group.generation != command.generation:
-                if self.abort_generation <= command.generation:
-                    self.crash(f"no groups are staged for generation {command.generation}")
-                    return
-                group = None
+            group = self.staging.take(command.generation)
+            staged = group is not None
             self.leave_group()
             self.group = group
         self.alone = command.solo
         if command.generation < self.generation:
             self.world.checker.violated(f"{self.id} goes back to {command.generation}")
         self.generation = self.resumed = command.generation
-        if self.hold_generation <= command.generation:
-            self.hold_generation = -1
-        self.snapshot_asked = -1
-        if not command.same_buddy:
-            self.buddy, self.parity = command.buddy, command.parity
         self.error_kind = ""
         self.stepping = True
         self.tick_marks = self.marks
         self.world.checker.swapped(self)
-        self.say(m.Swapped(generation=command.generation, swap_ns=1))
-        blob = (self.tick, self.version, self.own)
+        return asks.Entered(staged, 1)
+
+    def _republish(self) -> Any:
         self.connect_shard()
-        if self.done or self.aborted():
-            self._begin()
-        else:
-            self.node.publish(self, blob)
-            self._publish(blob, self._begin)
-
-    def _pump_deciding(self) -> None:
-        command = self._find((m.Decide, m.Leave, m.Finish), self.report_generation)
-        if isinstance(command, m.Decide):
-            self._decided(command.tick)
-        elif command is not None:
-            self.exit(0)
-        elif self.abort_generation > self.report_generation:
-            self._report()
-
-    def _pump_held(self) -> None:
-        kinds = (m.Swap, m.Release, m.Leave, m.Checkpoint, m.Finish)
-        while self.mode == "held" and self.alive:
-            command = self._find(kinds, self.held_generation)
-            if command is None:
-                break
-            if isinstance(command, m.Checkpoint):
-                self.world.after(SECOND, self.thread, self._checkpointed, command)
-            elif isinstance(command, m.Swap):
-                self._swap(command)
-                return
-            elif isinstance(command, m.Release):
-                self.hold = False
-                if self.staged is not None and self.staged.generation <= command.generation:
-                    self.staged = None
-                self._begin()
-                return
-            else:
-                self.exit(0)
-                return
-        if self.mode == "held" and self.abort_generation > self.held_generation:
-            self.error_kind = ""
-            self._report()
-
-    def _checkpointed(self, command: m.Checkpoint) -> None:
-        if self.mode == "held" and self.held_generation == command.generation:
-            generation, path = command.generation, command.path
-            if self.node.disk == "full":
-                error = "No space left on device"
-                self.say(m.CheckpointFailed(generation=generation, path=path, error=error))
-            if self.node.disk:
-                return
-            self.say(m.Checkpointed(generation=generation, path=command.path, bytes_written=1))
-
-    def _pump_done(self) -> None:
-        command = self._find((m.Finish, m.Leave))
-        if command is not None:
-            self.exit(0)
-        elif self.aborted():
-            self._interrupted("", False)
+        if self.aborted():
+            return None
+        blob = (self.tick, self.version, self.own)
+        self.node.publish(self, blob)
+        self._publish(blob, self.reply)
+        return PENDING
 
 
 def attached(rank: Member, generation: int) -> m.Attached:

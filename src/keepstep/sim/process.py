@@ -1,14 +1,20 @@
 """A simulated worker process: threads, inbox and page, without what it is for.
 
-The daemon thread is `take`, the main thread is `mode` with the timers of its epoch, and `pump` is
-the main thread looking into its inbox.
+The daemon thread is `take`. The main thread is `mode` with the timers of its epoch, and now and
+then it is in a protocol of core/rank: `run` begins one, `perform` does what it asks for, at once or
+over time, and `pump` looks into the inbox for the command that it waits for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
+from keepstep.core.rank import asks
+from keepstep.core.rank.inbox import Inbox
+from keepstep.core.rank.recovering import Recovering
+from keepstep.core.rank.staging import Staging
+from keepstep.errors import LocalProtocolError
 from keepstep.model import messages as m
 from keepstep.model.page import NEWEST, Sample
 from keepstep.sim import training
@@ -22,15 +28,6 @@ if TYPE_CHECKING:
 
 Blob = tuple[int, int, int]  # tick, version, own
 
-# A repeated command of the same generation whose work is done is answered again.
-ANSWERS: dict[type[m.Message], type[m.Message]] = {
-    m.Abort: m.Report,
-    m.Decide: m.Held,
-    m.Hold: m.Held,
-    m.Stage: m.Staged,
-    m.Copy: m.Copied,
-    m.Swap: m.Swapped,
-}
 ECHOED = (m.Staged, m.StageFailed, m.Copied, m.Report, m.Held)
 WHERE = {
     "init": "starting",
@@ -45,13 +42,16 @@ WHERE = {
     "copying": "held",
     "swapping": "held",
 }
-SURVIVES_ABORT = (m.Swap, m.Assign, m.Position, m.Leave)
+
+
+class Pending:
+    """What is asked for takes time; `reply` brings the answer."""
+
+
+PENDING = Pending()
 
 
 class Process:
-    # What the main thread does with its inbox, by mode.
-    PUMPS: ClassVar[dict[str, Callable[[Any], None]]] = {}
-
     def __init__(self, world: World, node: SimNode, start: m.StartWorker, pid: int) -> None:
         self.world = world
         self.node = node
@@ -71,13 +71,14 @@ class Process:
         self.mode = "starting"
         self.epoch = 0
         self.backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        # channel
-        self.abort_generation = -1
-        self.hold_generation = -1
-        self.snapshot_asked = -1  # number of a checkpoint
-        self.inbox: list[m.WorkerCommand] = []
-        self.answers: dict[type[m.Message], m.Message] = {}
-        self.buddy, self.parity = start.buddy, start.parity
+        # protocol
+        self.inbox = Inbox(start.rank)
+        self.inbox.buddy, self.inbox.parity = start.buddy, start.parity
+        self.staging: Staging[Group] = Staging()
+        self.recovering = Recovering(self, self.inbox)
+        self._protocol: asks.Protocol[Any] | None = None
+        self._then: Callable[[Any], None] = lambda _: None
+        self._awaited: asks.Await | None = None
         # seat
         self.tick = self.version = 0
         self.generation = start.generation if start.rank >= 0 else 0
@@ -85,13 +86,10 @@ class Process:
         self.own = training.first_own(start.rank)
         self.shard = training.first_shard(start.rank)
         self.group: Group | None = None
-        self.staged: Group | None = None
-        self.stage_asked = -1
         self.odd_groups = False
         self.builder_stuck = False  # its next groups are never finished
         self.in_fence = False
         self.fence_ns = 0  # since when it waits in it
-        self.owed = -1
         self.snapshot = -1  # number of the last one taken
         self.saving = False
         self.alone = False
@@ -99,7 +97,6 @@ class Process:
         self.finished_script = False
         self.resumed = -1
         self.findings = 0  # of its witness
-        self.go_on: Callable[[], None] = lambda: None  # what it was about to do then
         self.report_generation = -1
         self.held_generation = -1
         self.copy: m.Copy | None = None
@@ -144,15 +141,16 @@ class Process:
         self.epoch += 1
 
     def say(self, message: m.WorkerMessage) -> None:
-        self.answers[type(message)] = message
+        self.inbox.said(message)
         self.node.said(self, message)
 
     def _echo(self) -> None:
         """What it answered in older attempts once more, late: as if that had been on its way."""
         for kind in ECHOED:
-            if kind in self.answers:
+            answer = self.inbox.answer(kind)
+            if answer is not None:
                 wait = self.world.random.randrange(3 * SECOND)
-                self.world.after(wait, self._repeat, self.answers[kind])
+                self.world.after(wait, self._repeat, answer)
 
     def _repeat(self, answer: Any) -> None:
         if self.alive and not self.stopped:
@@ -218,113 +216,90 @@ class Process:
     # ------------------------------------------------------------------ daemon thread
 
     def take(self, command: m.WorkerCommand) -> None:
-        generation = _generation(command)
-        if 0 <= generation < self.abort_generation:
-            return
-        kind = type(command)
-        if isinstance(command, m.Assign) and self.rank not in (-1, command.rank):
-            self.exit(1)  # built as another rank
-            return
-        if self._answered(kind, generation) or self._saved_before(command):
-            if isinstance(command, m.Swap) and not command.same_buddy:
-                self.buddy, self.parity = command.buddy, command.parity
-            return
-        if kind is m.Abort:
-            if self.world.echoes and generation > self.abort_generation:
-                self._echo()
-            self.abort_generation = generation
-            self.hold_generation = self.snapshot_asked = -1
-            self.inbox = [c for c in self.inbox if not self._stale(c)]
-            self._on_abort()
-        elif kind is m.Stage:
-            assert isinstance(command, m.Stage)
-            if self.stage_asked != generation:
-                self.stage_asked = generation
-                self._meet(generation, command.store)
-        elif isinstance(command, m.Snapshot):
-            self.snapshot_asked = command.number
-        elif isinstance(command, m.Seal):
-            self.seal(command)
-        elif kind is m.Hold:
-            self.hold_generation = generation
-        elif kind is m.Buddy:
-            assert isinstance(command, m.Buddy)
-            self.buddy, self.parity = command.address, command.parity
-        elif kind is m.Arm or kind is m.Welcome:
-            pass
-        else:
-            if kind is m.Release and self.hold_generation <= generation:
-                self.hold_generation = -1
-            if kind is m.Swap:
-                told = (m.Swap, generation)
-                self.inbox = [c for c in self.inbox if (type(c), _generation(c)) != told]
-            self.inbox.append(command)
+        before = self.inbox.abort_generation
+        verdict, answer = self.inbox.take(command, self.hold)
+        if answer is not None:
+            self.node.said(self, answer)
+        elif verdict == "wrong":
+            self.exit(1)
+        elif verdict == "kept":
             self.pump()
+        elif verdict == "now":
+            if self.world.echoes and self.inbox.abort_generation > before:
+                self._echo()
+            self._do_at_once(command)
 
-    def _answered(self, kind: type[m.Message], generation: int) -> bool:
-        if kind is m.Assign or kind is m.Position:
-            answer = self.answers.get(m.Arrived if kind is m.Assign else m.Ready)
-        else:
-            wanted = ANSWERS.get(kind)
-            answer = self.answers.get(wanted) if wanted is not None else None
-            if answer is not None and getattr(answer, "generation", None) != generation:
-                answer = None
-        if answer is None or (kind is m.Hold and not self.hold):
-            return False
-        self.node.said(self, answer)  # type: ignore[arg-type]
-        return True
-
-    def _saved_before(self, command: m.WorkerCommand) -> bool:
-        saved = self.answers.get(m.Saved)
-        if not isinstance(command, m.Snapshot) or not isinstance(saved, m.Saved):
-            return False
-        if saved.number == command.number:
-            self.node.said(self, saved)
-        return saved.number == command.number
-
-    def _stale(self, command: m.WorkerCommand) -> bool:
-        generation: int = getattr(command, "generation", self.abort_generation)
-        return generation < self.abort_generation and not isinstance(command, SURVIVES_ABORT)
-
-    def _on_abort(self) -> None:
-        raise NotImplementedError
-
-    def seal(self, command: m.Seal) -> None:
-        raise NotImplementedError
-
-    def _meet(self, generation: int, store: m.Address) -> None:
+    def _do_at_once(self, command: m.WorkerCommand) -> None:
         raise NotImplementedError
 
     def aborted(self) -> bool:
-        return self.abort_generation > self.generation
+        return self.inbox.aborted(self.generation)
 
-    # ------------------------------------------------------------------ inbox
+    # ------------------------------------------------------------------ protocol
+
+    def run(
+        self, protocol: asks.Protocol[Any], then: Callable[[Any], None] = lambda _: None
+    ) -> None:
+        """From here on the main thread is in this protocol, until `then` gets what it returns."""
+        self._protocol, self._then, self._awaited = protocol, then, None
+        self.reply(None)
+
+    def reply(self, answer: Any = None) -> None:
+        protocol, self._awaited = self._protocol, None
+        assert protocol is not None
+        while self.alive:
+            try:
+                ask = protocol.send(answer)
+            except StopIteration as end:
+                self._protocol = None
+                self._then(end.value)
+                return
+            except LocalProtocolError as error:
+                self.crash(str(error))
+                return
+            if isinstance(ask, asks.Await):
+                self._awaited = ask
+                if ask.seconds is not None:
+                    self.after(int(ask.seconds * SECOND), self._waited, ask)
+                self.pump()
+                return
+            answer = self.perform(ask)
+            if answer is PENDING:
+                return
+
+    def perform(self, ask: asks.Ask) -> Any:
+        raise NotImplementedError
 
     def pump(self) -> None:
-        if not self.alive or self.hung:
+        ask = self._awaited
+        if not self.alive or self.hung or ask is None:
             return
-        handler = self.PUMPS.get(self.mode)
-        if handler is not None:
-            handler(self)
+        command = self.inbox.pop(ask.accept)
+        newer_than = ask.newer_than
+        if command is not None or (newer_than is not None and self.inbox.aborted(newer_than)):
+            self.reply(command)
 
-    def _find(self, kinds: Any, generation: int | None = None) -> Any:
-        for index, command in enumerate(self.inbox):
-            if not isinstance(command, kinds):
-                continue
-            named = getattr(command, "generation", None)
-            later = isinstance(command, m.Release | m.Leave) and named is not None
-            if generation is None or named is None or named == generation:
-                del self.inbox[index]
-                return command
-            if later and named >= generation:
-                del self.inbox[index]
-                return command
-        return None
+    def _waited(self, ask: asks.Await) -> None:
+        if self._awaited is ask:
+            self.reply(None)
 
+    @property
+    def in_protocol(self) -> bool:
+        return self._protocol is not None
 
-def _generation(command: m.WorkerCommand) -> int:
-    generation: int = getattr(command, "generation", -1)
-    return generation
+    # ------------------------------------------------------------------ what others look at
+
+    @property
+    def buddy(self) -> m.Address | None:
+        return self.inbox.buddy
+
+    @property
+    def parity(self) -> m.Parity | None:
+        return self.inbox.parity
+
+    @property
+    def staged(self) -> Group | None:
+        return self.staging.ready
 
 
 def newest(blobs: list[Blob], tick: int) -> Blob | None:

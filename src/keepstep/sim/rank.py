@@ -1,7 +1,7 @@
-"""A worker process: the worker's side of the protocol with opaque numbers in place of tensors.
+"""A worker process, with opaque numbers in place of tensors.
 
-A process is started with a rank, or is a standby that becomes a newcomer (keepstep.worker.newcomer)
-and then a rank. A mode of one that has no place in the job yet:
+A process is started with a rank, or is parked until it is given one, and then comes to be that rank
+as core/rank/joining says. A mode of one that has no place in the job yet:
 
     starting parked building arrived warming joining copying swapping
 """
@@ -12,16 +12,17 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from keepstep.core.rank import asks
+from keepstep.core.rank.joining import Joining, park
 from keepstep.model import messages as m
+from keepstep.model.page import CHECKPOINT_TICK
 from keepstep.sim import shards, training
 from keepstep.sim.member import Member, attached
 from keepstep.sim.net import SECOND
-from keepstep.sim.process import Blob
+from keepstep.sim.process import PENDING, Blob
 
 if TYPE_CHECKING:
     from keepstep.sim.node import SimNode
-
-TICK_CHECKPOINT = -3
 
 
 class Rank(Member):
@@ -31,43 +32,32 @@ class Rank(Member):
             return
         if self.rank < 0:
             self.go("parked")
-            self.say(m.Parked(where="train.py:7", warm_ns=1))
-            self.pump()
+            self.run(park(self.inbox, m.Parked(where="train.py:7", warm_ns=1)), self._assigned)
             return
         self.go("init")
-        self.stage_asked = self.generation
+        self.staging.begin(self.generation)
         self._meet(self.generation, self.master)
 
-    def _pump_parked(self) -> None:
-        command = self._find((m.Assign, m.Finish, m.Leave))
-        if isinstance(command, m.Assign):
-            self.rank = command.rank
-            self.own = 0
-            self.buddy = command.buddy
-            self.go("building")
-            self.assigned = command
-            self.after(SECOND // 2 + self.world.random.randrange(2 * SECOND), self._arrive)
-        elif command is not None:
-            self.exit(0)
+    def _assigned(self, command: m.Assign) -> None:
+        self.assigned, self.joining = command, Joining(self.inbox, command)
+        self.rank = command.rank
+        self.own = 0
+        self.go("building")
+        self.after(SECOND // 2 + self.world.random.randrange(2 * SECOND), self._arrive)
 
     def _arrive(self) -> None:
         self.go("arrived")
         self.say(attached(self, self.assigned.generation))
-        self.say(m.Arrived(generation=self.assigned.generation))
-        self.pump()
+        self.run(self.joining.arrive(), self._position)
 
-    def _pump_arrived(self) -> None:
-        command = self._find((m.Position, m.Finish, m.Leave))
-        if isinstance(command, m.Position):
-            self.go("warming")
-            if command.tick == TICK_CHECKPOINT:
-                self._positioned(self._from_checkpoint())
-            elif command.tick == 0:
-                self._positioned(None)
-            else:
-                self._fetch(command.holders, command.tick, self._positioned)
-        elif command is not None:
-            self.exit(0)
+    def _position(self, command: m.Position) -> None:
+        self.go("warming")
+        if command.tick == CHECKPOINT_TICK:
+            self._positioned(self._from_checkpoint())
+        elif command.tick == 0:
+            self._positioned(None)
+        else:
+            self._fetch(command.holders, command.tick, self._positioned)
 
     def _positioned(self, blob: Blob | None, silent: bool = False) -> None:
         if blob is not None:
@@ -76,9 +66,26 @@ class Rank(Member):
 
     def _ready(self) -> None:
         self.go("joining")
-        generation = self.assigned.generation
-        self.say(m.Ready(generation=generation, arrived_ns=1, warm_ns=1))
-        self.pump()
+        ready = m.Ready(generation=self.assigned.generation, arrived_ns=1, warm_ns=1)
+        self.run(self.joining.ready(ready), lambda _: self._join())
+
+    def _join(self) -> None:
+        """Its script has no way to go between its first call and the entry that follows."""
+        self.run(self.joining.enter(), self._joined)
+
+    def _joined(self, command: m.Swap) -> None:
+        self.run(self.recovering.swap(command), lambda _: self._begin())
+
+    def _notice_abort(self) -> None:
+        if self.mode == "swapping" and self.copy and self.inbox.aborted(self.copy.generation):
+            self.go("joining")
+        super()._notice_abort()
+
+    def perform(self, ask: asks.Ask) -> Any:
+        if isinstance(ask, asks.Take):
+            self._take(ask.command)
+            return PENDING
+        return super().perform(ask)
 
     def _fetch(
         self, holders: list[m.Address], tick: int, then: Callable[..., None], silent: bool = False
@@ -103,23 +110,19 @@ class Rank(Member):
             self.node.name, node, lambda: node.blob(self.rank, tick), answered, failed
         )
 
-    def _pump_joining(self) -> None:
-        command = self._find((m.Copy, m.Finish, m.Leave))
-        if isinstance(command, m.Copy):
-            self.go("copying")
-            self.copy = command
-            if command.checkpoint:
-                wait = self.world.plan.copy_ns
-                if self.world.is_spoiled(command.checkpoint):
-                    self.after(wait, self._copy_failed, "checkpoint", "a digest is another one")
-                else:
-                    self.after(wait, self._copied, self._from_checkpoint(), None)
-            elif command.tick == 0:
-                self._pull((0, 0, training.first_own(self.rank)), list(command.sources))
+    def _take(self, command: m.Copy) -> None:
+        self.go("copying")
+        self.copy = command
+        if command.checkpoint:
+            wait = self.world.plan.copy_ns
+            if self.world.is_spoiled(command.checkpoint):
+                self.after(wait, self._copy_failed, "checkpoint", "a digest is another one")
             else:
-                self._fetch(command.holders, command.tick, self._fetched)
-        elif command is not None:
-            self.exit(0)
+                self.after(wait, self._copied, self._from_checkpoint(), None)
+        elif command.tick == 0:
+            self._pull((0, 0, training.first_own(self.rank)), list(command.sources))
+        else:
+            self._fetch(command.holders, command.tick, self._fetched)
 
     def _fetched(self, blob: Blob | None, silent: bool = False) -> None:
         assert self.copy is not None
@@ -213,7 +216,7 @@ class Rank(Member):
             self.shared = source.shared
         self.node.publish(self, blob)
         self.go("swapping")
-        self.say(
+        self.reply(
             m.Copied(
                 generation=self.copy.generation,
                 tick=self.tick,
@@ -223,34 +226,9 @@ class Rank(Member):
                 side_state="own-agent" if source is not None else "checkpoint",
             )
         )
-        self.pump()
 
     def _copy_failed(self, reason: Any, error: str, source: int = -1) -> None:
         assert self.copy is not None
         self.go("joining")
         generation = self.copy.generation
-        self.say(m.CopyFailed(generation=generation, reason=reason, error=error, source=source))
-        self.pump()
-
-    def _pump_swapping(self) -> None:
-        assert self.copy is not None
-        command = self._find((m.Swap, m.Finish, m.Leave), self.copy.generation)
-        if isinstance(command, m.Swap):
-            self._swap(command)
-        elif command is not None:
-            self.exit(0)
-        elif self.abort_generation > self.copy.generation:
-            self.go("joining")
-            self.pump()
-
-
-Rank.PUMPS = {
-    "parked": Rank._pump_parked,
-    "arrived": Rank._pump_arrived,
-    "joining": Rank._pump_joining,
-    "swapping": Rank._pump_swapping,
-    "deciding": Rank._pump_deciding,
-    "held": Rank._pump_held,
-    "diverged": Rank._pump_diverged,
-    "done": Rank._pump_done,
-}
+        self.reply(m.CopyFailed(generation=generation, reason=reason, error=error, source=source))

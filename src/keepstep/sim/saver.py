@@ -24,8 +24,8 @@ class Saved(NamedTuple):
 class Saver(Process):
     def take_part(self, number: int) -> None:
         self.snapshot = number
-        if self.snapshot_asked == number:
-            self.snapshot_asked = -1
+        if self.inbox.snapshot == number:
+            self.inbox.snapshot = -1
         if self.saving:
             self.say(m.SaveFailed(number=number, error="still writing"))
             return

@@ -1,4 +1,4 @@
-"""A rank whose witness finds, in a fence, that numbers differ: keepstep.worker.recovery.diverged.
+"""A rank whose witness finds, in a fence, that numbers differ.
 
 The numbers of a world never differ (check.py compares every commit), so the finding is a pretence
 of all ranks at the tick that the world names. Each process that comes to the fence of that tick
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import get_args
 
 from keepstep.model import messages as m
-from keepstep.sim.net import SECOND
 from keepstep.sim.shards import Keeper
 
 
@@ -36,43 +35,34 @@ class Doubter(Keeper):
             go_on()
             return
         self.findings += 1
-        self.go_on = go_on
         self.go("diverged")
-        self._say_diverged()
-
-    def _say_diverged(self) -> None:
-        self.hold, self.asked_ns = True, self.world.now
-        self.after(5 * SECOND, self._say_diverged)
         finding = self.world.finding
-        self.say(
-            m.Diverged(
-                generation=self.generation,
-                tick=self.tick,
-                version=self.version,
-                agreed=self.version if finding.agreed else -1,
-                witness=finding.witness,
-                site="train_step",
-                table=self._table(),
-                number=self.findings,
-            )
+        word = m.Diverged(
+            generation=self.generation,
+            tick=self.tick,
+            version=self.version,
+            agreed=self.version if finding.agreed else -1,
+            witness=finding.witness,
+            site="train_step",
+            table=self._table(),
+            number=self.findings,
         )
-        self.pump()
+
+        def answered(accepted: bool) -> None:
+            if not accepted:
+                self._interrupted("comm", True)
+                return
+            self.world.checker.went_on(self)
+            self.go("fence")
+            go_on()
+
+        self.run(self.recovering.diverged(word, joining=False), answered)
+
+    def _interrupted(self, kind: str, in_fence: bool) -> None:
+        raise NotImplementedError
 
     def _table(self) -> dict[str, str]:
         last = self.rank == self.world.plan.ranks - 1
         values = {"one": "other" if last else "same", "all": f"value {self.rank}"}
         shown = self.world.finding.shown
         return {"all|weight": values[shown], "all|bias": "same"} if shown else {}
-
-    def _pump_diverged(self) -> None:
-        while self.mode == "diverged" and self.alive:
-            command = self._find((m.Proceed, m.Leave, m.Finish))
-            if command is None:
-                return
-            if not isinstance(command, m.Proceed):
-                self.exit(0)
-            elif command.number == self.findings:
-                self.hold, self.asked_ns = False, 0
-                self.world.checker.went_on(self)
-                self.go("fence")
-                self.go_on()
