@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
+from fake_rank import FakeWorker
 
 from keepstep.core.orchestrator import Core, Outcome
 from keepstep.model import messages as m
@@ -33,25 +34,6 @@ from keepstep.model.views import IncidentView, JobView
 SECOND = 1_000_000_000
 STALL = 20 * SECOND
 ENDED = ("done", "failed", "fell_back", "cancelled")
-
-
-@dataclass
-class FakeWorker:
-    id: str
-    node: str
-    slot: int
-    rank: int
-    generation: int
-    state: str = "starting"  # starting parked joining running aborted held done
-    tick: int = 0
-    in_fence: bool = False
-    computing: bool = True
-    error_kind: str = ""
-    error: str = ""
-    seen: int = -1  # newest generation
-    alive: bool = True
-    presumed: bool = False  # its agent does not know its rank
-    mute: bool = False  # stopped: takes commands, answers nothing
 
 
 @dataclass
@@ -429,126 +411,42 @@ class World:
         self.workers[worker.id] = worker
         self.agent_says(node.name, m.WorkerStarted(worker=worker.id, slot=worker.slot, pid=9))
         if command.rank < 0:
-            worker.state = "parked"
-            self.say(worker, m.Parked(where="train.py:7", warm_ns=1))
+            for said in worker.park():
+                self.say(worker, said)
         elif self.attach:
             worker.state = "running"
             self.say(worker, attached(command.generation))
 
     def _tell(self, worker: FakeWorker, command: m.WorkerCommand) -> None:
-        generation = getattr(command, "generation", None)
-        if generation is not None:
-            if generation < worker.seen:
-                return
-            worker.seen = generation
         if self.refuse is not None:
             answer = self.refuse(worker, command)
             if answer is not None:
                 self.say(worker, answer)  # type: ignore[arg-type]
                 return
-        for answer in self._answers(worker, command):
-            self.say(worker, answer)
+        for said in worker.hears(command):
+            self.say(worker, said)
+        if worker.left:
+            self.exit(worker, 0)
+        elif isinstance(command, m.Snapshot):
+            self._snapshot(worker, command)
+        elif isinstance(command, m.Seal):
+            path = f"{self.spec.checkpoints}/checkpoint-{command.tick}"
+            self.say(worker, m.Sealed(number=command.number, path=path))
 
-    def _answers(self, w: FakeWorker, c: m.WorkerCommand) -> list[m.WorkerMessage]:
-        serve = m.Address("10.0.0.1", 5000)
-        if isinstance(c, m.Assign):
-            w.presumed = c.presumed
-            if w.state == "joining" and w.rank == c.rank:
-                return [m.Arrived(generation=c.generation)]  # built for it already
-            if w.state != "parked":
-                return []
-            w.rank, w.state = c.rank, "joining"
-            return [m.Arrived(generation=c.generation)]
-        if isinstance(c, m.Position):
-            return [m.Ready(generation=c.generation, arrived_ns=2_000_000, warm_ns=3_000_000)]
-        if isinstance(c, m.Abort):
-            if w.state in ("joining", "parked"):
-                return []
-            w.state = "done" if w.state == "done" else "aborted"
-            return [
-                m.Report(
-                    generation=c.generation,
-                    tick=w.tick,
-                    version=w.tick,
-                    in_fence=w.in_fence,
-                    computing=w.computing,
-                    error_kind=w.error_kind,  # type: ignore[arg-type]
-                    error=w.error,
-                    done=w.state == "done",
-                )
-            ]
-        if isinstance(c, m.Stage):
-            return [m.Staged(generation=c.generation)]
-        if isinstance(c, m.Decide | m.Hold):
-            if isinstance(c, m.Decide):
-                assert w.tick == c.tick or (w.tick == c.tick - 1 and w.in_fence), "torn"
-                w.tick, w.in_fence = c.tick, False
-            elif w.in_fence:  # ranks hold behind a fence, never inside
-                w.tick, w.in_fence = w.tick + 1, False
-            done = w.state == "done"
-            w.state = "done" if done else "held"
-            held = m.Held(
-                generation=c.generation, tick=w.tick, version=w.tick, serve=serve, pid=9, done=done
+    def _snapshot(self, worker: FakeWorker, command: m.Snapshot) -> None:
+        """The word is heard by all. Whoever is told once more only says again what it has done."""
+        again = command.number in self.snapshots
+        self.snapshots.add(command.number)
+        for one in [worker] if again else self.owners():
+            saved = m.Saved(
+                number=command.number,
+                tick=one.tick,
+                version=one.tick,
+                snapshot_ns=2_000_000 + one.rank,
+                write_ns=SECOND + one.rank,
+                bytes_written=1,
             )
-            return [held]
-        if isinstance(c, m.Copy):
-            assert c.checkpoint or c.sources
-            w.tick = int(c.checkpoint.rsplit("-", 1)[1]) if c.checkpoint else max(0, c.tick)
-            return [
-                m.Copied(
-                    generation=c.generation,
-                    tick=c.tick,
-                    bytes_copied=1,
-                    copy_ns=4_000_000,
-                    sources=[source.rank for source in c.sources],
-                    side_state="checkpoint" if c.checkpoint else "own-agent",
-                )
-            ]
-        return self._answers_after_commit(w, c)
-
-    def _answers_after_commit(self, w: FakeWorker, c: m.WorkerCommand) -> list[m.WorkerMessage]:
-        if isinstance(c, m.Swap):
-            if w.generation == c.generation and w.state == "running":
-                return [m.Swapped(generation=c.generation, swap_ns=1)]
-            newcomer = w.state == "joining"
-            w.state, w.generation, w.error_kind = "running", c.generation, ""
-            resumed = m.Resumed(
-                generation=c.generation,
-                tick=w.tick,
-                version=w.tick,
-                last_commit_ns=0 if newcomer else 100_000_000,
-                first_commit_ns=900_000_000,
-                median_step_ns=50_000_000,
-                abort_ns=1_000_000,
-            )
-            if c.solo:
-                w.state = "done"
-                done = m.Done(tick=w.tick, version=w.tick)
-                return [m.Swapped(generation=c.generation, swap_ns=5_000_000), done]
-            return [m.Swapped(generation=c.generation, swap_ns=5_000_000), resumed]
-        if isinstance(c, m.Release):
-            w.state = "running" if w.state == "held" else w.state
-        elif isinstance(c, m.Checkpoint):
-            return [m.Checkpointed(generation=c.generation, path=c.path, bytes_written=1)]
-        elif isinstance(c, m.Snapshot):
-            # The word is heard by all. Whoever is told once more only says again what it has done.
-            again = c.number in self.snapshots
-            self.snapshots.add(c.number)
-            for one in [w] if again else self.owners():
-                saved = m.Saved(
-                    number=c.number,
-                    tick=one.tick,
-                    version=one.tick,
-                    snapshot_ns=2_000_000 + one.rank,
-                    write_ns=SECOND + one.rank,
-                    bytes_written=1,
-                )
-                self.say(one, saved)
-        elif isinstance(c, m.Seal):
-            return [m.Sealed(number=c.number, path=f"{self.spec.checkpoints}/checkpoint-{c.tick}")]
-        elif isinstance(c, m.Leave | m.Finish):
-            self.exit(w, 0)
-        return []
+            self.say(one, saved)
 
 
 def attached(generation: int) -> m.Attached:
