@@ -34,8 +34,8 @@ UNDER: dict[str, tuple[str, ...]] = {
         "tests/schedulers",
     ),
     "schedulers": ("src/keepstep/adapters", "src/keepstep/orchestrator"),
-    "suite-transparent": ("src/keepstep/agent", "src/keepstep/worker/transparent.py"),
-    "transparent": ("src/keepstep/agent", "src/keepstep/worker/transparent.py"),
+    "suite-transparent": ("src/keepstep/agent", "src/keepstep/worker/transparent"),
+    "transparent": ("src/keepstep/agent", "src/keepstep/worker/transparent"),
     "": _JOB,
 }
 

@@ -29,10 +29,10 @@ from torch import nn
 
 from benchmarks import report
 from keepstep.model.messages import Address, Source
-from keepstep.worker import transfer
-from keepstep.worker.serving import StateServer
-from keepstep.worker.state import StateSet
-from keepstep.worker.transfer import pull
+from keepstep.worker.state import transfer
+from keepstep.worker.state.serving import StateServer
+from keepstep.worker.state.state import StateSet
+from keepstep.worker.state.transfer import pull
 
 MIB = 2**20
 TOKEN, TICK = "benchmark", 1

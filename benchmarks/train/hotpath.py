@@ -135,7 +135,7 @@ def witnesses(step: dict[str, int]) -> int:
 
 def fence_round_trips(count: int) -> list[int]:
     """The bare meeting in the fence, all ranks at it: without waiting for a slower rank."""
-    from keepstep.worker import groups
+    from keepstep.worker.groups import groups
 
     times = []
     for _ in range(count):

@@ -33,9 +33,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import keepstep
-from keepstep.worker import lane, rebuild, vault
-from keepstep.worker import redundancy as kept
-from keepstep.worker.units import view
+from keepstep.worker.vault import lane, rebuild, vault
+from keepstep.worker.vault import redundancy as kept
+from keepstep.worker.vault.units import view
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", required=True)

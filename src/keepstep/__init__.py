@@ -23,7 +23,7 @@ from keepstep.errors import (
 )
 
 if TYPE_CHECKING:
-    from keepstep.worker.plain import PlainSession
+    from keepstep.worker.api.plain import PlainSession
 
 __version__ = "0.1.0"
 
@@ -44,7 +44,7 @@ _line: Any = None  # set by the worker's bootstrap; None outside a Keepstep job
 def attach(model: Any, optimizer: Any, scheduler: Any = None, **objects: Any) -> PlainSession:
     """Protect a training loop. `model` and `optimizer` may be lists or dicts of several; further
     keywords name objects with state_dict/load_state_dict (scaler=..., ema=...)."""
-    from keepstep.worker import attach as attaching
+    from keepstep.worker.api import attach as attaching
 
     return attaching.attach(model, optimizer, scheduler, line=_line, **objects)
 

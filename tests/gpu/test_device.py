@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from keepstep.worker import cuda, rng
-from keepstep.worker.digest import SCRATCH_BYTES, digest
-from keepstep.worker.guard import GO, SKIP, Guard, apply_unguarded, skip_open
+from keepstep.worker.device import cuda
+from keepstep.worker.device.digest import SCRATCH_BYTES, digest
+from keepstep.worker.device.guard import GO, SKIP, Guard, apply_unguarded, skip_open
+from keepstep.worker.state import rng
 
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),

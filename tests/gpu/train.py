@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 import keepstep
-from keepstep.worker import guard
+from keepstep.worker.device import guard
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", required=True)

@@ -18,7 +18,7 @@ class Rank:
         import torch
         import torch.distributed as dist
 
-        from keepstep.worker import gloo, groups
+        from keepstep.worker.groups import gloo, groups
 
         os.environ |= {
             "RANK": str(rank),

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from jobs import PLAIN, SCRIPTS, Job, command
 
-from keepstep.worker.batches import Batches, Loop
-from keepstep.worker.position import Tracker
-from keepstep.worker.tree import MISSING
+from keepstep.worker.script.batches import Batches, Loop
+from keepstep.worker.script.position import Tracker
+from keepstep.worker.script.tree import MISSING
 
 SCRIPT = "worker_api.py"
 WORLD = 3

@@ -20,7 +20,7 @@ library = ctypes.CDLL(None)
 
 
 def pretend() -> None:
-    from keepstep.worker import device
+    from keepstep.worker.transparent import device
 
     said = types.SimpleNamespace(uuid="10101010-1010-1010-1010-101010101010")
     torch.cuda.is_initialized = lambda: True

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from keepstep.errors import UsageError
-from keepstep.worker import alike, codec
+from keepstep.worker.device import alike
+from keepstep.worker.state import codec
 
 
 def test_facts_travel_and_agree_with_themselves() -> None:

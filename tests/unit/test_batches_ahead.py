@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from keepstep.worker.batches import Loop
-from keepstep.worker.position import Tracker
-from keepstep.worker.tree import MISSING
+from keepstep.worker.script.batches import Loop
+from keepstep.worker.script.position import Tracker
+from keepstep.worker.script.tree import MISSING
 
 BATCHES = [torch.tensor([n]) for n in range(6)]
 

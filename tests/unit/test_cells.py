@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from keepstep.worker.cells import Cells
+from keepstep.worker.state.cells import Cells
 
 
 class Net(nn.Module):

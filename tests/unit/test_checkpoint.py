@@ -13,10 +13,11 @@ import pytest
 from keepstep.core.rank.inbox import Inbox
 from keepstep.errors import KeepstepError, PermanentError
 from keepstep.model import messages as m
-from keepstep.worker import checkpoint, vaultfile
-from keepstep.worker.recovery import Recovery
-from keepstep.worker.redundancy import ShardsMissing
-from keepstep.worker.vault import Fetched
+from keepstep.worker.checkpoint import checkpoint
+from keepstep.worker.step.recovery import Recovery
+from keepstep.worker.vault import vaultfile
+from keepstep.worker.vault.redundancy import ShardsMissing
+from keepstep.worker.vault.vault import Fetched
 
 
 def test_a_checkpoint_that_can_not_be_written_is_reported(tmp_path: Path) -> None:

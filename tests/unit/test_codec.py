@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.errors import RemoteProtocolError, UsageError
-from keepstep.worker import codec
+from keepstep.worker.state import codec
 
 hashable = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text() | st.binary() | st.floats(allow_nan=False)

@@ -27,12 +27,12 @@ from torch.utils.data import (
 )
 
 from keepstep.errors import UsageError
-from keepstep.worker import codec
-from keepstep.worker.batches import Loop
-from keepstep.worker.position import Tracker
+from keepstep.worker.script.batches import Loop
+from keepstep.worker.script.position import Tracker
 from keepstep.worker.script.roots import Roots
 from keepstep.worker.script.streams import Streams
-from keepstep.worker.tree import MISSING
+from keepstep.worker.script.tree import MISSING
+from keepstep.worker.state import codec
 
 SIZE, BATCH, EPOCHS = 12, 2, 3
 

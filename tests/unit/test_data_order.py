@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from keepstep.errors import UsageError
-from keepstep.worker.batches import Loop
-from keepstep.worker.position import Tracker
+from keepstep.worker.script.batches import Loop
+from keepstep.worker.script.position import Tracker
 
 DATA = list(range(12))
 

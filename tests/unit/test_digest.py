@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from keepstep.worker import digest as module
-from keepstep.worker.digest import digest
+from keepstep.worker.device import digest as module
+from keepstep.worker.device.digest import digest
 
 
 def of(data: bytes) -> bytes:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from keepstep.worker import fence as fences
-from keepstep.worker.fence import WORDS, Fence
+from keepstep.worker.groups import fence as fences
+from keepstep.worker.groups.fence import WORDS, Fence
 
 
 class Ranks:

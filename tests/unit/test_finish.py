@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from keepstep.errors import UsageError
-from keepstep.worker.finish import Behind, Finishing, new_behind, read_behind, with_locals
-from keepstep.worker.results import LostGradient
 from keepstep.worker.script import sharing
+from keepstep.worker.script.results import LostGradient
+from keepstep.worker.step.finish import Behind, Finishing, new_behind, read_behind, with_locals
 
 
 class Rank:
@@ -90,7 +90,7 @@ def test_a_loop_around_the_fence_may_read_everything_again() -> None:
 
 
 def test_lost_objects_refuse_use() -> None:
-    from keepstep.worker.results import Lost
+    from keepstep.worker.script.results import Lost
 
     with pytest.raises(UsageError, match="output"):
         Lost("train (output)", "it cannot be carried").logits  # noqa: B018

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from torch import nn
 
-from keepstep.worker.flags import Flags
+from keepstep.worker.state.flags import Flags
 
 
 def test_flags_are_put_back() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from keepstep.worker import gloo
+from keepstep.worker.groups import gloo
 
 
 def test_a_backend_knows_its_listener_though_its_number_was_just_another_socket(

@@ -19,7 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from keepstep.worker import extension, gloo, groups
+from keepstep.worker.device import extension
+from keepstep.worker.groups import gloo, groups
 
 LIMIT = timedelta(minutes=30)
 LONG = 64 << 20  # numbers: far more than all buffers of a connection hold

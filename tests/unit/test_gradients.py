@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from keepstep.worker import gradients
-from keepstep.worker.gradients import Gradients
+from keepstep.worker.state import gradients
+from keepstep.worker.state.gradients import Gradients
 
 
 def make() -> tuple[list[torch.nn.Parameter], Gradients]:

@@ -22,10 +22,11 @@ import xxhash
 
 from keepstep.model import vault as v
 from keepstep.model import wire
-from keepstep.worker import extension, host, lane
-from keepstep.worker.copies import Feeder, Room, aligned
-from keepstep.worker.state import memory
-from keepstep.worker.units import same_order
+from keepstep.worker.device import extension
+from keepstep.worker.state.state import memory
+from keepstep.worker.vault import host, lane
+from keepstep.worker.vault.copies import Feeder, Room, aligned
+from keepstep.worker.vault.units import same_order
 
 SIZES = [1, 3, 4, 15, 16, 17, 33, 1000, 4096, 5003]
 

@@ -10,8 +10,8 @@ import numpy
 import pytest
 import torch
 
-from keepstep.worker import inputs
-from keepstep.worker.inputs import Inputs, differences, inputs_of, summed, words_of
+from keepstep.worker.state import inputs
+from keepstep.worker.state.inputs import Inputs, differences, inputs_of, summed, words_of
 
 
 def test_inputs_are_told_apart_by_content_and_named_by_path() -> None:

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from keepstep.worker import nccl
+from keepstep.worker.groups import nccl
 
 
 def test_a_failed_communicator_is_told_of_although_nobody_asks(

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.worker import extension
-from keepstep.worker.staging import _numbers_here, numbers
+from keepstep.worker.device import extension
+from keepstep.worker.vault.staging import _numbers_here, numbers
 
 extension.load()  # which may have to be compiled first
 KINDS = [torch.int64, torch.int32, torch.int16, torch.uint8]

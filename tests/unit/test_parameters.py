@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from keepstep.errors import UsageError
-from keepstep.worker.parameters import Parameters
-from keepstep.worker.state import StateSet
+from keepstep.worker.state.parameters import Parameters
+from keepstep.worker.state.state import StateSet
 
 
 def make(alone: bool = False) -> tuple[nn.Linear, Any, Parameters]:

@@ -19,10 +19,10 @@ from keepstep.core.agent.parity import xor
 from keepstep.errors import PermanentError, UsageError
 from keepstep.model.job import JobSpec, NodeSpec
 from keepstep.model.messages import Address, BuddyLost, Parity
-from keepstep.worker import lane
-from keepstep.worker.parity import Both, ParityLine
-from keepstep.worker.rebuild import NotRebuilt, rebuild
-from keepstep.worker.vault import Fetched, VaultLine, fetch
+from keepstep.worker.vault import lane
+from keepstep.worker.vault.parity import Both, ParityLine
+from keepstep.worker.vault.rebuild import NotRebuilt, rebuild
+from keepstep.worker.vault.vault import Fetched, VaultLine, fetch
 
 RENEW = 4
 

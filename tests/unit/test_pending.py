@@ -33,8 +33,8 @@ from keepstep.model import messages as m
 from keepstep.model.wire import frame, leading_token
 from keepstep.orchestrator import web as web_module
 from keepstep.orchestrator.web import Web, admit
-from keepstep.worker import fence as fences
-from keepstep.worker.fence import WORDS, Fence
+from keepstep.worker.groups import fence as fences
+from keepstep.worker.groups.fence import WORDS, Fence
 
 DEADLINE_S = 20.0
 

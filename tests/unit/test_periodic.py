@@ -15,12 +15,12 @@ from torch import nn
 
 from keepstep.errors import PermanentError
 from keepstep.model import messages as m
-from keepstep.worker import checkpoint, periodic
-from keepstep.worker.objects import Registered
-from keepstep.worker.periodic import Periodic, owners_of, prefix
-from keepstep.worker.shards import Replicas
-from keepstep.worker.state import StateSet
-from keepstep.worker.statefile import DigestMismatch
+from keepstep.worker.checkpoint import checkpoint, periodic
+from keepstep.worker.checkpoint.periodic import Periodic, owners_of, prefix
+from keepstep.worker.state.objects import Registered
+from keepstep.worker.state.shards import Replicas
+from keepstep.worker.state.state import StateSet
+from keepstep.worker.state.statefile import DigestMismatch
 
 WORLD = 3
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from keepstep.errors import UsageError
-from keepstep.worker.batches import Batches, Loop
-from keepstep.worker.position import Tracker
-from keepstep.worker.tree import MISSING
+from keepstep.worker.script.batches import Batches, Loop
+from keepstep.worker.script.position import Tracker
+from keepstep.worker.script.tree import MISSING
 
 
 class Died(Exception):

@@ -25,11 +25,13 @@ from torch.distributed.tensor import DTensor
 from keepstep.agent.blobs import BlobServer
 from keepstep.errors import UsageError
 from keepstep.model.messages import Address, Parity
-from keepstep.worker import cuda, early, host, redundancy, shards, staging, vault
-from keepstep.worker.objects import Registered
-from keepstep.worker.redundancy import Redundancy
-from keepstep.worker.shards import Replicas
-from keepstep.worker.state import StateSet
+from keepstep.worker.device import cuda
+from keepstep.worker.state import shards
+from keepstep.worker.state.objects import Registered
+from keepstep.worker.state.shards import Replicas
+from keepstep.worker.state.state import StateSet
+from keepstep.worker.vault import early, host, redundancy, staging, vault
+from keepstep.worker.vault.redundancy import Redundancy
 
 Optimizers = dict[str, torch.optim.Optimizer]
 Make = Callable[[nn.Module], Optimizers]

@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.utils.data import DataLoader
 
 from keepstep.errors import UsageError
-from keepstep.worker import children, refusals
+from keepstep.worker.script import children, refusals
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from keepstep.cli.scratch import mount_script, protected
-from keepstep.worker import values
+from keepstep.worker.state import values
 
 
 def test_protected_are_the_folders_that_a_script_may_write_to(tmp_path: Path) -> None:

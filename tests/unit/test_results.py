@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from keepstep.errors import UsageError
-from keepstep.worker import codec, results
-from keepstep.worker.position import Tracker
-from keepstep.worker.results import RESULT_BYTES_MAX, Foresight, Lost, keep
-from keepstep.worker.tree import MISSING
+from keepstep.worker.script import results
+from keepstep.worker.script.position import Tracker
+from keepstep.worker.script.results import RESULT_BYTES_MAX, Foresight, Lost, keep
+from keepstep.worker.script.tree import MISSING
+from keepstep.worker.state import codec
 
 
 def test_a_kept_loss_does_not_hold_its_graph() -> None:

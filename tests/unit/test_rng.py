@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from keepstep.worker import codec, rng
+from keepstep.worker.state import codec, rng
 
 
 def draw() -> tuple[Any, ...]:

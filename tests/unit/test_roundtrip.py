@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from keepstep.errors import UsageError
-from keepstep.worker import roundtrip
-from keepstep.worker.objects import registered
+from keepstep.worker.state import roundtrip
+from keepstep.worker.state.objects import registered
 
 
 def optimizer() -> torch.optim.Optimizer:

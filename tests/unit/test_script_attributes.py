@@ -14,13 +14,13 @@ import numpy
 import pytest
 import torch
 
-from keepstep.worker import codec
 from keepstep.worker.script import attributes, frames, graph, roots
 from keepstep.worker.script.attributes import Attribute
 from keepstep.worker.script.discovery import HELPERS_MAX, Graph
 from keepstep.worker.script.namespaces import FunctionNames, RegisteredNames
 from keepstep.worker.script.unasked import Unasked
 from keepstep.worker.script.variables import Variables
+from keepstep.worker.state import codec
 
 
 class Own(torch.optim.Optimizer):

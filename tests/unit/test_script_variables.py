@@ -33,7 +33,7 @@ from keepstep.worker.script.variables import Variables
 class Rank:
     """Stands in for the session: makes the calls that a transaction makes."""
 
-    __module__ = "keepstep.worker.session"
+    __module__ = "keepstep.worker.api.session"
 
     def __init__(self, root: types.CodeType, tree: bytes | None = None) -> None:
         self.variables = Variables(lambda thing: isinstance(thing, Rank | Variables))

@@ -18,9 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from keepstep.errors import RemoteProtocolError
-from keepstep.worker import codec, shards
-from keepstep.worker.shards import PLAIN, Replicas
-from keepstep.worker.state import StateSet
+from keepstep.worker.state import codec, shards
+from keepstep.worker.state.shards import PLAIN, Replicas
+from keepstep.worker.state.state import StateSet
 
 WORLD = 4
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from keepstep.errors import UsageError
-from keepstep.worker import state as states
-from keepstep.worker.objects import Registered
-from keepstep.worker.state import Exported, StateSet, memory, on_cpu
+from keepstep.worker.state import state as states
+from keepstep.worker.state.objects import Registered
+from keepstep.worker.state.state import Exported, StateSet, memory, on_cpu
 
 
 class Net(nn.Module):

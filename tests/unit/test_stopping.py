@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from torch.distributed import HashStore
 
-from keepstep.worker.stopping import Stopping
+from keepstep.worker.transparent.stopping import Stopping
 
 
 def store() -> HashStore:

@@ -185,7 +185,7 @@ def test_a_blob_server_answers_every_request_and_only_with_the_token(
 
 def served(parts: Iterable[bytes]) -> bytes:
     """What a rank's state server says to a peer that sends `parts`."""
-    serving = pytest.importorskip("keepstep.worker.serving")
+    serving = pytest.importorskip("keepstep.worker.state.serving")
     server = object.__new__(serving.StateServer)
     server._token, server._tick = "the-token", 3
     here = socket.create_server(("127.0.0.1", 0))

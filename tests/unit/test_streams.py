@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from keepstep.errors import UsageError
-from keepstep.worker import rng
 from keepstep.worker.script import roots as script
 from keepstep.worker.script.hidden import hidden
 from keepstep.worker.script.roots import Roots
 from keepstep.worker.script.streams import EVERY, Streams
+from keepstep.worker.state import rng
 
 
 class Holder:

@@ -26,7 +26,7 @@ from keepstep.model.views import JobView, NodeView
 from keepstep.orchestrator.api import Gone, NotFound
 from keepstep.orchestrator.join import Desk
 from keepstep.orchestrator.requests import Joined, JoinRequest
-from keepstep.worker import peers
+from keepstep.worker.line import peers
 
 decoder: msgspec.msgpack.Decoder[BlobReply] = msgspec.msgpack.Decoder(BlobReply)
 HOUR_NS = 3600 * 10**9

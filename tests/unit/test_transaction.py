@@ -13,12 +13,13 @@ from torch.optim.optimizer import (
 )
 
 from keepstep.errors import UsageError
-from keepstep.worker import guard, transaction
-from keepstep.worker.gradients import Gradients
-from keepstep.worker.position import Tracker
-from keepstep.worker.recovery import Recovery
+from keepstep.worker.device import guard
+from keepstep.worker.script.position import Tracker
 from keepstep.worker.script.streams import Streams
-from keepstep.worker.transaction import Transactions
+from keepstep.worker.state.gradients import Gradients
+from keepstep.worker.step import transaction
+from keepstep.worker.step.recovery import Recovery
+from keepstep.worker.step.transaction import Transactions
 
 
 class Broken(Recovery):

@@ -17,12 +17,12 @@ from torch import nn
 
 from keepstep.errors import KeepstepError, PermanentError, UsageError
 from keepstep.model.messages import Address, Source
-from keepstep.worker import statefile, transfer
-from keepstep.worker.objects import Registered
-from keepstep.worker.pieces import Pieces
-from keepstep.worker.serving import StateServer
-from keepstep.worker.state import StateSet
-from keepstep.worker.transfer import pull
+from keepstep.worker.state import statefile, transfer
+from keepstep.worker.state.objects import Registered
+from keepstep.worker.state.pieces import Pieces
+from keepstep.worker.state.serving import StateServer
+from keepstep.worker.state.state import StateSet
+from keepstep.worker.state.transfer import pull
 
 torch.set_num_threads(1)  # as in the processes that serve: sums depend on it
 

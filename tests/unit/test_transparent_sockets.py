@@ -12,7 +12,8 @@ from keepstep.agent.nest import other_name
 
 WATCHED = """
 import ctypes, gc, os, socket
-from keepstep.worker import gloo, nccl, transparent
+from keepstep.worker.groups import gloo, nccl
+from keepstep.worker.transparent import transparent
 early = socket.socket()
 transparent.watch_sockets()
 late = socket.create_server(("127.0.0.1", 0))

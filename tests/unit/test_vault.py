@@ -27,11 +27,11 @@ from keepstep.errors import PermanentError, UsageError
 from keepstep.model import vault as v
 from keepstep.model.messages import Address, BlobOk, BlobPut, TlsFiles
 from keepstep.model.wire import frame
-from keepstep.worker import peers
-from keepstep.worker import vault as client
-from keepstep.worker.lane import VaultLacks
-from keepstep.worker.statefile import DigestMismatch
-from keepstep.worker.vault import VaultLine, fetch, forget
+from keepstep.worker.line import peers
+from keepstep.worker.state.statefile import DigestMismatch
+from keepstep.worker.vault import vault as client
+from keepstep.worker.vault.lane import VaultLacks
+from keepstep.worker.vault.vault import VaultLine, fetch, forget
 
 MB = 1 << 20
 DEADLINE_S = 20.0

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from keepstep.worker.cells import Cells
-from keepstep.worker.objects import Registered
-from keepstep.worker.shards import Replicas
-from keepstep.worker.state import StateSet
-from keepstep.worker.witness import SLICE_BYTES, Agreement, Replicated
+from keepstep.worker.state.cells import Cells
+from keepstep.worker.state.objects import Registered
+from keepstep.worker.state.shards import Replicas
+from keepstep.worker.state.state import StateSet
+from keepstep.worker.state.witness import SLICE_BYTES, Agreement, Replicated
 
 
 def meet(one: Agreement, other: Agreement, rates: list[Any], other_rates: list[Any]) -> str:

@@ -22,9 +22,9 @@ from keepstep.agent.blobs import BlobServer
 from keepstep.errors import PermanentError
 from keepstep.model.messages import Address, BlobData, BlobGet, BlobOk, BlobPut, BlobReply, TlsFiles
 from keepstep.model.wire import HEADER, frame
-from keepstep.worker import peers
-from keepstep.worker.ahead import PAUSE, Ahead
-from keepstep.worker.blobs import BuddyLine, HoldersUnreachable, fetch, fetch_surely
+from keepstep.worker.line import peers
+from keepstep.worker.line.ahead import PAUSE, Ahead
+from keepstep.worker.line.blobs import BuddyLine, HoldersUnreachable, fetch, fetch_surely
 
 
 @contextmanager

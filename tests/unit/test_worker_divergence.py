@@ -15,10 +15,10 @@ import pytest
 from keepstep.core.rank import recovering
 from keepstep.model import messages as m
 from keepstep.model import wire
-from keepstep.worker import recovery as recovery_module
-from keepstep.worker.channel import Channel
-from keepstep.worker.page import Page
-from keepstep.worker.recovery import Recovery
+from keepstep.worker.line.channel import Channel
+from keepstep.worker.line.page import Page
+from keepstep.worker.step import recovery as recovery_module
+from keepstep.worker.step.recovery import Recovery
 
 NOWHERE = m.Address("h", 1)
 
@@ -94,7 +94,7 @@ def seat(page: Page, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Seat, Ag
         raise SystemExit
 
     monkeypatch.setattr(Channel, "_run", run)
-    monkeypatch.setattr("keepstep.worker.channel.os._exit", ends)
+    monkeypatch.setattr("keepstep.worker.line.channel.os._exit", ends)
     mine, theirs = socket.socketpair()
     mine.sendall(
         wire.frame(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from keepstep.worker import pace
+from keepstep.worker.step import pace
 
 
 class FakePage:

@@ -13,12 +13,13 @@ import pytest
 from keepstep.core.rank.inbox import Inbox
 from keepstep.model import messages as m
 from keepstep.model import wire
-from keepstep.worker import channel as channel_module
-from keepstep.worker import cuda, faults
-from keepstep.worker import seat as seat_module
-from keepstep.worker.channel import Channel
-from keepstep.worker.page import Page
-from keepstep.worker.seat import Seat, Stager
+from keepstep.worker.device import cuda
+from keepstep.worker.line import channel as channel_module
+from keepstep.worker.line.channel import Channel
+from keepstep.worker.line.page import Page
+from keepstep.worker.step import faults
+from keepstep.worker.step import seat as seat_module
+from keepstep.worker.step.seat import Seat, Stager
 
 OLD, NEW = m.Address("h", 1), m.Address("h", 2)
 

@@ -8,11 +8,11 @@ A rank that was dumped stands still as a whole tree, by SIGSTOP. It goes on when
 Abort or Release to it, and not while CRIU is still at work in it. If the dump fails, it goes on at
 once: nobody can have its image.
 
-A rank that uses a GPU first moves what it has there into files, if it can (worker/device.py); the
-driver then takes its own part into the process's memory (gpu.py), which goes into files as well
-(areas.py). On the way back it is the other way round: what was the driver's memory is fetched when
-the tree runs again, then the driver restores, and the rank fetches its files when it hears that it
-may go on.
+A rank that uses a GPU first moves what it has there into files, if it can
+(worker/transparent/device.py); the driver then takes its own part into the process's memory
+(gpu.py), which goes into files as well (areas.py). On the way back it is the other way round: what
+was the driver's memory is fetched when the tree runs again, then the driver restores, and the rank
+fetches its files when it hears that it may go on.
 """
 
 from __future__ import annotations

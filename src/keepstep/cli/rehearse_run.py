@@ -1,9 +1,9 @@
 """One run of a rehearsal: an ordinary `keepstep run`, watched and disturbed through REST.
 
-Faults come one after another. Before each the run waits at the gate (worker/trace.py) until a spare
-is parked; then the gate moves to the next fault, and the run goes on to it once the incident has
-come to its end. A planned move needs a job that trains while it is prepared, and has steps to stop
-at: there the gate moves on step by step.
+Faults come one after another. Before each the run waits at the gate (worker/step/trace.py) until a
+spare is parked; then the gate moves to the next fault, and the run goes on to it once the incident
+has come to its end. A planned move needs a job that trains while it is prepared, and has steps to
+stop at: there the gate moves on step by step.
 
 A fault has its incident if one was opened after it was let go. One that never fired has none, and
 that is told as such.

@@ -1,8 +1,8 @@
 """A rank that holds all others up: found, said, and moved as for maintenance.
 
 Theory of operation. A step takes as long as its slowest rank, and all ranks have its time. Agents
-show what each rank takes for what it does alone (worker/pace.py: a median of its last steps), and
-now and then all of them are compared. A rank is *slow* in a look if it takes `straggler_factor`
+show what each rank takes for what it does alone (worker/step/pace.py: a median of its last steps),
+and now and then all of them are compared. A rank is *slow* in a look if it takes `straggler_factor`
 times the median of the ranks and if that costs: a tenth of a step at least. It is a straggler when
 it was slow in every look for `straggler_after_ns` and `STEPS` steps. It stays one until it has come
 half the way back to the median.

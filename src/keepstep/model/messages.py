@@ -76,7 +76,7 @@ class Ready(Message, frozen=True):
     generation: int
     arrived_ns: int  # assigned -> arrived (script's construction)
     warm_ns: int  # arrived -> warmed up
-    classes: list[str] = []  # of the tensors it must get (worker/shards.py)
+    classes: list[str] = []  # of the tensors it must get (worker/state/shards.py)
 
 
 class Staged(Message, frozen=True):

@@ -17,7 +17,7 @@ SHOWN = 8
 
 
 class OwnTime:
-    """As worker/pace.py: a median of the last steps, looked at now and then."""
+    """As worker/step/pace.py: a median of the last steps, looked at now and then."""
 
     def __init__(self) -> None:
         self.own_ns = self.steps = 0

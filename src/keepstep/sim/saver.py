@@ -1,4 +1,4 @@
-"""Periodic checkpoints of a rank, as keepstep.worker.periodic: on a disk that all share."""
+"""Periodic checkpoints of a rank, as worker/checkpoint/periodic.py: on a disk that all share."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """State that no other rank has, in worlds with parities: a shard of one number in each rank.
 
 Vaults and parities are the production ones (`core/agent/vault.py`, `core/agent/parity.py`), each in
-the memory of its node. What ranks do with them follows keepstep.worker.redundancy and .parity:
+the memory of its node. What ranks do with them follows worker/vault/redundancy.py and parity.py:
 bases at the same versions and behind every swap, gradients at the fence, to the own agent and to
 the holder of the parity; without the latter they go on, and ask for another one. `restored` is the
-way back (keepstep.worker.rebuild).
+way back (worker/vault/rebuild.py).
 
 Digests are the bytes themselves. The line to the own agent never breaks here, and what a connection
 to the holder carries arrives in two lots, with the base of a version and at its fence.
@@ -25,7 +25,7 @@ from keepstep.sim.saver import Saver
 if TYPE_CHECKING:
     from keepstep.sim.node import SimNode
 
-RENEW = 4  # as keepstep.worker.redundancy
+RENEW = 4  # as keepstep.worker.vault.redundancy
 ROOM = 1 << 30
 
 

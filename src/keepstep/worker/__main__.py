@@ -48,16 +48,17 @@ def main() -> None:
         os.environ.pop("LD_PRELOAD", None)  # it is loaded, and not for the script's children
     else:
         _die_with_agent()
-    from keepstep.worker.channel import Channel
-    from keepstep.worker.page import Page
+    from keepstep.worker.line.channel import Channel
+    from keepstep.worker.line.page import Page
 
     page = Page(int(os.environ.pop("KEEPSTEP_PAGE_FD")))
     channel = Channel(int(os.environ.pop("KEEPSTEP_CONTROL_FD")), page)
     standby = "RANK" not in os.environ
     os.environ.update(QUIET_NCCL)
 
-    from keepstep.worker import collectives, groups
-    from keepstep.worker.seat import Line
+    from keepstep.worker.groups import groups
+    from keepstep.worker.script import collectives
+    from keepstep.worker.step.seat import Line
 
     groups.install(solo=standby)
     if transparent:
@@ -75,7 +76,8 @@ def main() -> None:
 
 def _run_transparent(channel: Any, page: Any) -> NoReturn:
     from keepstep.model import messages as m
-    from keepstep.worker import faults, transparent
+    from keepstep.worker.step import faults
+    from keepstep.worker.transparent import transparent
 
     runtime = transparent.Runtime(channel, page)
     runtime.install()
@@ -112,7 +114,7 @@ def _become_standby(line: Any) -> None:
     if line.channel.welcome.checkpoints:
         import torch.distributed.checkpoint  # noqa: F401
 
-    from keepstep.worker import parking
+    from keepstep.worker.script import parking
 
     parking.park_at_questions(lambda where: _wait_for_seat(line, where))
 
@@ -120,7 +122,8 @@ def _become_standby(line: Any) -> None:
 def _wait_for_seat(line: Any, where: str) -> None:
     from keepstep.core.rank import joining
     from keepstep.model import messages as m
-    from keepstep.worker import codec, cuda
+    from keepstep.worker.device import cuda
+    from keepstep.worker.state import codec
 
     cuda.warm_up()
     line.page.where("parked")
@@ -151,7 +154,8 @@ def _init_record(line: Any, command: Any) -> bytes | None:
     without it would give the script other results than the other ranks got."""
     from keepstep.model import messages as m
     from keepstep.model.page import INIT_TICK
-    from keepstep.worker import blobs, checkpoint
+    from keepstep.worker.checkpoint import checkpoint
+    from keepstep.worker.line import blobs
 
     rank, token, reason = command.rank, line.channel.welcome.token, "side-state-missing"
     if command.checkpoint:
@@ -221,7 +225,8 @@ def _described(error: BaseException) -> str:
 def _failed(line: Any, text: str, error: BaseException) -> None:
     """The script is gone, so this process cannot be retried: say why, then end."""
     from keepstep.model import messages as m
-    from keepstep.worker import attach, faults, session
+    from keepstep.worker.api import attach, session
+    from keepstep.worker.step import faults
 
     rank = attach.current()
     seat = rank._seat if isinstance(rank, session.Session) else None
@@ -249,7 +254,7 @@ def _end(error: BaseException) -> NoReturn:
 
 def _finished(line: Any) -> None:
     from keepstep.model import messages as m
-    from keepstep.worker import attach, session
+    from keepstep.worker.api import attach, session
 
     rank = attach.current()
     if isinstance(rank, session.Session):

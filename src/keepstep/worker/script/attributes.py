@@ -20,8 +20,8 @@ from typing import Any, Final
 import torch
 
 from keepstep.errors import UsageError
-from keepstep.worker import codec
 from keepstep.worker.script.values import SCALARS
+from keepstep.worker.state import codec
 
 # Of any optimizer, and what schedulers, scalers and Keepstep put there.
 TORCHS: Final = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=1.0))) | {

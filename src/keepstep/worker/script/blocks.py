@@ -31,11 +31,12 @@ import torch
 import xxhash
 
 from keepstep.errors import UsageError
-from keepstep.worker import codec, cuda, digest
-from keepstep.worker.inputs import summed, words_of
+from keepstep.worker.device import cuda, digest
 from keepstep.worker.script import values
 from keepstep.worker.script.nodes import Node
-from keepstep.worker.state import memory, on_cpu
+from keepstep.worker.state import codec
+from keepstep.worker.state.inputs import summed, words_of
+from keepstep.worker.state.state import memory, on_cpu
 
 if TYPE_CHECKING:
     from keepstep.worker.script.discovery import Graph

@@ -12,9 +12,9 @@ import numpy
 import torch
 
 from keepstep.errors import UsageError
-from keepstep.worker import codec
 from keepstep.worker.script import iterators, values
 from keepstep.worker.script.nodes import MISSING, OPAQUE, Node
+from keepstep.worker.state import codec
 
 if TYPE_CHECKING:
     from keepstep.worker.script.discovery import Graph

@@ -19,7 +19,6 @@ from typing import Any, Final
 import numpy
 import torch
 
-from keepstep.worker import codec
 from keepstep.worker.script import frames, graph, iterators, sharing, values
 from keepstep.worker.script.blocks import Block, Records
 from keepstep.worker.script.contents import Blob, Items, Position
@@ -39,6 +38,7 @@ from keepstep.worker.script.namespaces import (
 from keepstep.worker.script.nodes import LEAF, OPAQUE, Node, suffix
 from keepstep.worker.script.reads import Reads
 from keepstep.worker.script.versions import Versions
+from keepstep.worker.state import codec
 
 DEPTH_MAX: Final = 12
 NODES_MAX: Final = 20_000

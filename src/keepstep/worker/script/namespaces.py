@@ -22,9 +22,9 @@ import numpy
 import torch
 
 from keepstep.errors import UsageError
-from keepstep.worker import codec
 from keepstep.worker.script import attributes, frames, graph, iterators, stack, values
 from keepstep.worker.script.nodes import LEAF, MISSING, OPAQUE, Node
+from keepstep.worker.state import codec
 
 if TYPE_CHECKING:
     from keepstep.worker.script.discovery import Graph

@@ -15,8 +15,8 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from keepstep.worker import codec
-from keepstep.worker.rng import torch_state
+from keepstep.worker.state import codec
+from keepstep.worker.state.rng import torch_state
 
 _TWISTER_BYTES: Final = 625 * 4
 

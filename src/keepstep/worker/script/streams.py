@@ -28,10 +28,10 @@ from typing import Any, Final
 import msgspec
 
 from keepstep.errors import UsageError
-from keepstep.worker import codec, rng
 from keepstep.worker.script import graph, sources, workers
 from keepstep.worker.script.data import Counters, holders, is_data
 from keepstep.worker.script.roots import Roots
+from keepstep.worker.state import codec, rng
 
 FIRST_CALLS: Final = 3
 EVERY: Final = 64

@@ -26,7 +26,7 @@ import torch
 import xxhash
 
 from keepstep.errors import KeepstepError, UsageError
-from keepstep.worker import codec
+from keepstep.worker.state import codec
 
 SCALARS: Final = frozenset({type(None), bool, int, float, str, bytes})
 ITEMS_MAX: Final = 4096

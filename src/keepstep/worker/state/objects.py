@@ -1,0 +1,123 @@
+"""What the user registers besides model and optimizer, and what a step must be able to undo."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from keepstep.errors import UsageError
+from keepstep.worker.state import codec, shards
+
+SNAPSHOT_BYTES_MAX = 64 << 10
+
+
+class Registered:
+    """A named piece of state: an object with state_dict/load_state_dict, or a (save, load) pair.
+
+    `per_rank` state differs between ranks and travels in the side state; other state must be equal
+    on all replicas at every boundary.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        save: Callable[[], Any],
+        load: Callable[[Any], Any],
+        *,
+        per_rank: bool = False,
+        scaler: Any = None,
+    ) -> None:
+        self.name = name
+        self.save = save
+        self.load = load
+        self.per_rank = per_rank
+        self._scaler = scaler
+        self.after_update: Callable[[], Any] | None = None  # called at the end of every step
+        self.own: set[int] = set()  # of its tensors, those that differ between ranks (witness.py)
+        # Large state is not copied at every step, unless it changes before the update
+        # (parameters.py).
+        data, tensors = codec.dumps(save())
+        self.size = len(data) + sum(shards.local(tensor).nbytes for tensor in tensors)
+        self.undoable = self.size <= SNAPSHOT_BYTES_MAX
+
+    def own_tensors(self) -> dict[int, torch.Tensor]:
+        """What only this rank has of it, by place."""
+        if not self.own:
+            return {}
+        tensors = codec.dumps(self.save())[1]
+        return {n: tensors[n] for n in self.own if n < len(tensors)}
+
+    def put_own(self, values: dict[int, torch.Tensor]) -> None:
+        if values:
+            data, tensors = codec.dumps(self.save())
+            self.own |= values.keys()
+            self.load(codec.loads(data, [values.get(n, t) for n, t in enumerate(tensors)]))
+
+    def snapshot(self) -> bytes | None:
+        return codec.dumps_inline(self.save()) if self.undoable or self.per_rank else None
+
+    def undo(self, snapshot: bytes | None) -> None:
+        if snapshot is not None:
+            self.load(codec.loads_inline(snapshot))
+        if self._scaler is not None:
+            # GradScaler refuses a second unscale_ until update(); an aborted step never got there.
+            self._scaler._per_optimizer_states = defaultdict(_fresh_scaler_state)
+
+
+def _fresh_scaler_state() -> dict[str, Any]:
+    from torch.amp.grad_scaler import _refresh_per_optimizer_state
+
+    return _refresh_per_optimizer_state()
+
+
+def registered(name: str, target: Any, load: Any, *, per_rank: bool) -> Registered:
+    if load is not None:
+        if not callable(target) or not callable(load):
+            raise UsageError(
+                f"register({name!r}, save, load) needs two functions",
+                hint="save() returns plain state, load(state) takes it back",
+            )
+        return Registered(name, target, load, per_rank=per_rank)
+    save, load = getattr(target, "state_dict", None), getattr(target, "load_state_dict", None)
+    if not callable(save) or not callable(load):
+        raise UsageError(
+            f"cannot register {name!r}: {type(target).__name__} has no state_dict/load_state_dict",
+            hint="use ks.register(name, save, load)",
+        )
+    scaler = target if hasattr(target, "_per_optimizer_states") else None
+    return Registered(name, save, load, per_rank=per_rank, scaler=scaler)
+
+
+class Undo:
+    """begin(k): what a retry of the transaction must find as it was, besides cells, gradients,
+    flags and the script's own variables, which know how to undo themselves."""
+
+    def __init__(
+        self,
+        streams: bytes,
+        optimizers: list[torch.optim.Optimizer],
+        objects: list[Registered],
+        flags: Any,
+    ) -> None:
+        self.streams = streams
+        self.flags = flags
+        self._groups = [
+            [({k: v for k, v in g.items() if k != "params"}, list(g["params"])) for g in groups]
+            for groups in (o.param_groups for o in optimizers)
+        ]
+        self._optimizers = optimizers
+        self._objects = [(o, o.snapshot()) for o in objects]
+
+    def undo(self) -> None:
+        for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
+            del optimizer.param_groups[len(groups) :]
+            for group, (saved, parameters) in zip(optimizer.param_groups, groups, strict=True):
+                for key in [key for key in group if key != "params" and key not in saved]:
+                    del group[key]
+                group.update(saved)
+                group["params"][:] = parameters
+        for obj, snapshot in self._objects:
+            obj.undo(snapshot)

@@ -1,0 +1,281 @@
+"""Witnesses: what must be equal is compared, so that nothing goes wrong without a word.
+
+Theory of operation
+-------------------
+Three things are compared while training runs, and whatever differs stops the job before the next
+update (Recovery.diverged), with the names of what differs:
+
+    inputs      A digest of a step's arguments is left with the own agent when the step begins. A
+                newcomer that repeats the step must come to the same ones (inputs.py).
+    agreement   Every fence carries three words more: which update follows, which collectives the
+                transaction has made, and the learning rates. Whether an update follows must be the
+                same on all ranks. Stages of a pipeline differ in the other two, so those count only
+                for calls in which all ranks have agreed before (`comparable`).
+    replicas    What several ranks must have alike (parameters, optimizer state, registered objects,
+                buffers that follow from the update) is hashed: a few kilobytes at every step, in
+                turn, and everything at the first fence after a recovery. Ranks exchange what they
+                found through the fence, early in a job, after recoveries and every PERIOD ticks.
+
+The slice of a step is read again when the step is rolled back: if it has changed, something was
+changed before the fence that nobody has noted, and a retry would begin from there.
+
+On a device nothing here waits: sums are queued behind the work and read with the exchange.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import zlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import xxhash
+
+from keepstep.worker.device import digest
+from keepstep.worker.state import codec, shards
+from keepstep.worker.state.inputs import LEAVES_MAX, block, summed
+from keepstep.worker.state.state import memory, on_cpu, plain
+
+if TYPE_CHECKING:
+    from keepstep.worker.step.seat import Seat
+
+PERIOD = 256  # ticks
+EARLY = (1, 2, 3, 8)  # ticks at which a script that is wrong from the start is told
+SLICE_BYTES = 16 << 10  # of one tensor, per class and step
+AGREEING_MIN = 2  # fences in which all ranks agreed before a difference counts
+
+Words = tuple[int, int, int]
+Kind = Literal["", "update", "collectives", "learning-rate"]
+
+
+# ----------------------------------------------------------------------------------- agreement
+
+
+class Agreement:
+    """What a transaction did that all ranks must have done."""
+
+    def __init__(self) -> None:
+        self.comparable: dict[str, list[int]] = {}  # site -> agreeing fences by word; -1: never
+        self._collectives: list[str] = []
+
+    def begin(self) -> None:
+        self._collectives = []
+
+    def collective(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
+        self._collectives.append(f"{name}{[list(tensor.shape) for tensor in tensors]}")
+
+    def words(self, updating: str, rates: list[Any]) -> Words:
+        return (
+            zlib.crc32(updating.encode()),
+            zlib.crc32("\n".join(self._collectives).encode()),
+            zlib.crc32(repr(rates).encode()),
+        )
+
+    def judge(self, site: str, low: tuple[int, ...], high: tuple[int, ...]) -> Kind:
+        """Which kind of thing differs, or nothing."""
+        if low[0] != high[0]:
+            return "update"
+        counts = self.comparable.setdefault(site, [0, 0])
+        kinds: tuple[Kind, Kind] = ("collectives", "learning-rate")
+        for index, kind in enumerate(kinds):
+            equal = low[index + 1] == high[index + 1]
+            if counts[index] >= AGREEING_MIN and not equal:
+                counts[index] = -1  # if the job is told to go on, it is not stopped again
+                return kind
+            if counts[index] >= 0:
+                counts[index] = counts[index] + 1 if equal else -1
+        return ""
+
+    def table(self, updating: str, rates: list[Any]) -> dict[str, str]:
+        """For those who name the difference; the same names on all ranks."""
+        found = {"agree|update": updating or "none", "agree|learning rates": repr(rates)[:64]}
+        found["agree|number of collectives"] = str(len(self._collectives))
+        for index, made in enumerate(self._collectives[:LEAVES_MAX]):
+            found[f"agree|collective {index}"] = made[:64]
+        return found
+
+
+# ------------------------------------------------------------------------------------ replicas
+
+
+class Replicated:
+    """The rolling hash of what replicas share."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+        self._items: dict[str, _Tensors] = {}  # class -> its tensors, by name
+        self._hashes: dict[str, Any] = {}  # class -> running hash (on a device: a tensor)
+        self._slices: dict[str, str] = {}  # class -> of this tick, on the host
+        self._looked = False
+        self._tick = -1
+        self.ignored: set[str] = set()  # classes that differ, and the job was told to go on
+        self.fresh = True  # everything is to be compared at the next fence
+        self.agreed = -1  # version
+
+    def due(self, tick: int) -> bool:
+        return self.fresh or tick in EARLY or tick % PERIOD == 0
+
+    def forget(self) -> None:
+        """A recovery: all ranks begin again."""
+        self._hashes.clear()
+        self._items.clear()
+        self._looked = False
+        self._tick, self.fresh = -1, True
+
+    def enter(self, tick: int) -> None:
+        if not self._looked or self.due(tick):
+            self._refresh()
+        if tick == self._tick:
+            return
+        self._tick = tick
+        self._slices.clear()
+        for kind, tensors in self._items.items():
+            if tensors.on_device:
+                self._fold(kind, tensors, tick)
+                continue
+            found = self._slices[kind] = tensors.digest(tick)
+            before = self._hashes.get(kind, "")
+            self._hashes[kind] = xxhash.xxh3_64_hexdigest(f"{before}{tick}{found}".encode())
+
+    def changed_since_entry(self, tick: int) -> bool:
+        """Whether a rolled-back step left something changed that `enter` has read."""
+        if tick != self._tick:
+            return False
+        return any(self._items[kind].digest(tick) != found for kind, found in self._slices.items())
+
+    def _refresh(self) -> None:
+        self._looked = True
+        tensors, classes = self._seat.state.parts()
+        buffers = self._seat.cells.buffers() - self._seat.cells.late
+        found: dict[str, list[tuple[str, torch.Tensor]]] = {}
+        buffers |= self._own_tensors()
+        for name, tensor in tensors.items():
+            own = name.startswith(("grad/", "object/keepstep/")) or name in buffers
+            kind = classes[name]
+            if not own and len(self._seat.replicas.ranks[kind]) > 1 and tensor.numel():
+                found.setdefault(f"{kind}/{tensor.device.type}", []).append((name, tensor))
+        self._items = {
+            kind: _Tensors([tensor for _, tensor in sorted(pairs, key=lambda pair: pair[0])])
+            for kind, pairs in found.items()
+        }
+
+    def _own_tensors(self) -> set[str]:
+        return {
+            f"object/{name}/{place}"
+            for name, item in self._seat.objects.items()
+            for place in item.own
+        }
+
+    def _fold(self, kind: str, tensors: _Tensors, tick: int) -> None:
+        words = tensors.words(tick)
+        if words is not None:
+            value = summed(words)
+            before = self._hashes.get(kind)
+            self._hashes[kind] = value if before is None else before * 31 + value
+
+    def found(self, full: bool) -> dict[str, str]:
+        """Class -> hash, for the exchange; waits for the device."""
+        if full:
+            table = self.table()
+            classes: dict[str, Any] = {}
+            for name in sorted(table):
+                kind = name.partition("|")[0]
+                classes.setdefault(kind, xxhash.xxh3_64()).update(f"{name}{table[name]}".encode())
+            hashes = {kind: hashed.hexdigest() for kind, hashed in classes.items()}
+        else:
+            hashes = {
+                kind: value if isinstance(value, str) else str(int(value.item()))
+                for kind, value in self._hashes.items()
+            }
+        self._hashes.clear()
+        return {k: value for k, value in hashes.items() if k.partition("/")[0] not in self.ignored}
+
+    @staticmethod
+    def judge(everybody: list[dict[str, str]]) -> set[str]:
+        """Classes, or names, whose hashes differ between ranks that have them."""
+        values: dict[str, set[str]] = {}
+        for one in everybody:
+            for kind, value in one.items():
+                values.setdefault(kind, set()).add(value)
+        return {kind for kind, found in values.items() if len(found) > 1}
+
+    def settle(self, names: set[str]) -> set[str]:
+        """Of these names, which differ between ranks in a job that nothing has disturbed, those of
+        registered objects are each rank's own from now on. Returns the others."""
+        left: set[str] = set()
+        for full in sorted(names):
+            name = full.partition("|")[2]
+            if name.startswith("object/"):
+                owner, _, place = name.removeprefix("object/").rpartition("/")
+                if owner not in self._seat.objects:
+                    continue  # only others have come to register it
+                self._seat.objects[owner].own.add(int(place))
+                self._seat.warn(
+                    f"{name} of registered object {owner!r} differs between ranks: it is carried "
+                    "as each rank's own"
+                )
+            elif name.startswith("object "):
+                if name.removeprefix("object ") not in self._seat.objects:
+                    continue
+                self._seat.make_own(name.removeprefix("object "))
+            else:
+                left.add(full)
+        return left
+
+    def table(self) -> dict[str, str]:
+        """Of everything replicas must share, as "class|name" -> digest."""
+        seat = self._seat
+        tensors, classes = seat.state.parts()
+        buffers = (seat.cells.buffers() - seat.cells.late) | self._own_tensors()
+        found: dict[str, str] = {}
+        for name, tensor in tensors.items():
+            kind = classes[name]
+            own = name.startswith(("grad/", "object/keepstep/")) or name in buffers
+            if not own and len(seat.replicas.ranks[kind]) > 1:
+                found[f"{kind}|{name}"] = _digest(tensor)
+        shared = sorted(k for k in set(classes.values()) if len(seat.replicas.ranks[k]) > 1)
+        role = xxhash.xxh3_64_hexdigest(repr(shared).encode())
+        for name, item in seat.objects.items():
+            if not item.per_rank:
+                data = codec.dumps(item.save())[0]
+                found[f"{role}|object {name}"] = xxhash.xxh3_64_hexdigest(data)
+        return found
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    if tensor.device.type != "cpu":
+        return digest.digest(tensor).hex()[:16]
+    return xxhash.xxh3_64_hexdigest(memory(on_cpu(tensor)))
+
+
+class _Tensors:
+    """Of one class, in the order of their names; read in slices, which take turns."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = [shards.local(tensor) for tensor in tensors]
+        self._ends = list(itertools.accumulate(-(-t.nbytes // SLICE_BYTES) for t in tensors))
+        self.on_device = tensors[0].device.type != "cpu"
+
+    def _turn(self, tick: int) -> tuple[torch.Tensor, int]:
+        """Whose turn it is, and from which byte on."""
+        number = tick % self._ends[-1]
+        index = bisect.bisect_right(self._ends, number)
+        before = self._ends[index - 1] if index else 0
+        return self._tensors[index], (number - before) * SLICE_BYTES
+
+    def digest(self, tick: int) -> str:
+        tensor, start = self._turn(tick)
+        size = min(tensor.nbytes - start, SLICE_BYTES)
+        if size <= 0 or not tensor.is_contiguous() or not plain(tensor):
+            return ""
+        return str(xxhash.xxh3_64_hexdigest(block(size).from_address(tensor.data_ptr() + start)))
+
+    def words(self, tick: int) -> torch.Tensor | None:
+        """On a device, if they can be read in place."""
+        tensor, start = self._turn(tick)
+        if not tensor.is_contiguous() or not plain(tensor):
+            return None
+        raw = tensor.detach().view(-1).view(torch.uint8)[start : start + SLICE_BYTES]
+        return raw[: raw.numel() // 4 * 4].view(torch.int32)

@@ -1,0 +1,112 @@
+"""Bringing what a vault has of a rank to the version that its successor needs.
+
+Bases are put in place when their version is reached; in between the user's own optimizer applies
+the gradients of each step, with the hyperparameters of that step. See redundancy.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from keepstep.worker.state import codec, shards
+from keepstep.worker.state.state import set_hyper
+from keepstep.worker.vault import vault
+from keepstep.worker.vault.early import multiply
+from keepstep.worker.vault.units import Unit, fill, rebuilt
+
+if TYPE_CHECKING:
+    from keepstep.worker.step.seat import Seat
+
+
+class Replay:
+    def __init__(self, seat: Seat, units: list[Unit]) -> None:
+        self._seat = seat
+        self._units = units
+
+    def run(self, fetched: vault.Fetched, version: int, updated: list[str]) -> int:
+        seat = self._seat
+        optimizers = seat.optimizers
+        final = {name: [dict(g) for g in o.param_groups] for name, o in optimizers.items()}
+        had = {id(p): p.grad is not None for p in seat.parameters}
+        notes = {step: codec.loads_inline(data) for step, data in fetched.notes.items()}
+        updates = {step: codec.loads_inline(note["update"]) for step, note in notes.items()}
+        kept = fetched.whole()
+        oldest = min(one.version for one in kept.values())
+        for step in range(oldest, version + 1):
+            for unit in self._units:
+                if kept[unit.index].version == step:
+                    self._install(unit, kept[unit.index].tensors)
+            if step == version:
+                break
+            self._set_gradients(kept, step, notes[step])
+            following = updates.get(step + 1)
+            made = following["before"] if following is not None and step + 1 < version else updated
+            self._update(updates[step], made)
+        for name, groups in final.items():
+            hyper = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+            set_hyper(optimizers[name], hyper)
+        for parameter in seat.parameters:
+            parameter.grad = torch.zeros_like(parameter) if had[id(parameter)] else None
+        return oldest
+
+    def _set_gradients(self, kept: dict[int, vault.Whole], step: int, note: dict[str, Any]) -> None:
+        for parameter in self._seat.parameters:
+            parameter.grad = None
+        found: dict[int, torch.Tensor] = {}
+        for unit in self._units:
+            one = kept[unit.index]
+            data: Any = one.log.get(step) if one.version <= step else None
+            if data is not None and unit.index in note["instead"]:
+                data = note["instead"][unit.index]
+            if data is not None and unit.parameter is not None:
+                part = torch.empty_like(shards.local(unit.parameter).detach())
+                fill(part, data)
+                unit.parameter.grad = shards.wrap(part, shards.spec(unit.parameter))
+                found[unit.index] = part
+        multiply(found, note["clipped"])
+
+    def _update(self, note: dict[str, Any], made: list[str]) -> None:
+        optimizers = self._seat.optimizers
+        for name in made if note["updating"] else ():
+            optimizer: Any = optimizers[name]
+            set_hyper(optimizer, note["hyper"][name])
+            for key, value in note["scaling"][name].items():
+                setattr(optimizer, key, value)
+            self._seat.rebuilding = True
+            try:
+                optimizer.step()
+            finally:
+                self._seat.rebuilding = False
+            for key in note["scaling"][name]:
+                delattr(optimizer, key)
+        for unit in self._units:
+            if unit.object:
+                update = self._seat.objects[unit.object].after_update
+                assert update is not None
+                update()
+
+    @torch.no_grad()
+    def _install(self, unit: Unit, parts: list[list[memoryview]]) -> None:
+        data, rest = b"".join(parts[0]), parts[1:]
+        if unit.buffers:
+            named = self._seat.state.named_tensors()
+            for name, part in zip(unit.buffers, rest[: len(unit.buffers)], strict=True):
+                fill(shards.local(named[name]), part)
+            return
+        own = 1 if unit.parameter is not None else 0
+        count = (len(rest) - own) // 2
+        tensors = [
+            rebuilt(part, codec.loads_inline(b"".join(described)))
+            for part, described in zip(rest[own : own + count], rest[own + count :], strict=True)
+        ]
+        tree = codec.loads(data, tensors)
+        if unit.parameter is None:
+            self._seat.objects[unit.object].load(tree)
+            return
+        fill(shards.local(unit.parameter).detach(), rest[0])
+        if unit.optimizer and tree is not None:
+            self._seat.optimizers[unit.optimizer].state[unit.parameter] = tree
+        elif unit.optimizer:
+            self._seat.optimizers[unit.optimizer].state.pop(unit.parameter, None)
