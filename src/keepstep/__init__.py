@@ -38,7 +38,7 @@ __all__ = [
     "is_newcomer",
 ]
 
-_line: Any = None  # set by the worker's bootstrap; None outside a Keepstep job
+_process: Any = None  # set by the worker's bootstrap; None outside a Keepstep job
 
 
 def attach(model: Any, optimizer: Any, scheduler: Any = None, **objects: Any) -> PlainSession:
@@ -46,10 +46,10 @@ def attach(model: Any, optimizer: Any, scheduler: Any = None, **objects: Any) ->
     keywords name objects with state_dict/load_state_dict (scaler=..., ema=...)."""
     from keepstep.worker.api import attach as attaching
 
-    return attaching.attach(model, optimizer, scheduler, line=_line, **objects)
+    return attaching.attach(model, optimizer, scheduler, process=_process, **objects)
 
 
 def is_newcomer() -> bool:
     """True in a process that took over the seat of another: skip what must happen only once
     (creating directories, opening a run in a tracker)."""
-    return _line is not None and _line.assigned is not None
+    return _process is not None and _process.assigned is not None

@@ -23,7 +23,7 @@ from keepstep.worker.vault.vault import Fetched
 def test_a_checkpoint_that_can_not_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file where a directory is needed")
     path = str(tmp_path / "taken" / "checkpoint-5")
-    seat: Any = SimpleNamespace(channel=SimpleNamespace(inbox=Inbox()))
+    seat: Any = SimpleNamespace(channel=SimpleNamespace(inbox=Inbox()), redundancy=None)
     order = m.Checkpoint(generation=3, path=path, lead=False, tick=5, world=2)
     failed = Recovery(seat)._write(order)
     assert isinstance(failed, m.CheckpointFailed)

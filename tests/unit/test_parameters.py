@@ -18,11 +18,10 @@ def make(alone: bool = False) -> tuple[nn.Linear, Any, Parameters]:
     net = nn.Linear(3, 3)
     units = [SimpleNamespace(name="model/m/weight", parameter=net.weight)] if alone else []
     warned: list[str] = []
-    seat = SimpleNamespace(
+    seat: Any = SimpleNamespace(
         state=StateSet({"m": net}, {}, {}), objects={}, warn=warned.append, warned=warned,
-        redundancy=SimpleNamespace(needed=alone, units=units),
     )  # fmt: skip
-    return net, seat, Parameters(seat)
+    return net, seat, Parameters(seat, SimpleNamespace(needed=alone, units=units))
 
 
 def perturb(net: nn.Linear) -> None:

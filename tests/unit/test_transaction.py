@@ -32,7 +32,7 @@ class Broken(Recovery):
 
     def interrupted(self, error: Any, **given: Any) -> Literal["RETRY", "COMMIT"]:
         if self.verdict == "COMMIT":
-            self.owed = 7
+            self._protocol._owed = 7
         else:
             given["roll_back"]()
         return self.verdict
@@ -57,13 +57,13 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Any:
         )  # fmt: skip
         seat.injector.__bool__.return_value = False
         seat.aborted.return_value = False
-        seat.channel.hold_generation = -1
+        seat.channel.inbox.hold_generation = -1
         seat.changes.left_changed.return_value = ""
-        seat.inputs.changed.return_value = ""
+        seat.side.inputs.changed.return_value = ""
         seat.replicated.changed_since_entry.return_value = False
         seat.replicated.due.return_value = False
         seat.variables.late.return_value = None
-        seat.publish.side_effect = [OSError("the buddy is gone"), None, None]
+        seat.publisher.publish.side_effect = [OSError("the buddy is gone"), None, None]
         recovery = Broken(seat, verdict)
         transactions = Transactions(seat, recovery)
         # The hook that torch would call, without leaving it behind in torch.
@@ -114,7 +114,7 @@ def test_a_retry_that_the_step_swallows_is_retried_all_the_same(world: Any) -> N
 
     transactions.run("train:1", True, step)
     assert drawn[0] == drawn[1] and len(drawn) == 2
-    assert seat.committed.call_count == 1 and seat.publish.call_count == 2
+    assert seat.committed.call_count == 1 and seat.publisher.publish.call_count == 2
 
 
 def test_an_update_after_a_swallowed_retry_is_not_made(world: Any) -> None:
@@ -137,7 +137,7 @@ def test_an_update_after_a_swallowed_retry_is_not_made(world: Any) -> None:
 
 def test_a_refusal_of_the_fence_that_the_step_swallows_is_raised(world: Any) -> None:
     seat, _, transactions, sgd = world("RETRY")
-    seat.publish.side_effect = UsageError("too large", hint="register less")
+    seat.publisher.publish.side_effect = UsageError("too large", hint="register less")
 
     def step() -> None:
         try:
@@ -152,14 +152,14 @@ def test_a_refusal_of_the_fence_that_the_step_swallows_is_raised(world: Any) -> 
 
 def test_side_state_is_sent_ahead_at_the_last_backward_pass_of_a_step(world: Any) -> None:
     seat, _, transactions, _ = world("RETRY")
-    seat.publish.side_effect = None
+    seat.publisher.publish.side_effect = None
     seen: list[int] = []
 
     def passes(count: int) -> None:
         for number in range(1, count + 1):
-            seat.publish_ahead.reset_mock()
+            seat.side.ahead.reset_mock()
             transactions._backward_begins()
-            if seat.publish_ahead.called:
+            if seat.side.ahead.called:
                 seen.append(number)
 
     for count, expected in ((2, []), (2, [2]), (3, [2]), (1, []), (1, [1])):

@@ -54,11 +54,11 @@ def rank(seed: int) -> tuple[nn.Module, Any, Replicated]:
     replicas = Replicas(0, 2)
     state = StateSet({"m": net}, {}, objects, replicas)
     warned: list[str] = []
-    seat = SimpleNamespace(
+    seat: Any = SimpleNamespace(
         state=state, cells=Cells({"m": net}), replicas=replicas, objects=objects,
         warn=warned.append, warned=warned,
     )  # fmt: skip
-    return net, seat, Replicated(seat)
+    return net, seat, Replicated(seat, lambda _: None)
 
 
 def test_replicas_that_are_equal_agree_and_buffers_of_a_rank_do_not_count() -> None:

@@ -23,7 +23,7 @@ from keepstep.worker.step.recovery import Recovery
 NOWHERE = m.Address("h", 1)
 
 
-class Line:
+class Process:
     assigned: m.Assign | None = None
 
 
@@ -31,7 +31,7 @@ class Seat:
     """As much of one as a wait needs."""
 
     def __init__(self, channel: Channel, page: Page) -> None:
-        self.channel, self.page, self.line = channel, page, Line()
+        self.channel, self.page, self.process = channel, page, Process()
         self.tick, self.version, self.generation, self.done = 7, 5, 2, False
 
     def aborted(self) -> bool:
@@ -193,7 +193,7 @@ def test_a_newcomer_waits_through_aborts_and_speaks_for_its_attempt(
     seat: tuple[Any, Agent],
 ) -> None:
     rank, agent = seat
-    rank.line.assigned = m.Assign(rank=1, generation=3, master=NOWHERE, buddy=None)
+    rank.process.assigned = m.Assign(rank=1, generation=3, master=NOWHERE, buddy=None)
     thread, raised = in_thread(Recovery(rank))
     assert agent.heard().generation == 3
     agent.says(m.Abort(generation=4, reason="rank 1 died"))

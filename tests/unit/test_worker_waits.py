@@ -14,12 +14,15 @@ from keepstep.core.rank.inbox import Inbox
 from keepstep.model import messages as m
 from keepstep.model import wire
 from keepstep.worker.device import cuda
+from keepstep.worker.groups import stager as stager_module
+from keepstep.worker.groups.stager import Stager
 from keepstep.worker.line import channel as channel_module
 from keepstep.worker.line.channel import Channel
 from keepstep.worker.line.page import Page
+from keepstep.worker.state.rank import Rank
 from keepstep.worker.step import faults
-from keepstep.worker.step import seat as seat_module
-from keepstep.worker.step.seat import Seat, Stager
+from keepstep.worker.step import publishing as publishing_module
+from keepstep.worker.step.publishing import Publisher
 
 OLD, NEW = m.Address("h", 1), m.Address("h", 2)
 
@@ -80,39 +83,38 @@ def test_an_abort_is_repeated_until_the_rank_has_left_its_groups(
     assert len(aborts) == 2, "its groups are gone, and the next ones may be on their way"
 
 
-def publishing(page: Page, answers: list[Any]) -> tuple[MagicMock, list[tuple[int, bool]]]:
-    """A seat whose buddy answers like this, and what its page shows while it waits."""
-    seat, shown = MagicMock(spec=Seat), []
-    seat.page, seat.rank, seat.generation = page, 0, 3
-    seat.ahead, seat.buddy_line, seat.channel = MagicMock(), MagicMock(), MagicMock()
-    seat.channel.inbox.buddy = OLD
-    seat.aborted = lambda: False
-    seat.buddy_line.put.side_effect = answers
+def publishing(page: Page, answers: list[Any]) -> tuple[Publisher, list[tuple[int, bool]]]:
+    """One whose buddy answers like this, and what its page shows while it waits."""
+    rank, shown = MagicMock(spec=Rank), []
+    rank.page, rank.rank, rank.generation = page, 0, 3
+    rank.welcome, rank.channel = MagicMock(token="t"), MagicMock()
+    rank.channel.inbox.buddy = OLD
+    rank.aborted = lambda: False
 
     def wait_until(_condition: Any, _timeout_s: float) -> bool:
         shown.append((page.get("asked_ns"), bool(page.get("hold"))))
         return False
 
-    seat.channel.wait_until = wait_until
-    seat._at_buddy = lambda action: Seat._at_buddy(seat, action)
-    seat._acted = lambda action: Seat._acted(seat, action)
-    seat._wait_for_other_buddy = lambda old: Seat._wait_for_other_buddy(seat, old)
-    return seat, shown
+    rank.channel.wait_until = wait_until
+    publisher = Publisher(rank, MagicMock())
+    publisher._line = MagicMock()
+    publisher._line.put.side_effect = answers
+    return publisher, shown
 
 
 def test_a_rank_without_a_buddy_holds_and_shows_that_it_asks(page: Page) -> None:
-    seat, shown = publishing(page, [OSError("refused"), OSError("refused"), None])
-    Seat.publish(seat, 7, b"side state")
+    publisher, shown = publishing(page, [OSError("refused"), OSError("refused"), None])
+    publisher.publish(7, b"side state")
     asked = [at for at, hold in shown if hold]
-    assert len(asked) == len(shown) == 2 * seat_module.BUDDY_AGAIN_S
+    assert len(asked) == len(shown) == 2 * publishing_module.BUDDY_AGAIN_S
     assert asked[0] > 0 and sorted(set(asked)) == asked, "each time anew"
     assert (page.get("hold"), page.get("asked_ns")) == (0, 0)
 
 
 def test_a_hold_that_was_told_is_not_ended_by_publishing(page: Page) -> None:
-    seat, _ = publishing(page, [None])
+    publisher, _ = publishing(page, [None])
     page.set("hold", 1)
-    Seat.publish(seat, 7, b"side state")
+    publisher.publish(7, b"side state")
     assert page.get("hold") == 1
 
 
@@ -121,7 +123,7 @@ def test_groups_of_a_later_attempt_outlive_the_release_of_an_older_one(
 ) -> None:
     built: dict[int, MagicMock] = {}
     monkeypatch.setattr(
-        seat_module.groups,
+        stager_module.groups,
         "stage",
         lambda generation, *_: built.setdefault(generation, MagicMock()),
     )

@@ -57,21 +57,20 @@ def main() -> None:
     os.environ.update(QUIET_NCCL)
 
     from keepstep.worker.groups import groups
+    from keepstep.worker.line.process import Process
     from keepstep.worker.script import collectives
-    from keepstep.worker.step.seat import Line
 
     groups.install(solo=standby)
     if transparent:
         _run_transparent(channel, page)
-    recorder = collectives.Recorder()
-    recorder.install()
-    line = Line(channel, page, recorder)
-    _publish(line)
+    collectives.front_door.install()
+    process = Process(channel, page)
+    _publish(process)
     if standby:
-        _become_standby(line)
+        _become_standby(process)
     else:
         page.where("building")
-    _run_script(sys.argv[1:], partial(_failed, line), partial(_finished, line))
+    _run_script(sys.argv[1:], partial(_failed, process), partial(_finished, process))
 
 
 def _run_transparent(channel: Any, page: Any) -> NoReturn:
@@ -98,44 +97,45 @@ def _run_transparent(channel: Any, page: Any) -> NoReturn:
     os._exit(0)  # what is left of the script's threads has nothing to say any more
 
 
-def _publish(line: Any) -> None:
+def _publish(process: Any) -> None:
     import keepstep
 
-    keepstep._line = line
+    keepstep._process = process
 
 
-def _become_standby(line: Any) -> None:
+def _become_standby(process: Any) -> None:
     # What scripts import lazily between RANK and the first step is imported before parking.
     import torch._dynamo
     import torch.optim.lr_scheduler
     import torch.utils.data
     import torch.utils.data.distributed
 
-    if line.channel.welcome.checkpoints:
+    if process.channel.welcome.checkpoints:
         import torch.distributed.checkpoint  # noqa: F401
 
     from keepstep.worker.script import parking
 
-    parking.park_at_questions(lambda where: _wait_for_seat(line, where))
+    parking.park_at_questions(lambda where: _wait_for_rank(process, where))
 
 
-def _wait_for_seat(line: Any, where: str) -> None:
+def _wait_for_rank(process: Any, where: str) -> None:
     from keepstep.core.rank import joining
     from keepstep.model import messages as m
     from keepstep.worker.device import cuda
+    from keepstep.worker.script.collectives import front_door
     from keepstep.worker.state import codec
 
     cuda.warm_up()
-    line.page.where("parked")
-    channel = line.channel
+    process.page.where("parked")
+    channel = process.channel
     parked = m.Parked(where=where, warm_ns=time.monotonic_ns() - _STARTED_NS)
     command = channel.drive(joining.park(channel.inbox, parked), lambda _: os._exit(0))
-    data = _init_record(line, command)
+    data = _init_record(process, command)
     while not data and data is not None:  # asked again if nobody has it
         command = channel.drive(joining.assigned(channel.inbox), lambda _: os._exit(0))
-        data = _init_record(line, command)
-    line.assigned, line.assigned_ns = command, time.monotonic_ns()
-    line.page.where("building")
+        data = _init_record(process, command)
+    process.assigned, process.assigned_ns = command, time.monotonic_ns()
+    process.page.where("building")
     os.environ["RANK"] = str(command.rank)
     local_world = int(os.environ["LOCAL_WORLD_SIZE"])
     os.environ["GROUP_RANK"] = str(command.rank // local_world)
@@ -144,12 +144,12 @@ def _wait_for_seat(line: Any, where: str) -> None:
     os.environ["MASTER_PORT"] = str(command.master.port)
     os.environ["KEEPSTEP_GENERATION"] = str(command.generation - 1)
     if data is not None:
-        line.init_record = data
-        line.about = codec.loads_inline(data)
-        line.recorder.replay = line.about.pop("record")
+        process.init_record = data
+        process.about = codec.loads_inline(data)
+        front_door.replay = process.about.pop("record")
 
 
-def _init_record(line: Any, command: Any) -> bytes | None:
+def _init_record(process: Any, command: Any) -> bytes | None:
     """None: there is none in the checkpoint. Empty: nobody has it, and that was said. Going on
     without it would give the script other results than the other ranks got."""
     from keepstep.model import messages as m
@@ -157,7 +157,7 @@ def _init_record(line: Any, command: Any) -> bytes | None:
     from keepstep.worker.checkpoint import checkpoint
     from keepstep.worker.line import blobs
 
-    rank, token, reason = command.rank, line.channel.welcome.token, "side-state-missing"
+    rank, token, reason = command.rank, process.channel.welcome.token, "side-state-missing"
     if command.checkpoint:
         return checkpoint.read_side(command.checkpoint, rank, "init")
     try:
@@ -170,7 +170,7 @@ def _init_record(line: Any, command: Any) -> bytes | None:
     os.write(2, f"keepstep: {error}: this process cannot take its seat\n".encode())
     if command.presumed:
         os._exit(1)
-    line.channel.send(
+    process.channel.send(
         m.CopyFailed(generation=command.generation, reason=reason, error=error)  # type: ignore[arg-type]
     )
     return b""
@@ -222,7 +222,7 @@ def _described(error: BaseException) -> str:
     return "".join(found.format())
 
 
-def _failed(line: Any, text: str, error: BaseException) -> None:
+def _failed(process: Any, text: str, error: BaseException) -> None:
     """The script is gone, so this process cannot be retried: say why, then end."""
     from keepstep.model import messages as m
     from keepstep.worker.api import attach, session
@@ -234,7 +234,7 @@ def _failed(line: Any, text: str, error: BaseException) -> None:
     begun = seat is not None and seat.tick > 0
     if isinstance(error, UsageError) and not begun:
         kind = "usage"
-    line.channel.send(
+    process.channel.send(
         m.Failure(
             generation=seat.generation if seat is not None else 0,
             error_kind=kind,
@@ -252,7 +252,7 @@ def _end(error: BaseException) -> NoReturn:
     os._exit(code if isinstance(code, int) else 1)
 
 
-def _finished(line: Any) -> None:
+def _finished(process: Any) -> None:
     from keepstep.model import messages as m
     from keepstep.worker.api import attach, session
 
@@ -260,9 +260,11 @@ def _finished(line: Any) -> None:
     if isinstance(rank, session.Session):
         rank._finish()
         return
-    line.page.where("done")  # a script that never attached: nothing to protect, nothing to wait for
-    line.channel.send(m.Done(tick=0, version=0))
-    line.channel.wait(lambda c: isinstance(c, m.Finish | m.Leave))
+    process.page.where(
+        "done"
+    )  # a script that never attached: nothing to protect, nothing to wait for
+    process.channel.send(m.Done(tick=0, version=0))
+    process.channel.wait(lambda c: isinstance(c, m.Finish | m.Leave))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def _named(things: Any, kind: type, what: str) -> dict[str, Any]:
 
 
 def attach(
-    model: Any, optimizer: Any, scheduler: Any = None, line: Any = None, **objects: Any
+    model: Any, optimizer: Any, scheduler: Any = None, process: Any = None, **objects: Any
 ) -> PlainSession:
     global _session
     if _session is not None:
@@ -66,7 +66,7 @@ def attach(
     for name, item in objects.items():
         # Refused before anything is changed.
         roundtrip.check(registered(name, item, None, per_rank=False), optimizers.values())
-    if line is None:
+    if process is None:
         session = _attach_plain()
     else:
         from keepstep.worker.api.session import attach_rank
@@ -76,7 +76,7 @@ def attach(
         children.refuse_living()
         groups.refuse_unknown()
         refusals.watch()
-        session = attach_rank(line, models, optimizers)
+        session = attach_rank(process, models, optimizers)
     _session = session
     for name, item in objects.items():
         session.register(name, item)

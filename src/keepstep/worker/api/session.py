@@ -18,7 +18,8 @@ from keepstep.model import messages as m
 from keepstep.worker.api.plain import Batch, F, PlainSession
 from keepstep.worker.device import alike, cuda
 from keepstep.worker.groups import groups
-from keepstep.worker.script import results, roots, workers
+from keepstep.worker.line.process import Process
+from keepstep.worker.script import collectives, results, roots, workers
 from keepstep.worker.script.batches import Batches, Loop
 from keepstep.worker.script.collectives import Bare
 from keepstep.worker.script.frames import script_frames
@@ -31,7 +32,7 @@ from keepstep.worker.state.state import memory, on_cpu
 from keepstep.worker.step import trace
 from keepstep.worker.step.newcomer import Newcomer
 from keepstep.worker.step.recovery import Recovery
-from keepstep.worker.step.seat import Line, Seat
+from keepstep.worker.step.seat import Seat
 from keepstep.worker.step.transaction import Transactions
 
 FIRST_FENCE_TIMEOUT_S = 7 * 86_400.0  # who keeps the others waiting is found by the orchestrator
@@ -97,7 +98,7 @@ class Session(PlainSession):
         self._recovery = Recovery(seat)
         self._transactions = Transactions(seat, self._recovery)
         self._newcomer: Newcomer | None = None
-        if seat.line.assigned is not None:
+        if seat.process.assigned is not None:
             self._newcomer = Newcomer(seat, self._recovery, self._transactions)
         self._announced = False
         self._begun = False
@@ -199,7 +200,7 @@ class Session(PlainSession):
         self._seat.page.mark()
 
     def begin(self) -> None:
-        announce(self, self._seat.line)
+        announce(self, self._seat.process)
         self._announced = True
 
     # ------------------------------------------------------------------ inside
@@ -321,7 +322,7 @@ class Session(PlainSession):
         self._transactions.settle()
 
 
-def attach_rank(line: Line, models: dict[str, Any], optimizers: dict[str, Any]) -> Session:
+def attach_rank(process: Process, models: dict[str, Any], optimizers: dict[str, Any]) -> Session:
     """A rank or a newcomer of a Keepstep job."""
     world = int(os.environ["WORLD_SIZE"])
     rank = int(os.environ["RANK"])
@@ -330,7 +331,7 @@ def attach_rank(line: Line, models: dict[str, Any], optimizers: dict[str, Any]) 
             f"attach before init_process_group on rank {rank} of {world}",
             hint="call torch.distributed.init_process_group first",
         )
-    seat = Seat(line, rank, world, models, optimizers)
+    seat = Seat(process, rank, world, models, optimizers)
     seat.generation = int(os.environ.get("KEEPSTEP_GENERATION", "0"))
     return Session(seat)
 
@@ -382,11 +383,11 @@ def _facts(seat: Seat) -> dict[str, str]:
     return alike.facts(cuda=any(p.device.type == "cuda" for p in seat.parameters))
 
 
-def announce(session: Session, line: Line) -> None:
+def announce(session: Session, process: Process) -> None:
     seat = session._seat
     fsdp.refuse_old(seat.models.values())
     known = {t.untyped_storage().data_ptr() for t in seat.state.export().tensors.values()}
-    newcomer = line.assigned is not None
+    newcomer = process.assigned is not None
     if not newcomer:
         seat.page.where("attaching")
         if seat.world > 1:
@@ -401,19 +402,19 @@ def announce(session: Session, line: Line) -> None:
         about: dict[str, Any] = {"plain_equal": _plain_equal(seat), "alike": _facts(seat)}
         seat.redundancy.survey()
         seat.natural = about["natural"] = seat.redundancy.digest()
-        record = line.recorder.encoded(known, about)
+        record = collectives.front_door.encoded(known, about)
         seat.channel.wait_until(lambda: seat.channel.inbox.buddy_known, 10.0)
         seat.redundancy.connect()
-        seat.publish(-1, record)
-    elif line.recorder.replay is not None:
-        assert line.assigned is not None
-        resumed = bool(line.assigned.checkpoint)
-        alike.require(line.about.get("alike") or {}, seat.rank, resumed=resumed)
-        seat.replicas.plain_equal = line.about["plain_equal"]
+        seat.publisher.publish(-1, record)
+    elif collectives.front_door.replay is not None:
+        assert process.assigned is not None
+        resumed = bool(process.assigned.checkpoint)
+        alike.require(process.about.get("alike") or {}, seat.rank, resumed=resumed)
+        seat.replicas.plain_equal = process.about["plain_equal"]
         seat.redundancy.survey()
         seat.natural = seat.redundancy.digest()
-        seat.page.publish(-1, line.init_record)
-    line.recorder.gate = session._gate
+        seat.page.publish(-1, process.init_record)
+    collectives.front_door.gate = session._gate
     groups.before_destroy(session._settle)
     exported = seat.state.export()
     seat.page.where("outside")

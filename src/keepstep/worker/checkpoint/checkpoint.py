@@ -15,73 +15,60 @@ Periodic checkpoints (periodic.py) have the same files, but `state` is a directo
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from keepstep.errors import PermanentError, UsageError
 from keepstep.model import messages as m
 from keepstep.model.page import INIT_TICK, late_tick
+from keepstep.worker.checkpoint.files import FORMAT, put
 from keepstep.worker.line import blobs
 from keepstep.worker.state import statefile
+from keepstep.worker.state.rank import Rank
+from keepstep.worker.state.state import StateSet
 from keepstep.worker.vault import vault, vaultfile
-
-if TYPE_CHECKING:
-    from keepstep.worker.state.state import StateSet
-    from keepstep.worker.step.seat import Seat
-
-FORMAT = 1
+from keepstep.worker.vault.redundancy import Redundancy
 
 
-def put(path: Path, data: bytes) -> None:
-    temporary = path.with_suffix(path.suffix + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def write(seat: Seat, command: m.Checkpoint) -> m.Checkpointed:
+def write(me: Rank, redundancy: Redundancy, command: m.Checkpoint) -> m.Checkpointed:
     """The side state comes last: once all ranks' are there, and the manifest, it is complete."""
     directory = Path(command.path)
     directory.mkdir(parents=True, exist_ok=True)
     written = 0
-    if _sharded(seat):
-        written = _write_shards(directory, seat, command)
+    if _sharded(me):
+        written = _write_shards(directory, me, redundancy, command)
     elif command.lead:
-        written = statefile.write_file(directory / "state", seat.state.export())
+        written = statefile.write_file(directory / "state", me.state.export())
     for rank in command.dead:
-        _write_dead(directory, seat, rank, command)
-    held = seat.page.held
+        _write_dead(directory, me, rank, command)
+    held = me.page.held
     late = held(late_tick(command.tick))
-    _write_side(directory, seat.rank, held(INIT_TICK), late, held(command.tick))
+    _write_side(directory, me.rank, held(INIT_TICK), late, held(command.tick))
     if command.lead:
         manifest = {
             "format": FORMAT,
             "tick": command.tick,
-            "step": seat.version,
+            "step": me.version,
             "world": command.world,
         }
         put(directory / "manifest.json", json.dumps(manifest, indent=1).encode())
     return m.Checkpointed(generation=command.generation, path=command.path, bytes_written=written)
 
 
-def _sharded(seat: Seat) -> bool:
-    everybody = set(range(seat.world))
-    return any(set(seat.replicas.ranks[kind]) != everybody for kind in seat.state.classes())
+def _sharded(me: Rank) -> bool:
+    everybody = set(range(me.world))
+    return any(set(me.replicas.ranks[kind]) != everybody for kind in me.state.classes())
 
 
-def _write_shards(directory: Path, seat: Seat, command: m.Checkpoint) -> int:
+def _write_shards(directory: Path, me: Rank, redundancy: Redundancy, command: m.Checkpoint) -> int:
     """Of those that have the same shards, the first one that is left writes."""
     written = 0
     for rank in command.kept:
-        fetched, _ = seat.redundancy.fetch(rank, command.dead[rank], seat.version)
+        fetched, _ = redundancy.fetch(rank, command.dead[rank], me.version)
         written += vaultfile.write(directory / f"rank-{rank}.vault", fetched)
-    classes, ranks, gone = seat.state.classes(), seat.replicas.ranks, set(command.gone)
-    if any(min(set(ranks[kind]) - gone, default=-1) == seat.rank for kind in classes):
-        path = directory / f"rank-{seat.rank}.state"
-        written += statefile.write_file(path, seat.state.export())
+    classes, ranks, gone = me.state.classes(), me.replicas.ranks, set(command.gone)
+    if any(min(set(ranks[kind]) - gone, default=-1) == me.rank for kind in classes):
+        path = directory / f"rank-{me.rank}.state"
+        written += statefile.write_file(path, me.state.export())
         put(path.with_suffix(".classes"), json.dumps(sorted(classes)).encode())
     return written
 
@@ -94,8 +81,8 @@ def _write_side(
             put(directory / f"rank-{rank}.{kind}", data)
 
 
-def _write_dead(directory: Path, seat: Seat, rank: int, command: m.Checkpoint) -> None:
-    token, holders, tick = seat.welcome.token, command.dead[rank], command.tick
+def _write_dead(directory: Path, me: Rank, rank: int, command: m.Checkpoint) -> None:
+    token, holders, tick = me.welcome.token, command.dead[rank], command.tick
     init = blobs.fetch(holders, token, rank, INIT_TICK)
     side = blobs.fetch(holders, token, rank, tick, everybody=False) if tick else None
     if tick and side is None:

@@ -33,7 +33,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -69,13 +69,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from keepstep.errors import KeepstepError, PermanentError
 from keepstep.model import messages as m
 from keepstep.model.page import late_tick
-from keepstep.worker.checkpoint.checkpoint import FORMAT, put
+from keepstep.worker.checkpoint.files import FORMAT, put
 from keepstep.worker.state import codec, shards
+from keepstep.worker.state.rank import Rank
 from keepstep.worker.state.state import StateSet, describe, memory
 from keepstep.worker.state.statefile import DigestMismatch
-
-if TYPE_CHECKING:
-    from keepstep.worker.step.seat import Seat
 
 PRIORITY = 10  # of the writing thread: behind the one that trains
 OWN = "object/keepstep/"  # state of Keepstep's own, which need not be equal on all ranks
@@ -192,8 +190,8 @@ def owners_of(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[str, int]:
 
 
 class Periodic:
-    def __init__(self, seat: Seat, directory: str) -> None:
-        self._seat = seat
+    def __init__(self, me: Rank, directory: str) -> None:
+        self._me = me
         self._directory = Path(directory)
         self._newest = -1  # number
         self._host: dict[str, Tensor] = {}  # kept: fresh memory would make each snapshot slower
@@ -205,8 +203,8 @@ class Periodic:
         if number <= self._newest:
             return
         self._newest = number
-        if self._seat.channel.inbox.snapshot == number:
-            self._seat.channel.inbox.snapshot = -1
+        if self._me.channel.inbox.snapshot == number:
+            self._me.channel.inbox.snapshot = -1
         if self._writer is not None and self._writer.is_alive():
             self._failed(number, "the one before is still being written here")
             return
@@ -221,28 +219,28 @@ class Periodic:
         self._writer = _thread(self._write, snapshot)
 
     def _snapshot(self, number: int) -> Snapshot:
-        seat = self._seat
-        snapshot = Snapshot(number, seat.tick, seat.version)
-        exported = seat.state.export()
+        me = self._me
+        snapshot = Snapshot(number, me.tick, me.version)
+        exported = me.state.export()
         alike: dict[str, tuple[tuple[int, ...], dict[str, int]]] = {}  # class -> ranks, sizes
         for name, part in exported.tensors.items():
             if not part.numel():
                 continue
             kind = OWN if name.startswith(OWN) else exported.classes[name]
-            ranks = (seat.rank,) if kind == OWN else seat.replicas.ranks[kind]
-            snapshot.needs[name] = chunk_of(name, part, exported.specs[name], ranks, seat.world)
+            ranks = (me.rank,) if kind == OWN else me.replicas.ranks[kind]
+            snapshot.needs[name] = chunk_of(name, part, exported.specs[name], ranks, me.world)
             alike.setdefault(kind, (ranks, {}))[1][name] = part.nbytes
         for ranks, sizes in alike.values():
             for name, owner in owners_of(sizes, ranks).items():
-                if owner == seat.rank:
+                if owner == me.rank:
                     chunk, copy = snapshot.needs[name], self._copy(name, exported.tensors[name])
                     snapshot.tensors[chunk.index()] = chunk, copy
         if any(part.is_cuda for part in exported.tensors.values()):
             torch.cuda.synchronize()
         self._host = {name: self._host[name] for name in snapshot.needs if name in self._host}
         snapshot.files["meta"] = exported.meta
-        for kind, tick in (("side", seat.tick), ("late", late_tick(seat.tick)), ("init", -1)):
-            data = seat.page.held(tick)
+        for kind, tick in (("side", me.tick), ("late", late_tick(me.tick)), ("init", -1)):
+            data = me.page.held(tick)
             if data is not None:
                 snapshot.files[kind] = data
         return snapshot
@@ -259,23 +257,23 @@ class Periodic:
         return host
 
     def _failed(self, number: int, error: str) -> None:
-        self._seat.channel.send(m.SaveFailed(number=number, error=error[:2000]))
+        self._me.channel.send(m.SaveFailed(number=number, error=error[:2000]))
 
     # ------------------------------------------------------------------ writing
 
     def _write(self, snapshot: Snapshot) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PRIORITY)
-        seat, began = self._seat, time.monotonic_ns()
+        me, began = self._me, time.monotonic_ns()
         if self._last is not None and not (self._last / "manifest.json").exists():
-            remove_part(self._last, seat.rank)
+            remove_part(self._last, me.rank)
         self._last = directory = self._directory / f"checkpoint-{snapshot.tick}"
         try:
-            size = write_part(directory, seat.rank, snapshot)
+            size = write_part(directory, me.rank, snapshot)
         except Exception as error:  # whatever it is, training has nothing to do with it
-            remove_part(directory, seat.rank)
+            remove_part(directory, me.rank)
             self._failed(snapshot.number, f"{type(error).__name__}: {error}")
             return
-        seat.channel.send(
+        me.channel.send(
             m.Saved(
                 number=snapshot.number,
                 tick=snapshot.tick,
@@ -297,7 +295,7 @@ class Periodic:
         except Exception as error:
             self._failed(command.number, f"{type(error).__name__}: {error}")
             return
-        self._seat.channel.send(m.Sealed(number=command.number, path=str(directory)))
+        self._me.channel.send(m.Sealed(number=command.number, path=str(directory)))
 
 
 def _thread(work: Callable[..., None], *args: Any) -> threading.Thread:

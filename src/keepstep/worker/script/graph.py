@@ -149,11 +149,9 @@ def follow(roots: Mapping[str, Any], route: Route) -> Any:
 
 @functools.cache
 def _foreign_places() -> tuple[str, ...]:
-    import keepstep
-
     paths = sysconfig.get_paths()
     places = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    places.add(str(Path(keepstep.__file__).parent))
+    places.add(str(Path(__file__).parents[2]))
     return tuple(f"{place}/" for place in sorted(places))
 
 

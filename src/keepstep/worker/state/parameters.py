@@ -23,7 +23,8 @@ them until it matters.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy
 import torch
@@ -33,10 +34,8 @@ from keepstep.errors import UsageError
 from keepstep.worker.device import extension
 from keepstep.worker.device.digest import digest
 from keepstep.worker.state import codec, inputs, shards
+from keepstep.worker.state.rank import Rank
 from keepstep.worker.state.state import dense, memory, on_cpu
-
-if TYPE_CHECKING:
-    from keepstep.worker.step.seat import Seat
 
 FIRST, EVERY = 3, 1024  # calls of a site in which content is looked at: all of it, three times
 SAMPLES = 8  # elements of a parameter, in every call
@@ -124,9 +123,28 @@ def _spread(words: torch.Tensor) -> torch.Tensor:
     return words.as_strided((count,), (words.numel() // count,), words.storage_offset())
 
 
+class _Unit(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def parameter(self) -> torch.nn.Parameter | None: ...
+
+
+class _Vault(Protocol):
+    """Of what no other rank has."""
+
+    @property
+    def needed(self) -> bool: ...
+
+    @property
+    def units(self) -> Sequence[_Unit]: ...
+
+
 class Parameters:
-    def __init__(self, seat: Seat) -> None:
-        self._seat = seat
+    def __init__(self, me: Rank, vault: _Vault) -> None:
+        self._me = me
+        self._vault = vault
         self._samples: _Samples | None = None
         self._queued = False
         self._calls: Counter[str] = Counter()
@@ -141,18 +159,18 @@ class Parameters:
 
     def _without_replica(self) -> dict[str, torch.nn.Parameter]:
         if self._alone is None:
-            units = self._seat.redundancy.units
+            units = self._vault.units
             self._alone = {u.name: u.parameter for u in units if u.parameter is not None}
         return self._alone
 
     def _all(self) -> dict[str, torch.nn.Parameter]:
         if not self._names:
-            self._names = dict(self._seat.state.parameters())
+            self._names = dict(self._me.state.parameters())
         return self._names
 
     def _contents(self) -> dict[str, bytes]:
         found = {name: content(p) for name, p in self._all().items()}
-        for name, item in self._seat.objects.items():
+        for name, item in self._me.objects.items():
             if not item.undoable and not item.per_rank:
                 data, tensors = codec.dumps(item.save())
                 hashed = xxhash.xxh3_128(data)
@@ -186,7 +204,7 @@ class Parameters:
         if self._entry is None:
             return
         self.midway(site)
-        if self._seat.redundancy.needed or not updating:
+        if self._vault.needed or not updating:
             how = "before the update" if updating else "without an optimizer"
             self._refuse(self._entry, self._contents(), f"in step {site!r} {how}")
 
@@ -212,7 +230,7 @@ class Parameters:
         """A newcomer: what others have noted."""
         for site, names in changing.items():
             self._changing.setdefault(site, set()).update(names)
-            for name, item in self._seat.objects.items():
+            for name, item in self._me.objects.items():
                 if f"object {name}" in names:
                     item.undoable = True
 
@@ -220,12 +238,12 @@ class Parameters:
         self._changing[site] |= new
         own = self._all()
         size = sum(shards.local(own[name]).nbytes for name in new if name in own)
-        for name, item in self._seat.objects.items():
+        for name, item in self._me.objects.items():
             if f"object {name}" in new:
                 item.undoable = True
                 size += item.size
         first = min(new)
-        self._seat.warn(
+        self._me.warn(
             f"step {site!r} changes {len(new)} tensors before its optimizer's update (first: "
             f"{first}): {size / 2**20:.1f} MiB are copied at its begin from now on, so that a "
             "retry finds them as they were"
@@ -233,7 +251,7 @@ class Parameters:
 
     def updated(self) -> None:
         """Behind an optimizer's update."""
-        if not self._seat.redundancy.needed:
+        if not self._vault.needed:
             return
         self._signed = self._signatures()
         if self._entry is not None:
@@ -288,7 +306,7 @@ class Parameters:
             self._refuse(self._updated, self._contents(), f"behind the update in step {site!r}")
 
     def _refuse(self, before: dict[str, bytes], now: dict[str, bytes], where: str) -> None:
-        alone = {unit.name for unit in self._seat.redundancy.units if unit.parameter is not None}
+        alone = {unit.name for unit in self._vault.units if unit.parameter is not None}
         changed = sorted(n for n in alone if n in before and before[n] != now.get(n))
         if changed:
             self._say_refused(changed, where)

@@ -27,8 +27,8 @@ from __future__ import annotations
 import bisect
 import itertools
 import zlib
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
 
 import torch
 import xxhash
@@ -36,10 +36,8 @@ import xxhash
 from keepstep.worker.device import digest
 from keepstep.worker.state import codec, shards
 from keepstep.worker.state.inputs import LEAVES_MAX, block, summed
+from keepstep.worker.state.rank import Rank
 from keepstep.worker.state.state import memory, on_cpu, plain
-
-if TYPE_CHECKING:
-    from keepstep.worker.step.seat import Seat
 
 PERIOD = 256  # ticks
 EARLY = (1, 2, 3, 8)  # ticks at which a script that is wrong from the start is told
@@ -103,8 +101,9 @@ class Agreement:
 class Replicated:
     """The rolling hash of what replicas share."""
 
-    def __init__(self, seat: Seat) -> None:
-        self._seat = seat
+    def __init__(self, me: Rank, make_own: Callable[[str], None]) -> None:
+        self._me = me
+        self._make_own = make_own
         self._items: dict[str, _Tensors] = {}  # class -> its tensors, by name
         self._hashes: dict[str, Any] = {}  # class -> running hash (on a device: a tensor)
         self._slices: dict[str, str] = {}  # class -> of this tick, on the host
@@ -147,14 +146,14 @@ class Replicated:
 
     def _refresh(self) -> None:
         self._looked = True
-        tensors, classes = self._seat.state.parts()
-        buffers = self._seat.cells.buffers() - self._seat.cells.late
+        tensors, classes = self._me.state.parts()
+        buffers = self._me.cells.buffers() - self._me.cells.late
         found: dict[str, list[tuple[str, torch.Tensor]]] = {}
         buffers |= self._own_tensors()
         for name, tensor in tensors.items():
             own = name.startswith(("grad/", "object/keepstep/")) or name in buffers
             kind = classes[name]
-            if not own and len(self._seat.replicas.ranks[kind]) > 1 and tensor.numel():
+            if not own and len(self._me.replicas.ranks[kind]) > 1 and tensor.numel():
                 found.setdefault(f"{kind}/{tensor.device.type}", []).append((name, tensor))
         self._items = {
             kind: _Tensors([tensor for _, tensor in sorted(pairs, key=lambda pair: pair[0])])
@@ -164,7 +163,7 @@ class Replicated:
     def _own_tensors(self) -> set[str]:
         return {
             f"object/{name}/{place}"
-            for name, item in self._seat.objects.items()
+            for name, item in self._me.objects.items()
             for place in item.own
         }
 
@@ -209,35 +208,35 @@ class Replicated:
             name = full.partition("|")[2]
             if name.startswith("object/"):
                 owner, _, place = name.removeprefix("object/").rpartition("/")
-                if owner not in self._seat.objects:
+                if owner not in self._me.objects:
                     continue  # only others have come to register it
-                self._seat.objects[owner].own.add(int(place))
-                self._seat.warn(
+                self._me.objects[owner].own.add(int(place))
+                self._me.warn(
                     f"{name} of registered object {owner!r} differs between ranks: it is carried "
                     "as each rank's own"
                 )
             elif name.startswith("object "):
-                if name.removeprefix("object ") not in self._seat.objects:
+                if name.removeprefix("object ") not in self._me.objects:
                     continue
-                self._seat.make_own(name.removeprefix("object "))
+                self._make_own(name.removeprefix("object "))
             else:
                 left.add(full)
         return left
 
     def table(self) -> dict[str, str]:
         """Of everything replicas must share, as "class|name" -> digest."""
-        seat = self._seat
-        tensors, classes = seat.state.parts()
-        buffers = (seat.cells.buffers() - seat.cells.late) | self._own_tensors()
+        me = self._me
+        tensors, classes = me.state.parts()
+        buffers = (me.cells.buffers() - me.cells.late) | self._own_tensors()
         found: dict[str, str] = {}
         for name, tensor in tensors.items():
             kind = classes[name]
             own = name.startswith(("grad/", "object/keepstep/")) or name in buffers
-            if not own and len(seat.replicas.ranks[kind]) > 1:
+            if not own and len(me.replicas.ranks[kind]) > 1:
                 found[f"{kind}|{name}"] = _digest(tensor)
-        shared = sorted(k for k in set(classes.values()) if len(seat.replicas.ranks[k]) > 1)
+        shared = sorted(k for k in set(classes.values()) if len(me.replicas.ranks[k]) > 1)
         role = xxhash.xxh3_64_hexdigest(repr(shared).encode())
-        for name, item in seat.objects.items():
+        for name, item in me.objects.items():
             if not item.per_rank:
                 data = codec.dumps(item.save())[0]
                 found[f"{role}|object {name}"] = xxhash.xxh3_64_hexdigest(data)

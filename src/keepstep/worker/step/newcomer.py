@@ -56,11 +56,11 @@ Result = TypeVar("Result")
 
 class Newcomer:
     def __init__(self, seat: Seat, recovery: Recovery, transactions: Transactions) -> None:
-        assert seat.line.assigned is not None
+        assert seat.process.assigned is not None
         self.seat = seat
         self.recovery = recovery
         self.transactions = transactions
-        self.assign = seat.line.assigned
+        self.assign = seat.process.assigned
         self.installed = False  # state is here; the walk may go on
         self.joined = False
         self._protocol = Joining(seat.channel.inbox, self.assign)
@@ -146,14 +146,14 @@ class Newcomer:
             stack = script_frames()
 
             def at_fence() -> list[torch.nn.Parameter]:
-                seat.apply_side_state(side, {})
+                seat.side.apply(side, {})
                 if seen.variables is not None:
                     seat.variables.restore(seen.variables, stack)
                 return [seat.parameters[index] for index in side["gradients"]]
 
             made = self._finish(
                 function,
-                Finishing(rest, site, at_fence, lambda name: seat.reach(name, stack)),
+                Finishing(rest, site, at_fence, lambda name: seat.known.reach(name, stack)),
                 raises=not self.ended and bool(side["late"]),
                 refuses=not self.ended and not known,
             )
@@ -163,7 +163,7 @@ class Newcomer:
                 return made
         if not self.ended:
             self._refuse_unknown(site, side)
-        seat.apply_side_state(side, self.late)
+        seat.side.apply(side, self.late)
         self._alone = groups.alone_operations()
         return made
 
@@ -307,7 +307,7 @@ class Newcomer:
         arrived, now = self._arrived_ns, time.monotonic_ns()
         ready = m.Ready(
             generation=self.assign.generation,
-            arrived_ns=max(arrived - seat.line.assigned_ns, 0),
+            arrived_ns=max(arrived - seat.process.assigned_ns, 0),
             warm_ns=now - arrived,
             classes=sorted(seat.state.classes()),
         )
@@ -413,7 +413,7 @@ class Newcomer:
         if not missing:
             return ""
         version = side["version"] if side is not None else 0
-        if version == 0 and seat.natural == seat.line.about["natural"]:
+        if version == 0 and seat.natural == seat.process.about["natural"]:
             return "shards as the script builds them, before the first step"
 
         def fetch() -> tuple[vault.Fetched, str]:
@@ -503,7 +503,7 @@ class Newcomer:
         seat.page.set("version", seat.version)
         self._position = self._walking = side
         self.late = self._fetch_late(copy)
-        seat.take_behind(side, self.late)
+        seat.side.take_behind(side, self.late)
         self._note = self._fetch_note(copy)
         seat.page.publish(copy.tick, codec.dumps_inline(side))
 

@@ -118,7 +118,7 @@ class Recovery:
         raises ConnectionAbortedError there, as it does in the fence itself. Or in a newcomer that
         has not joined; those who hold for it wait meanwhile."""
         seat = self.seat
-        assigned = seat.line.assigned
+        assigned = seat.process.assigned
         joining = assigned is not None and seat.generation < assigned.generation
         self._divergences += 1
         word = m.Diverged(
@@ -190,7 +190,7 @@ class Recovery:
                 return self._enter(ask.command)
             case asks.Republish():
                 with contextlib.suppress(ConnectionAbortedError):  # again after the next swap
-                    self.seat.republish()
+                    self.seat.publisher.republish()
                 self.seat.redundancy.reconnect()
             case asks.DropStaged():
                 self.seat.stager.discard(ask.below)
@@ -236,7 +236,7 @@ class Recovery:
     def _write(self, command: m.Checkpoint) -> m.Checkpointed | m.CheckpointFailed:
         """The state in memory is worth more than the copy: a full disk must not end its holder."""
         try:
-            return checkpoint.write(self.seat, command)
+            return checkpoint.write(self.seat, self.seat.redundancy, command)
         except (OSError, KeepstepError) as error:
             return m.CheckpointFailed(
                 generation=command.generation, path=command.path, error=str(error)

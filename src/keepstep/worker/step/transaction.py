@@ -156,9 +156,9 @@ class Transactions:
                 self.seat.gradients.before_backward()
             last = self._backwards == self._usual.get(self.running)
             self.seat.redundancy.backward(last)
-            if last and self.seat.sends_ahead():
+            if last and self.seat.publisher.sends_ahead():
                 variables = self.seat.variables.capture()
-                self.seat.publish_ahead(self.running, self._foreseen(), variables, self._rest())
+                self.seat.side.ahead(self.running, self._foreseen(), variables, self._rest())
 
     def saw_collective(self, name: str, args: Any, kwargs: Any) -> None:
         self.refuse_collective(f"collective {name}")
@@ -277,7 +277,7 @@ class Transactions:
         if seat.version > 0:
             seat.unasked.look_at_attributes()
         if step:
-            seat.note_inputs(getattr(function, "arguments", None))
+            seat.side.note_inputs(getattr(function, "arguments", None))
         self.settle()
         while True:
             if seat.aborted():
@@ -319,7 +319,7 @@ class Transactions:
                     self._end()
                     raise  # after the fence nothing can be undone: the user's error stands
                 self._guard.close()
-                seat.ahead.wait()
+                seat.publisher.ahead.wait()
                 problem = error
             if problem is not None:
                 self._interrupt(problem, undo)
@@ -415,14 +415,14 @@ class Transactions:
             self._left_changed = "state that replicas share"
         seat.variables.undo()
         if self._step and not self._left_changed:
-            name = seat.inputs.changed(getattr(self._function, "arguments", None))
+            name = seat.side.inputs.changed(getattr(self._function, "arguments", None))
             self._left_changed = f"argument {name}" if name else ""
         for loop in seat.loops:
             loop.retry()
         seat.streams.restore(undo.streams)
 
     def _side_state(self) -> bytes:
-        return self.seat.side_state(
+        return self.seat.side.make(
             self.running,
             self._step,
             self._updating,
@@ -437,10 +437,12 @@ class Transactions:
         code, arguments = getattr(call, "code", None), getattr(call, "arguments", {})
 
         def knows(thing: Any) -> bool:
-            return self.seat.knows(thing) or self.seat.variables.hold(thing)
+            return self.seat.known.knows(thing) or self.seat.variables.hold(thing)
 
         seat = self.seat
-        return seat.behind.locals_of(self.running, code, arguments, knows, seat.lying_with)
+        return seat.side.behind.locals_of(
+            self.running, code, arguments, knows, seat.known.lying_with
+        )
 
     def finish(self, function: Any, finishing: Finishing) -> Any:
         """On a newcomer: the last step, of which all others have seen the end."""
@@ -469,7 +471,7 @@ class Transactions:
         self._result = result
         self._fenced, self._updating = True, updating
         self._usual[self.running] = self._backwards
-        seat.ahead.wait()
+        seat.publisher.ahead.wait()
         if seat.injector:
             seat.injector.point("before_fence", seat.version)
         try:
@@ -477,12 +479,12 @@ class Transactions:
                 raise ConnectionAbortedError("aborted before the fence")
             if self._step:
                 seat.changes.fence(self.running, updating)
-                seat.secure(updating)
+                seat.publisher.secure(updating)
             seat.streams.leaving(self.running)
             self._variables = seat.variables.capture()
             side_state = self._side_state()
-            seat.ahead.judge(side_state)
-            seat.publish(seat.tick + 1, side_state)
+            seat.publisher.ahead.judge(side_state)
+            seat.publisher.publish(seat.tick + 1, side_state)
         except KeepstepError as error:
             self._refused = error
             raise
@@ -496,10 +498,10 @@ class Transactions:
         passed = True
         try:
             wait_for_device(self._aborted)
-            seat.complete_note()
+            seat.side.complete_note()
             if self._step:
-                seat.publish_locals()
-                seat.secured(self._updating, self._let_device_go)
+                seat.side.publish_locals()
+                seat.publisher.secured(self._updating, self._let_device_go)
             seat.page.where("fence")
             self._in_fence = True
             self._all_ranks_here()
@@ -519,7 +521,7 @@ class Transactions:
 
     def _aborted(self) -> bool:
         """While the device is at work."""
-        self.seat.complete_note()
+        self.seat.side.complete_note()
         return self.seat.aborted()
 
     def _let_device_go(self) -> None:
@@ -580,7 +582,7 @@ class Transactions:
             if undisturbed:
                 found, names = names, replicated.settle(names)
                 if names != found:  # more of this rank's own than was published
-                    seat.publish(seat.tick + 1, self._side_state())
+                    seat.publisher.publish(seat.tick + 1, self._side_state())
             if names:
                 agreed = replicated.agreed
                 self.recovery.diverged("replicas", self.running, table=table, agreed=agreed)
@@ -628,7 +630,7 @@ class Transactions:
         seat.tracker.commit(site, step, kept, coming, variables, mark)
         if mark and not self._updating:
             encoded = results.whole(kept)
-        seat.publish_late(site, encoded, late, foreseen, "" if self._updating else mark)
+        seat.side.publish_late(site, encoded, late, foreseen, "" if self._updating else mark)
         version = seat.version
         if step and (version == NAMED_AT or version % NAMED_EVERY == NAMED_AT):
             for text in (*seat.variables.warnings(), *seat.variables.unknown()):
@@ -661,7 +663,7 @@ class Transactions:
 
     def _end(self) -> None:
         self._guard.close()
-        self.seat.ahead.wait()
+        self.seat.publisher.ahead.wait()
         self.running = ""
         self._function = None
         self.seat.variables.end()

@@ -40,9 +40,9 @@ from keepstep.errors import LocalProtocolError, PermanentError
 from keepstep.model import messages as m
 from keepstep.worker.device import cuda
 from keepstep.worker.groups import fence, gloo, groups, nccl
+from keepstep.worker.groups.stager import Stager
 from keepstep.worker.line.channel import Channel
 from keepstep.worker.line.page import Page
-from keepstep.worker.step.seat import Stager
 from keepstep.worker.transparent import device
 from keepstep.worker.transparent.stopping import Stopping
 

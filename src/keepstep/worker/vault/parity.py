@@ -14,23 +14,20 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from keepstep.errors import KeepstepError
 from keepstep.model import messages as m
 from keepstep.model import vault as v
+from keepstep.worker.state.rank import Rank
 from keepstep.worker.vault.lane import After, View
 from keepstep.worker.vault.vault import Parcel, Ticket, VaultLine, forget
-
-if TYPE_CHECKING:
-    from keepstep.worker.step.seat import Seat
 
 
 class ParityLine:
     """To the holder of the parity, whoever that is at present."""
 
-    def __init__(self, seat: Seat) -> None:
-        self._seat = seat
+    def __init__(self, me: Rank) -> None:
+        self._me = me
         self._line: VaultLine | None = None
         self._common = -1  # version of the last bases that all members put; -1: nothing is kept
         self._step: list[Callable[[VaultLine], object]] = []  # puts since the last sync
@@ -44,12 +41,12 @@ class ParityLine:
         same, self._layout = layout == self._layout, layout
         self._lanes, self._reserve = dict(lanes), reserve
         self._common = -1
-        where = self._seat.channel.inbox.parity
+        where = self._me.channel.inbox.parity
         if where is not None and not (same and self._is_open(where)):
             self._open(where)
 
     def _is_open(self, where: m.Parity) -> bool:
-        line, generation = self._line, max(self._seat.generation, 0)
+        line, generation = self._line, max(self._me.generation, 0)
         return (
             line is not None
             and not line.broken
@@ -57,17 +54,17 @@ class ParityLine:
         )
 
     def _open(self, where: m.Parity) -> None:
-        seat, old = self._seat, self._line
+        me, old = self._me, self._line
         self._line = None
         if old is not None:
             old.close()
             if old.address != where.holder and self._former is None:
-                self._former = (old, seat.version)
-        generation = max(seat.generation, 0)
+                self._former = (old, me.version)
+        generation = max(me.generation, 0)
         line = VaultLine(
             where.holder,
-            seat.welcome.token,
-            seat.rank,
+            me.welcome.token,
+            me.rank,
             generation,
             group=where.members,
             lanes=self._lanes,
@@ -77,7 +74,7 @@ class ParityLine:
 
     def begin(self, version: int) -> None:
         """All members put bases of this version: from here on, all are in the parity."""
-        where = self._seat.channel.inbox.parity
+        where = self._me.channel.inbox.parity
         self._step.clear()
         self._common = -1
         if where is None or version == self._given_up:
@@ -131,7 +128,7 @@ class ParityLine:
         self._step.clear()
         if self._former is not None and version > self._former[1]:
             # All members have reached the fence before this one, with bases at the new holder.
-            _forget_later(self._former[0], self._seat.welcome.token)
+            _forget_later(self._former[0], self._me.welcome.token)
             self._former = None
 
     def _once_more(self, line: VaultLine, version: int, aborted: Callable[[], bool]) -> None:
@@ -144,8 +141,8 @@ class ParityLine:
     def _lost(self, holder: m.Address, error: Exception) -> None:
         self._common = -1
         self._step.clear()
-        generation = self._seat.generation
-        self._seat.channel.send(m.BuddyLost(generation=generation, error=str(error), parity=holder))
+        generation = self._me.generation
+        self._me.channel.send(m.BuddyLost(generation=generation, error=str(error), parity=holder))
 
     def interrupt(self) -> None:
         line = self._line

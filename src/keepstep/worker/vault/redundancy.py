@@ -31,7 +31,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xxhash
@@ -43,6 +43,7 @@ from keepstep.model.messages import Address
 from keepstep.worker.device import cuda
 from keepstep.worker.line import blobs
 from keepstep.worker.state import codec, shards
+from keepstep.worker.state.rank import Rank
 from keepstep.worker.state.state import flat
 from keepstep.worker.vault import lane, parity, rebuild, vault
 from keepstep.worker.vault.early import Early, same_kind, watch_clipping
@@ -50,9 +51,6 @@ from keepstep.worker.vault.host import HostWay
 from keepstep.worker.vault.replay import Replay
 from keepstep.worker.vault.staging import Staging, numbers
 from keepstep.worker.vault.units import Parts, Unit, described, in_order, part_of, view, views
-
-if TYPE_CHECKING:
-    from keepstep.worker.step.seat import Seat
 
 NOTED_BYTES = 1 << 30  # in a piece: msgpack knows none of 4 GiB
 UNIT_BYTES = 1 << 10  # of a base, between its tensors
@@ -76,14 +74,14 @@ class _Unconfirmed:
 
 
 class Redundancy:
-    def __init__(self, seat: Seat) -> None:
-        self._seat = seat
+    def __init__(self, me: Rank) -> None:
+        self._me = me
         self.mode = os.environ.get("KEEPSTEP_REDUNDANCY", "auto")
         self.units: list[Unit] = []
         self.unprotected = 0  # tensors that are nowhere else
         self.first_unprotected = ""
         self._whole = False  # all bases are of one version
-        self._parity = parity.ParityLine(seat) if self.mode == "parity" else None
+        self._parity = parity.ParityLine(me) if self.mode == "parity" else None
         self._realign = True  # all ranks put bases at the version that they have now
         self._aligned = -1  # version at which they did last
         self._line: vault.VaultLine | None = None
@@ -114,10 +112,10 @@ class Redundancy:
     def survey(self) -> None:
         """At attach: what has no replica where a failure of this node would leave it."""
         self._early.unwatch()
-        seat = self._seat
-        state, replicas = seat.state, seat.replicas
+        me = self._me
+        state, replicas = me.state, me.replicas
         local_world = int(os.environ["LOCAL_WORLD_SIZE"])
-        if seat.world == 1:
+        if me.world == 1:
             return  # with its only rank all that could decide how to go on is lost
 
         def alone(tensor: torch.Tensor) -> bool:
@@ -127,7 +125,7 @@ class Redundancy:
         lonely = {name for name, tensor in tensors.items() if alone(tensor)}
         objects = [
             name
-            for name, item in seat.objects.items()
+            for name, item in me.objects.items()
             if not item.per_rank and any(alone(t) for t in codec.dumps(item.save())[1])
         ]
         if self.mode == "off":
@@ -140,7 +138,7 @@ class Redundancy:
         wanted = tensors if objects else {n: t for n, t in tensors.items() if n in lonely}
         owners = {
             id(p): (name, place)
-            for name, optimizer in seat.optimizers.items()
+            for name, optimizer in me.optimizers.items()
             for place, p in enumerate(flat(optimizer))
         }
         buffers = []
@@ -212,7 +210,7 @@ class Redundancy:
         if self._line is not None and self.layout != before:
             self._open(self._line.address, fresh=True)
             self._align()
-        elif self._line is None and self._seat.line.assigned is None:
+        elif self._line is None and self._me.process.assigned is None:
             self.connect()
 
     def _add(self, unit: Unit) -> None:
@@ -223,7 +221,7 @@ class Redundancy:
         if parameter is None or not unit.optimizer or not parameter.requires_grad:
             return
         # DDP reduces gradients behind the back of hooks.
-        if isinstance(parameter, DTensor) or not self._seat.replicas.described(parameter):
+        if isinstance(parameter, DTensor) or not self._me.replicas.described(parameter):
             self._early.watch(unit.index, parameter)
 
     def _state_to_come(self, unit: Unit) -> int:
@@ -231,13 +229,13 @@ class Redundancy:
         what Adam needs, unless it is there already."""
         if unit.parameter is None or not unit.optimizer:
             return 0
-        if unit.parameter in self._seat.optimizers[unit.optimizer].state:
+        if unit.parameter in self._me.optimizers[unit.optimizer].state:
             return 0
         return 2 * shards.local(unit.parameter).nbytes + 256
 
     def _refuse_objects(self, objects: Iterable[str]) -> None:
         for name in objects:
-            if self._seat.objects[name].after_update is None:
+            if self._me.objects[name].after_update is None:
                 raise UsageError(
                     f"registered object {name!r} has tensors that no other rank has, and Keepstep "
                     "does not know how they change: after a loss they could not be rebuilt",
@@ -298,13 +296,13 @@ class Redundancy:
     # ------------------------------------------------------------------ the line
 
     def _target(self, buddy: Address | None) -> Address:
-        own = self._seat.welcome.blobs
+        own = self._me.welcome.blobs
         return own if self._parity is not None else buddy or own
 
     def connect(self) -> None:
         """Before training begins, so that too little memory is known in time."""
         if self.needed:
-            self._open(self._target(self._seat.channel.inbox.buddy))
+            self._open(self._target(self._me.channel.inbox.buddy))
             self._align()
 
     def reconnect(self) -> None:
@@ -313,7 +311,7 @@ class Redundancy:
         self._suspended = ""
         if self.needed:
             with contextlib.suppress(OSError, KeepstepError):
-                self._open(self._target(self._seat.channel.inbox.buddy))
+                self._open(self._target(self._me.channel.inbox.buddy))
             with contextlib.suppress(OSError, KeepstepError):
                 self._align()
 
@@ -324,17 +322,17 @@ class Redundancy:
 
     def _open(self, address: Address, fresh: bool = False) -> None:
         """What the vault has is good until it has something newer."""
-        seat = self._seat
+        me = self._me
         old, self._line = self._line, None
         if old is not None:
             old.close()
-        who = (address, seat.welcome.token, seat.rank, max(seat.generation, 0))
+        who = (address, me.welcome.token, me.rank, max(me.generation, 0))
         if self._parity is not None:
             line: vault.VaultLine = parity.Both(self._parity, *who, self._lanes)
         else:
-            own = address == seat.welcome.blobs
+            own = address == me.welcome.blobs
             line = vault.VaultLine(*who, own=own, lanes=self._lanes)
-        at, layout = seat.version, self.layout
+        at, layout = me.version, self.layout
         reaches = line.open(layout, self._lanes, self.reserve, fresh=fresh, version=at)
         same = old is not None and old.address == address
         if not same or reaches < at:
@@ -375,7 +373,7 @@ class Redundancy:
         if self._host is not None:
             self._host.turn()
         line = self._line
-        version = self._seat.version
+        version = self._me.version
         if line is None or self._begun == version:
             return
         self._put_bases(line, version)
@@ -383,9 +381,9 @@ class Redundancy:
     def backward(self, last: bool) -> None:
         """A backward pass begins; `last`: of this step, as it seems."""
         if self._line is not None:
-            self._put_due(self._line, self._seat.version)
+            self._put_due(self._line, self._me.version)
         if last and self.needed and not self._suspended and self._line is not None:
-            self._early.open(self._line, self._seat.version)
+            self._early.open(self._line, self._me.version)
         else:
             self._early.close()
 
@@ -474,7 +472,7 @@ class Redundancy:
     def _parts(self, unit: Unit) -> list[memoryview | bytes | torch.Tensor]:
         """What lies on a device is for somebody else to fetch."""
         if unit.parameter is not None:
-            optimizer = self._seat.optimizers.get(unit.optimizer)
+            optimizer = self._me.optimizers.get(unit.optimizer)
             entry = optimizer.state.get(unit.parameter) if optimizer is not None else None
             if unit.parts is not None and unit.parts.good(entry):
                 return [*unit.parts.views]
@@ -485,9 +483,9 @@ class Redundancy:
             unit.parts = Parts.of(unit.parameter, entry, parts)
             return parts
         if unit.object:
-            data, found = codec.dumps(self._seat.objects[unit.object].save())
+            data, found = codec.dumps(self._me.objects[unit.object].save())
             return [data, *map(part_of, found), *map(described, found)]
-        named = self._seat.state.named_tensors()
+        named = self._me.state.named_tensors()
         found = [named[name] for name in unit.buffers]
         # A forward pass may write to them while the line reads.
         copies = [shards.local(tensor).detach().clone() for tensor in found]
@@ -496,12 +494,12 @@ class Redundancy:
     def publish(self, address: Address | None, updating: bool) -> None:
         """At the fence: all that leads to the next version is on its way to the vault. The device
         is not waited for. OSError when there is no vault."""
-        seat = self._seat
+        me = self._me
         self._unconfirmed = None
         if not self.units or self._suspended:
             return
         target = self._target(address)
-        version = seat.version
+        version = me.version
         line = self._line
         if line is None or line.address != target or line.broken:
             if line is not None and self._parity is not None and self._early.guessed(line):
@@ -544,7 +542,7 @@ class Redundancy:
             found[unit.index] = gradient
             if gradient is not None:
                 _require_same_kind(unit.name, unit.parameter, gradient)
-                if len(self._seat.optimizers) > 1:
+                if len(self._me.optimizers) > 1:
                     self._published[unit.index] = _content(gradient)
         sent = self._early.sent(line)
         for index, gradient in found.items():
@@ -575,7 +573,7 @@ class Redundancy:
             return
         if self._staging is not None:
             self._staging.flush()
-        line, aborted = done.line, self._seat.aborted
+        line, aborted = done.line, self._me.aborted
         if line.broken:
             line.sync(done.version, aborted)  # which says why
         instead: dict[int, list[bytes] | None] = {}
@@ -592,9 +590,9 @@ class Redundancy:
         self._unconfirmed = None
         former, self._former = self._former, []
         if former:
-            seat = self._seat
+            me = self._me
             old = [address for address in former if address != done.line.address]
-            _forget_later(old, seat.welcome.token, seat.rank, max(seat.generation, 0))
+            _forget_later(old, me.welcome.token, me.rank, max(me.generation, 0))
 
     def _correct(
         self, done: _Unconfirmed, unit: int, let_go: Callable[[], None]
@@ -621,7 +619,7 @@ class Redundancy:
         """No vault takes it. Training goes on; the guarantee does not."""
         self._suspended = why
         print(
-            f"keepstep: state of rank {self._seat.rank} that no other rank has is not kept "
+            f"keepstep: state of rank {self._me.rank} that no other rank has is not kept "
             f"anywhere until the next migration: {why}",
             file=sys.stderr,
             flush=True,
@@ -629,7 +627,7 @@ class Redundancy:
 
     def _update_of(self, updating: bool) -> bytes:
         """What the update of this step will be made with, and which optimizers made the last."""
-        optimizers = self._seat.optimizers
+        optimizers = self._me.optimizers
         hyper = {
             name: [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
             for name, optimizer in optimizers.items()
@@ -676,7 +674,7 @@ class Redundancy:
         fetched, where = fetch()
         if not fetched.layout.startswith(self._content):
             raise ShardsMissing("the vault holds another layout than this process has built")
-        oldest = Replay(self._seat, self.units).run(fetched, version, updated)
+        oldest = Replay(self._me, self.units).run(fetched, version, updated)
         self.updated = updated
         steps = version - oldest
         return (
@@ -687,12 +685,12 @@ class Redundancy:
     def fetch(self, rank: int, holders: list[Address], version: int) -> tuple[vault.Fetched, str]:
         """What was kept for a rank, and where, in words. Raises ShardsMissing, or
         blobs.HoldersUnreachable when somebody who may have it did not answer."""
-        seat = self._seat
+        me = self._me
         silent: list[str] = []
         why = "nobody holds a vault"
         for holder in holders:
             try:
-                found = vault.fetch(holder, seat.welcome.token, rank, version)
+                found = vault.fetch(holder, me.welcome.token, rank, version)
                 whose = "the buddy" if self._parity is None else "its own agent"
                 return found, f"the vault of {whose}"
             except OSError as error:
@@ -701,7 +699,7 @@ class Redundancy:
                 why = str(error)
         if self._parity is not None:
             try:
-                return rebuild.rebuild(holders, seat.welcome.token, rank, version)
+                return rebuild.rebuild(holders, me.welcome.token, rank, version)
             except rebuild.NotRebuilt as error:
                 why = f"{why}; {error}"
             except OSError as error:

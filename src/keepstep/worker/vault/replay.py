@@ -6,30 +6,28 @@ the gradients of each step, with the hyperparameters of that step. See redundanc
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from keepstep.worker.state import codec, shards
+from keepstep.worker.state.rank import Rank
 from keepstep.worker.state.state import set_hyper
 from keepstep.worker.vault import vault
 from keepstep.worker.vault.early import multiply
 from keepstep.worker.vault.units import Unit, fill, rebuilt
 
-if TYPE_CHECKING:
-    from keepstep.worker.step.seat import Seat
-
 
 class Replay:
-    def __init__(self, seat: Seat, units: list[Unit]) -> None:
-        self._seat = seat
+    def __init__(self, me: Rank, units: list[Unit]) -> None:
+        self._me = me
         self._units = units
 
     def run(self, fetched: vault.Fetched, version: int, updated: list[str]) -> int:
-        seat = self._seat
-        optimizers = seat.optimizers
+        me = self._me
+        optimizers = me.optimizers
         final = {name: [dict(g) for g in o.param_groups] for name, o in optimizers.items()}
-        had = {id(p): p.grad is not None for p in seat.parameters}
+        had = {id(p): p.grad is not None for p in me.parameters}
         notes = {step: codec.loads_inline(data) for step, data in fetched.notes.items()}
         updates = {step: codec.loads_inline(note["update"]) for step, note in notes.items()}
         kept = fetched.whole()
@@ -47,12 +45,12 @@ class Replay:
         for name, groups in final.items():
             hyper = [{k: v for k, v in g.items() if k != "params"} for g in groups]
             set_hyper(optimizers[name], hyper)
-        for parameter in seat.parameters:
+        for parameter in me.parameters:
             parameter.grad = torch.zeros_like(parameter) if had[id(parameter)] else None
         return oldest
 
     def _set_gradients(self, kept: dict[int, vault.Whole], step: int, note: dict[str, Any]) -> None:
-        for parameter in self._seat.parameters:
+        for parameter in self._me.parameters:
             parameter.grad = None
         found: dict[int, torch.Tensor] = {}
         for unit in self._units:
@@ -68,22 +66,22 @@ class Replay:
         multiply(found, note["clipped"])
 
     def _update(self, note: dict[str, Any], made: list[str]) -> None:
-        optimizers = self._seat.optimizers
+        optimizers = self._me.optimizers
         for name in made if note["updating"] else ():
             optimizer: Any = optimizers[name]
             set_hyper(optimizer, note["hyper"][name])
             for key, value in note["scaling"][name].items():
                 setattr(optimizer, key, value)
-            self._seat.rebuilding = True
+            self._me.rebuilding = True
             try:
                 optimizer.step()
             finally:
-                self._seat.rebuilding = False
+                self._me.rebuilding = False
             for key in note["scaling"][name]:
                 delattr(optimizer, key)
         for unit in self._units:
             if unit.object:
-                update = self._seat.objects[unit.object].after_update
+                update = self._me.objects[unit.object].after_update
                 assert update is not None
                 update()
 
@@ -91,7 +89,7 @@ class Replay:
     def _install(self, unit: Unit, parts: list[list[memoryview]]) -> None:
         data, rest = b"".join(parts[0]), parts[1:]
         if unit.buffers:
-            named = self._seat.state.named_tensors()
+            named = self._me.state.named_tensors()
             for name, part in zip(unit.buffers, rest[: len(unit.buffers)], strict=True):
                 fill(shards.local(named[name]), part)
             return
@@ -103,10 +101,10 @@ class Replay:
         ]
         tree = codec.loads(data, tensors)
         if unit.parameter is None:
-            self._seat.objects[unit.object].load(tree)
+            self._me.objects[unit.object].load(tree)
             return
         fill(shards.local(unit.parameter).detach(), rest[0])
         if unit.optimizer and tree is not None:
-            self._seat.optimizers[unit.optimizer].state[unit.parameter] = tree
+            self._me.optimizers[unit.optimizer].state[unit.parameter] = tree
         elif unit.optimizer:
-            self._seat.optimizers[unit.optimizer].state.pop(unit.parameter, None)
+            self._me.optimizers[unit.optimizer].state.pop(unit.parameter, None)
