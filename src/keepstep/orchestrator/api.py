@@ -33,6 +33,7 @@ from keepstep.model.views import IncidentView, JobView, OfferView, PlanView
 from keepstep.model.wire import MALFORMED
 from keepstep.orchestrator import overview, registry, web
 from keepstep.orchestrator import requests as bodies
+from keepstep.orchestrator.absent import Gone, NotFound
 from keepstep.runtime.driver import Driver
 
 if TYPE_CHECKING:
@@ -76,14 +77,6 @@ STRUCTS = (
     bodies.ErrorBody,
     bodies.StandbyBody,
 )
-
-
-class NotFound(UsageError):
-    pass
-
-
-class Gone(UsageError):
-    pass
 
 
 class TooLarge(UsageError):

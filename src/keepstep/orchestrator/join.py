@@ -16,7 +16,7 @@ from keepstep.core.operator import check_node
 from keepstep.errors import UsageError
 from keepstep.model.messages import Address
 from keepstep.model.views import JobView
-from keepstep.orchestrator.api import Gone, NotFound
+from keepstep.orchestrator.absent import Gone, NotFound
 from keepstep.orchestrator.requests import Joined, JoinRequest, Peer
 
 PROMISE_NS = 60_000_000_000  # how long a name is kept for an agent that has not connected yet

@@ -1,0 +1,1 @@
+"""State in files: `checkpoint` by ranks that hold without a spare, `periodic` beside training."""
