@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
+from keepstep.core.rank import asks, recovering
 from keepstep.core.rank.inbox import Inbox
 from keepstep.model import messages as m
 from keepstep.model import wire
@@ -81,6 +85,28 @@ def test_an_abort_is_repeated_until_the_rank_has_left_its_groups(
     now[0] += channel_module.ABORT_AGAIN_S
     channel._insist()
     assert len(aborts) == 2, "its groups are gone, and the next ones may be on their way"
+
+
+def test_what_the_script_raises_does_not_end_a_protocol(channel: Channel) -> None:
+    """A `load_state_dict` that runs into the end of an iterator is called in a roll-back."""
+    rolls_back = recovering.Recovering(
+        SimpleNamespace(tick=1, version=1, generation=0, done=False), channel.inbox
+    )
+    protocol = rolls_back.interrupted("", "", in_fence=True, computing=True)
+    channel._take(m.Abort(generation=1, reason=""))
+    channel._take(m.Decide(generation=1, tick=1))
+
+    def perform(ask: asks.Ask) -> None:
+        if isinstance(ask, asks.RollBack):
+            next(iter(()))
+
+    with pytest.raises(StopIteration):
+        channel.drive(protocol, perform)
+
+
+def test_keepstep_can_be_imported_whatever_device_is_the_default() -> None:
+    code = "import torch; torch.set_default_device('meta'); import keepstep.worker.api.session"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def publishing(page: Page, answers: list[Any]) -> tuple[Publisher, list[tuple[int, bool]]]:

@@ -63,6 +63,9 @@ def main() -> None:
     groups.install(solo=standby)
     if transparent:
         _run_transparent(channel, page)
+    # Before the script has changed anything of torch, and before a spare is parked.
+    import keepstep.worker.api.session  # noqa: F401
+
     collectives.front_door.install()
     process = Process(channel, page)
     _publish(process)

@@ -73,7 +73,13 @@ class Channel:
         answer: Any = None
         try:
             while True:
-                match ask := protocol.send(answer):
+                try:
+                    ask = protocol.send(answer)
+                except StopIteration as end:
+                    result: Result = end.value
+                    return result
+                # The user's code may run here, and raise whatever it likes, StopIteration too.
+                match ask:
                     case asks.Say():
                         self.send(ask.message)
                         answer = None
@@ -81,9 +87,6 @@ class Channel:
                         answer = self.wait(ask.accept, newer_than=ask.newer_than, s=ask.seconds)
                     case _:
                         answer = perform(ask)
-        except StopIteration as end:
-            result: Result = end.value
-            return result
         finally:
             protocol.close()
 
@@ -151,7 +154,7 @@ class Channel:
 
     def _insist(self) -> None:
         """What the main thread waits for may have come into being just after it was to be cut."""
-        command = self.inbox.unreported
+        command = self.inbox.unreported()
         if command is not None and time.monotonic() >= self._abort_again:
             self._abort_again = time.monotonic() + ABORT_AGAIN_S
             self.on_abort(command)

@@ -24,7 +24,7 @@ from keepstep.worker.script.values import SCALARS
 from keepstep.worker.state import codec
 
 # Of any optimizer, and what schedulers, scalers and Keepstep put there.
-TORCHS: Final = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=1.0))) | {
+TORCHS: Final = frozenset(vars(torch.optim.SGD([torch.zeros(1, device="cpu")], lr=1.0))) | {
     *("step", "_step_count", "_opt_called", "found_inf", "grad_scale"),
 }
 PREFIX: Final = "optimizer "

@@ -276,7 +276,7 @@ def _users(tensor: torch.Tensor) -> int:
 
 
 def _users_alone() -> int:
-    tensor = torch.zeros(1)
+    tensor = torch.zeros(1, device="cpu")
     plain = tensor.detach().numpy()  # as a node has it
     return _users(tensor) if plain is not None else 0
 

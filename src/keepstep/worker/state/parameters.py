@@ -42,7 +42,7 @@ SAMPLES = 8  # elements of a parameter, in every call
 
 _RECORD = 24  # bytes: version counter, place, hash of elements (samples.h)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NORMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -600,7 +600,7 @@ class Transactions:
         verdict = self.recovery.interrupted(
             error, in_fence=in_fence, roll_back=lambda: self._roll_back(undo)
         )
-        if verdict == "RETRY":
+        if verdict != "COMMIT":
             raise Retry
         self.recovery.owed_by = self.running
 
