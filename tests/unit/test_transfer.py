@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -252,6 +253,15 @@ def test_a_source_that_does_not_answer_is_waited_for_once(
         pull(sources, TICK, TOKEN, target, lost=lost, timeout_s=1.0)
         assert target.digest() == make(1).digest()
     assert lost == {silent} and asked.count(silent) == 1
+
+
+def test_a_lost_source_is_asked_again_for_what_no_other_has(server: StateServer) -> None:
+    here = source(server, 0)
+    part = msgspec.structs.replace(here, rank=1, classes=["something else"])
+    lost = {0}
+    target = make(2)
+    assert pull([here, part], TICK, TOKEN, target, lost=lost).used.keys() == {0}
+    assert target.digest() == make(1).digest() and lost == set()
 
 
 def test_source_with_another_set_of_tensors_is_refused(server: StateServer) -> None:

@@ -201,6 +201,7 @@ class _Work:
     copied: int = 0
     used: dict[int, int] = field(default_factory=dict)  # rank -> bytes
     lost: dict[int, str] = field(default_factory=dict)
+    silent: set[int] = field(default_factory=set)  # of these, whom no connection has reached
     error: BaseException | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -222,14 +223,17 @@ def pull(
 ) -> PullResult:
     """Fill `state` with that of `tick`, finish_import included, but for what no source has.
 
-    `lost`: ranks that did not answer in this attempt; more may come. Nobody waits for one twice.
+    `lost`: ranks that did not answer in this attempt; more may come. None is waited for twice,
+    unless nobody else has what it has.
 
     Raises SourceLost, DigestMismatch, SourceRefused, or UsageError if the models differ."""
     wanted = state.classes()
     lost = set() if lost is None else lost
-    answering = [source for source in sources if source.rank not in lost] or sources
     # Most useful first; of equally useful ones in the order given.
-    remaining = sorted(answering, key=lambda s: -len(wanted.intersection(s.classes or wanted)))
+    remaining = sorted(
+        _worth_asking(sources, wanted, lost),
+        key=lambda s: -len(wanted.intersection(s.classes or wanted)),
+    )
     while True:
         links = _open(remaining, wanted, tick, token, timeout_s, lost)
         remaining = [source for source in remaining if source.rank not in lost]
@@ -244,7 +248,6 @@ def pull(
             own = [name for name in landing if of_one_source(name)]
             work.count(first.rank, first.copy(own, landing))
         except OSError:  # only this source's objects fit its meta: begin again with another
-            lost.add(first.rank)
             for link in links:
                 link.sock.close()
             state.abandon_import()
@@ -257,10 +260,17 @@ def pull(
         work.queues = _queues(landing, state.provided_by(), batch_bytes)
         _copy_all(work, links, remaining, tick, token, timeout_s)
         _compare(work, state, remaining, tick, token, timeout_s)
-        lost.update(work.lost)
+        lost.update(work.silent - work.used.keys())
         missing = frozenset(state.missing)
         state.finish_import()
         return PullResult(work.copied, work.used, missing)
+
+
+def _worth_asking(sources: list[Source], wanted: frozenset[str], lost: set[int]) -> list[Source]:
+    """All but the lost ones, which are asked again for what no other has."""
+    answering = [source for source in sources if source.rank not in lost]
+    missing = wanted.difference(*(source.classes or wanted for source in answering))
+    return [s for s in sources if s in answering or missing.intersection(s.classes or wanted)]
 
 
 def _open(
@@ -284,6 +294,7 @@ def _open(
             last, reason = source.rank, str(error)
             lost.add(source.rank)
             continue
+        lost.discard(source.rank)
         left -= link.opened.layouts.keys()
         links.append(link)
     if not links:
@@ -390,6 +401,16 @@ def _stream(
     queue: deque[list[str]] = deque()
     try:
         link = link or _Link(source, token, tick, timeout_s)
+    except OSError as error:
+        with work.lock:
+            work.lost[source.rank] = f"rank {source.rank}: {error}"
+            work.silent.add(source.rank)
+        return
+    except BaseException as error:
+        with work.lock:
+            work.error = work.error or error
+        return
+    try:
         with link.sock:
             for kind, layout in link.opened.layouts.items():
                 if kind not in work.queues:

@@ -71,6 +71,7 @@ class Newcomer:
         self.ended = False  # it had
         self._locals: dict[str, Any] = {}  # of the function, if it had not
         self._lost_in, self._lost_sources = -1, set[int]()
+        self._missing = frozenset[str]()  # of the last copy: no source had these
         self._arrived_ns = 0
         self._warm_up_runs = 0
         self._position: dict[str, Any] | None = None  # None: not asked yet
@@ -374,6 +375,10 @@ class Newcomer:
                 )
                 copied, sources = result.bytes_copied, sorted(result.used)
                 missing = result.missing
+            if behind and not missing <= self._missing:  # they may have changed on the way here
+                rank = min(self._lost(copy), default=-1)
+                raise transfer.SourceLost(rank, f"nobody has {', '.join(sorted(missing)[:4])}")
+            self._missing = missing
             restored = self._restore(missing, side, copy) if not behind else ""
             if not behind:
                 self._adopt(side, copy)
