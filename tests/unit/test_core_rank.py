@@ -387,6 +387,15 @@ def test_a_buddy_that_it_was_told_of_stays() -> None:
     assert driver.inbox.buddy == THERE
 
 
+def test_of_two_assignments_the_buddy_of_the_second_counts() -> None:
+    """The first came to nothing: nobody could say what the rank has been told before."""
+    again = m.Assign(rank=1, generation=4, master=HERE, buddy=THERE)
+    driver = Driver(ASSIGN, again)
+    for _ in range(2):
+        driver.run(joining.assigned(driver.inbox))
+    assert driver.inbox.buddy == THERE
+
+
 def test_a_copy_that_fails_is_followed_by_another() -> None:
     driver = Driver(copy(3), copy(4))
     driver.copies = [failed(3), copied(4)]
@@ -581,9 +590,9 @@ def test_an_abort_is_unreported_until_its_report_or_the_next_groups() -> None:
     inbox.take(abort(3), False)
     inbox.take(abort(4), False)
     inbox.said(report(3))
-    assert inbox.unreported == abort(4)
+    assert inbox.unreported() == abort(4)
     inbox.said(report(4))
-    assert inbox.unreported is None
+    assert inbox.unreported() is None
     inbox.take(abort(5), False)
     inbox.take(m.Stage(generation=5, store=HERE), False)
-    assert inbox.unreported is None
+    assert inbox.unreported() is None

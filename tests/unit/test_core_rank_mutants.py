@@ -58,7 +58,7 @@ MUTANTS = {
     ),
     "a stage leaves the abort unreported": Mutant(
         "inbox",
-        "            self.unreported = None\n        if isinstance(command, AT",
+        "            self._abort = None\n        if isinstance(command, AT",
         "            pass\n        if isinstance(command, AT",
     ),
     "another checkpoint is saved already": Mutant(
@@ -80,7 +80,7 @@ MUTANTS = {
     "an abort drops what has no generation": Mutant(
         "inbox", "generation is not None and generation <", "generation is None or generation <"
     ),
-    "an abort is reported": Mutant("inbox", "        self.unreported = command\n", ""),
+    "an abort is reported": Mutant("inbox", "        self._abort = command\n", ""),
     "a hold is not noted": Mutant("inbox", "self.hold_generation = command.generation", "pass"),
     "a snapshot is not noted": Mutant("inbox", "self.snapshot = command.number", "pass"),
     "a buddy is not noted": Mutant(
@@ -104,7 +104,9 @@ MUTANTS = {
         "inbox", "(isinstance(one, m.Swap) and one.generation == same)", "isinstance(one, m.Swap)"
     ),
     "an older report is enough": Mutant(
-        "inbox", "and message.generation >= self.abort_generation", "and True"
+        "inbox",
+        "return self._abort if report.generation < self._abort.generation else None",
+        "return None",
     ),
     "the abort of this generation is newer": Mutant(
         "inbox",

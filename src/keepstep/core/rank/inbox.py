@@ -55,7 +55,9 @@ class Inbox:
         self.buddy: m.Address | None = None
         self.buddy_known = False
         self.parity: m.Parity | None = None
-        self.unreported: m.Abort | None = None  # the newest one, until a Report has answered it
+        self._abort: m.Abort | None = (
+            None  # the newest, until groups for what follows are asked for
+        )
         self.waiting: list[m.WorkerCommand] = []
         self._answers: dict[type[m.Message], m.WorkerMessage] = {}
 
@@ -76,9 +78,9 @@ class Inbox:
                 self._take_buddy(command)  # it may be another one than in the first Swap
             return Taken("again", answer)
         if isinstance(command, m.Abort):
-            self._abort(command)
+            self._aborts(command)
         elif isinstance(command, m.Stage):
-            self.unreported = None
+            self._abort = None
         if isinstance(command, AT_ONCE):
             return Taken("now")
         self._keep(command)
@@ -100,11 +102,11 @@ class Inbox:
         # A rank that was released does not hold any more; then the Hold is a new one.
         return answer if kind is not m.Hold or holds else None
 
-    def _abort(self, command: m.Abort) -> None:
+    def _aborts(self, command: m.Abort) -> None:
         self.abort_generation = command.generation
         self.hold_generation = self.snapshot = -1
         self.waiting = [one for one in self.waiting if not self._stale(one)]
-        self.unreported = command
+        self._abort = command
 
     def _stale(self, command: m.WorkerCommand) -> bool:
         generation: int | None = getattr(command, "generation", None)
@@ -140,8 +142,13 @@ class Inbox:
 
     def said(self, message: m.WorkerMessage) -> None:
         self._answers[type(message)] = message
-        if isinstance(message, m.Report) and message.generation >= self.abort_generation:
-            self.unreported = None
+
+    def unreported(self) -> m.Abort | None:
+        """The newest Abort, until a Report has answered it."""
+        report = self._answers.get(m.Report)
+        if self._abort is None or not isinstance(report, m.Report):
+            return self._abort
+        return self._abort if report.generation < self._abort.generation else None
 
     def answer(self, kind: type[m.Message]) -> m.WorkerMessage | None:
         """The last message of this kind that was said."""
@@ -158,9 +165,9 @@ class Inbox:
         return None
 
     def assigned(self, command: m.Assign) -> None:
-        """The main thread takes the rank that it was given."""
+        """The main thread takes the rank that it was given, or another time the same one."""
         if not self.buddy_known:
-            self.buddy, self.buddy_known = command.buddy, True
+            self.buddy = command.buddy
 
     def swapped(self, command: m.Swap) -> None:
         """The rank is in a new generation: what was asked for before was dropped with the old."""

@@ -56,8 +56,8 @@ class Stager:
         with self._lock:
             aborted = self._channel.inbox.abort_generation
             kept, useless = self._staging.built(generation, staged, aborted)
-            if useless is not None:
-                useless.discard()
+        if useless is not None:
+            useless.discard()
         if kept:
             self._channel.send(m.Staged(generation=generation))
 
@@ -68,5 +68,5 @@ class Stager:
     def discard(self, below: int) -> None:
         with self._lock:
             useless = self._staging.drop(below)
-            if useless is not None:
-                useless.discard()
+        if useless is not None:
+            useless.discard()
