@@ -60,12 +60,12 @@ def main() -> None:
     from keepstep.worker.line.process import Process
     from keepstep.worker.script import collectives
 
+    if not transparent:
+        # Before anybody has changed anything of torch, and before a spare is parked.
+        import keepstep.worker.api.session  # noqa: F401
     groups.install(solo=standby)
     if transparent:
         _run_transparent(channel, page)
-    # Before the script has changed anything of torch, and before a spare is parked.
-    import keepstep.worker.api.session  # noqa: F401
-
     collectives.front_door.install()
     process = Process(channel, page)
     _publish(process)
