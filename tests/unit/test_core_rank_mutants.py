@@ -1,4 +1,4 @@
-"""Deliberate bugs in the protocol of a rank: test_core_rank finds each.
+"""Deliberate bugs in the protocol of a rank: test_core_rank and test_core_rank_inbox find each.
 
 A mutant is a place in the source of core/rank and what stands there instead: at least one for each
 row of a table and each guard. It runs in a process of its own, forked from this one.
@@ -352,10 +352,11 @@ def run_mutated(mutant: Mutant) -> None:
     assert spec is not None
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     exec(source(mutant.module).replace(mutant.old, mutant.new), module.__dict__)
-    tests = importlib.import_module("test_core_rank")
-    for test in [value for key, value in vars(tests).items() if key.startswith("test_")]:
-        for values in parameters(test):
-            test(**values)
+    for name in ("test_core_rank", "test_core_rank_inbox"):
+        tests = importlib.import_module(name)
+        for test in [value for key, value in vars(tests).items() if key.startswith("test_")]:
+            for values in parameters(test):
+                test(**values)
 
 
 def parameters(test: Any) -> list[dict[str, Any]]:

@@ -55,9 +55,8 @@ class Inbox:
         self.buddy: m.Address | None = None
         self.buddy_known = False
         self.parity: m.Parity | None = None
-        self._abort: m.Abort | None = (
-            None  # the newest, until groups for what follows are asked for
-        )
+        # The newest, until groups for what follows are asked for.
+        self._abort: m.Abort | None = None
         self.waiting: list[m.WorkerCommand] = []
         self._answers: dict[type[m.Message], m.WorkerMessage] = {}
 

@@ -15,6 +15,7 @@ import xxhash
 
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
+from keepstep.model.page import INIT_TICK
 from keepstep.worker.api.plain import Batch, F, PlainSession
 from keepstep.worker.device import alike, cuda
 from keepstep.worker.groups import groups
@@ -405,7 +406,7 @@ def announce(session: Session, process: Process) -> None:
         record = collectives.front_door.encoded(known, about)
         seat.channel.wait_until(lambda: seat.channel.inbox.buddy_known, 10.0)
         seat.redundancy.connect()
-        seat.publisher.publish(-1, record)
+        seat.publisher.publish(INIT_TICK, record)
     elif collectives.front_door.replay is not None:
         assert process.assigned is not None
         resumed = bool(process.assigned.checkpoint)
@@ -413,7 +414,7 @@ def announce(session: Session, process: Process) -> None:
         seat.replicas.plain_equal = process.about["plain_equal"]
         seat.redundancy.survey()
         seat.natural = seat.redundancy.digest()
-        seat.page.publish(-1, process.init_record)
+        seat.page.publish(INIT_TICK, process.init_record)
     collectives.front_door.gate = session._gate
     groups.before_destroy(session._settle)
     exported = seat.state.export()

@@ -68,7 +68,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from keepstep.errors import KeepstepError, PermanentError
 from keepstep.model import messages as m
-from keepstep.model.page import late_tick
+from keepstep.model.page import INIT_TICK, late_tick
 from keepstep.worker.checkpoint.files import FORMAT, put
 from keepstep.worker.state import codec, shards
 from keepstep.worker.state.rank import Rank
@@ -239,7 +239,7 @@ class Periodic:
             torch.cuda.synchronize()
         self._host = {name: self._host[name] for name in snapshot.needs if name in self._host}
         snapshot.files["meta"] = exported.meta
-        for kind, tick in (("side", me.tick), ("late", late_tick(me.tick)), ("init", -1)):
+        for kind, tick in (("side", me.tick), ("late", late_tick(me.tick)), ("init", INIT_TICK)):
             data = me.page.held(tick)
             if data is not None:
                 snapshot.files[kind] = data
