@@ -29,8 +29,8 @@ from torch.utils.data import (
 from keepstep.errors import UsageError
 from keepstep.worker.script.batches import Loop
 from keepstep.worker.script.position import Tracker
+from keepstep.worker.script.rank_streams import RankStreams
 from keepstep.worker.script.roots import Roots
-from keepstep.worker.script.streams import Streams
 from keepstep.worker.script.tree import MISSING
 from keepstep.worker.state import codec
 
@@ -231,7 +231,7 @@ class Rank:
         self.loader = make()
         self.gen = torch.Generator().manual_seed(6)  # of the script itself
         self.loops: list[Loop] = []
-        self.streams = Streams(self.roots)
+        self.streams = RankStreams(self.roots)
         if side is not None:
             self.tracker.walk_to(side["position"])
 

@@ -16,8 +16,9 @@ import torch
 
 from keepstep.worker.script import attributes, frames, graph, roots
 from keepstep.worker.script.attributes import Attribute
-from keepstep.worker.script.discovery import HELPERS_MAX, Graph
-from keepstep.worker.script.namespaces import FunctionNames, RegisteredNames
+from keepstep.worker.script.discovery import HELPERS_MAX, Discovery
+from keepstep.worker.script.namespaces import FunctionNames
+from keepstep.worker.script.torch_names import RegisteredNames
 from keepstep.worker.script.unasked import Unasked
 from keepstep.worker.script.variables import Variables
 from keepstep.worker.state import codec
@@ -281,7 +282,7 @@ def test_attributes_of_helpers_are_carried_and_batches_are_not(package: Any) -> 
         thing.count += 1
 
     assert b"count" in carried(thing, change, known=False)
-    graph_ = Graph(lambda _: False, lambda _: False)
+    graph_ = Discovery(lambda _: False, lambda _: False)
     graph_.leave_alone(module.Batch)
     batch = module.Batch(x=1)
     root = graph_.root("function", FunctionNames, lambda: (batch, thing))

@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
 from keepstep.errors import UsageError
 from keepstep.worker.device import guard
 from keepstep.worker.script.position import Tracker
-from keepstep.worker.script.streams import Streams
+from keepstep.worker.script.rank_streams import RankStreams
 from keepstep.worker.state.gradients import Gradients
 from keepstep.worker.step import transaction
 from keepstep.worker.step.recovery import Recovery
@@ -52,7 +52,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Any:
         seat = MagicMock(
             tick=0, version=0, generation=0, alone=True, world=1, models={},
             optimizers={"0": sgd}, parameters=[parameter], objects={}, loops=[],
-            tracker=Tracker(), gradients=Gradients([parameter]), streams=Streams(),
+            tracker=Tracker(), gradients=Gradients([parameter]), streams=RankStreams(),
             rebuilding=False,
         )  # fmt: skip
         seat.injector.__bool__.return_value = False
@@ -67,7 +67,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Any:
         recovery = Broken(seat, verdict)
         transactions = Transactions(seat, recovery)
         # The hook that torch would call, without leaving it behind in torch.
-        sgd.register_step_pre_hook(transactions._before_update)
+        sgd.register_step_pre_hook(transactions.updates.before)
         return seat, recovery, transactions, sgd
 
     return make
@@ -158,7 +158,7 @@ def test_side_state_is_sent_ahead_at_the_last_backward_pass_of_a_step(world: Any
     def passes(count: int) -> None:
         for number in range(1, count + 1):
             seat.side.ahead.reset_mock()
-            transactions._backward_begins()
+            transactions.passes.backward_begins()
             if seat.side.ahead.called:
                 seen.append(number)
 
@@ -190,7 +190,7 @@ def test_an_update_outside_of_steps_is_refused_if_it_changes_something(world: An
 def test_our_own_hooks_do_not_keep_an_update_from_being_guarded(world: Any) -> None:
     _, _, transactions, sgd = world("RETRY")
     assert not guard.hooked(sgd), "whatever Keepstep registers, here and globally"
-    handle = register_optimizer_step_pre_hook(transactions._before_update)
+    handle = register_optimizer_step_pre_hook(transactions.updates.before)
     assert not guard.hooked(sgd)
     handle.remove()
     for register in (sgd.register_step_pre_hook, register_optimizer_step_post_hook):

@@ -47,7 +47,7 @@ def train_step(batch: torch.Tensor) -> float:
     optimizer.zero_grad()
     loss = ddp(batch).square().mean()
     loss.backward()
-    if not ks._transactions.warming and is_time():
+    if not ks._transactions.call.warming and is_time():
         spoken.write_text(str(ks.committed_step))
         table = {"all|weight": "ab12" if rank == 0 else "ff00", "all|bias": "77"}
         ks._recovery.diverged("replicas", "train_step", table=table, agreed=ks.committed_step)

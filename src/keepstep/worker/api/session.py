@@ -103,7 +103,7 @@ class Session(PlainSession):
             self._newcomer = Newcomer(seat, self._recovery, self._transactions)
         self._announced = False
         self._begun = False
-        self._transactions.outside = self._run
+        self._transactions.passes.outside = self._run
 
     # ------------------------------------------------------------------ user surface
 
@@ -164,7 +164,7 @@ class Session(PlainSession):
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         roots.claim_caller()
-        if self._transactions.running:
+        if self._transactions.call.site:
             return workers.open_iterator(
                 loader
             )  # inside a section the whole pass is repeated, from its start
@@ -222,12 +222,12 @@ class Session(PlainSession):
 
     def _run(self, site: str, step: bool, function: Callable[[], Any]) -> Any:
         transactions = self._transactions
-        if transactions.warming:
+        if transactions.call.warming:
             return function()
-        if transactions.running:
+        if transactions.call.site:
             if step:
                 raise UsageError(
-                    f"step {site!r} called inside {transactions.running!r}",
+                    f"step {site!r} called inside {transactions.call.site!r}",
                     hint="steps and sections cannot contain steps",
                 )
             return function()
@@ -302,8 +302,8 @@ class Session(PlainSession):
         """Every collective of the front end after attach comes through here."""
         transactions = self._transactions
         self._seat.page.mark()
-        if transactions.running:
-            transactions.saw_collective(name, args, kwargs)
+        if transactions.call.site:
+            transactions.passes.saw_collective(name, args, kwargs)
             return call()
         bare = Bare(name, call, args, kwargs)
         return bare.give(self._run(f"{name} (bare)", False, bare))

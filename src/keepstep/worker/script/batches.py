@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from keepstep.errors import UsageError
 from keepstep.worker.script import workers
 from keepstep.worker.script.position import Tracker
-from keepstep.worker.script.streams import Streams
+from keepstep.worker.script.rank_streams import RankStreams
 from keepstep.worker.script.tree import Level, LoopPos
 from keepstep.worker.state import codec, rng
 from keepstep.worker.state.inputs import differences, inputs_of
@@ -66,7 +66,7 @@ class Loop:
         self,
         tracker: Tracker,
         loader: Iterable[Any],
-        streams: Streams | None = None,
+        streams: RankStreams | None = None,
         variables: ScriptVariables | None = None,
     ) -> None:
         """`variables` of the script: where rounds begin with different steps or sections, which
@@ -75,7 +75,7 @@ class Loop:
         self.variables = variables
         self.loader = loader
         self.tracker = tracker
-        self.streams = streams if streams is not None else Streams()
+        self.streams = streams if streams is not None else RankStreams()
         self.level: Level
         self.level, self.pos, self.target = tracker.open_loop()
         self.pulled: list[_Pulled] = []  # by the transaction in progress

@@ -16,15 +16,13 @@ A copy of what lies on a GPU is begun at the entry, and is there when it is need
     arrays      have no counter. Small ones are hashed at every look, larger ones like tensors
                 without a counter, until they are found to change
 
-The graph lets go of what the script may want to free, and finds it again at the next entry. So what
-is known about a block is kept in a record by its identity, and nothing here keeps it alive.
+What is known about a block is kept apart from its node (records.py), and nothing keeps it alive.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy
 import torch
@@ -33,13 +31,11 @@ import xxhash
 from keepstep.errors import UsageError
 from keepstep.worker.device import cuda, digest
 from keepstep.worker.script import values
-from keepstep.worker.script.nodes import Node
+from keepstep.worker.script.nodes import Graph, Node
+from keepstep.worker.script.records import HostCopy, version_of
 from keepstep.worker.state import codec
 from keepstep.worker.state.inputs import summed, words_of
 from keepstep.worker.state.state import memory, on_cpu
-
-if TYPE_CHECKING:
-    from keepstep.worker.script.discovery import Graph
 
 FIRST, EVERY = 3, 256  # calls in which contents are looked at
 HASHED_BYTES_MAX: Final = 256 << 10  # of an array, at every look
@@ -48,38 +44,6 @@ FULL_BYTES_MAX: Final = 16 << 20
 FULL_ARRAY_BYTES_MAX: Final = 256 << 20
 COPIED_BYTES_MAX: Final = 16 << 20  # in the first calls, before it is known whether it changes
 BOUND_BYTES_MAX: Final = 32 << 20
-RECORDS_MAX: Final = 4096
-_UNCOUNTED: Final = -1
-
-
-class Record:
-    """What is known about a block while it lives."""
-
-    def __init__(self, target: Any) -> None:
-        self.ref = weakref.ref(target)
-        self.version = _version(target)
-        self.content = b""
-        self.changing = False
-        self.uncounted = self.version == _UNCOUNTED  # its counter does not tell
-        self.raw: Any = None
-        self.fetched: _Fetched | None = None
-
-
-class Records:
-    def __init__(self) -> None:
-        self._known: dict[int, Record] = {}
-
-    def of(self, target: Any) -> Record | None:
-        """None: there are too many."""
-        found = self._known.get(id(target))
-        if found is not None and found.ref() is target:
-            return found
-        if len(self._known) >= RECORDS_MAX:
-            self._known = {n: one for n, one in self._known.items() if one.ref() is not None}
-            if len(self._known) >= RECORDS_MAX:
-                return None
-        found = self._known[id(target)] = Record(target)
-        return found
 
 
 class Block(Node):
@@ -128,7 +92,7 @@ class Block(Node):
         if not self._bound:
             self._bound = True
             if not self.small:
-                graph.heavy[self.label] = self.target.nbytes
+                graph.told.heavy[self.label] = self.target.nbytes
             graph.touch(self)
 
     def too_large(self, graph: Graph) -> bool:
@@ -148,12 +112,12 @@ class Block(Node):
         target, record = self.target, self.record
         if target is None:
             return
-        version = _version(target)
+        version = version_of(target)
         changed = version != record.version
         record.version = version
         if self._pointer != _pointer(target):  # .data is another one
             self._pointer = _pointer(target)
-            graph.lay(self)
+            graph.memory.lay(self)
             changed = True
         if not changed and (graph.deep or self._by_content(target)):
             content = _content(target, record.changing or target.nbytes <= _full_max(target))
@@ -168,9 +132,9 @@ class Block(Node):
         if not record.changing:
             record.changing = True
             if not self.small:
-                graph.heavy[self.label] = target.nbytes
+                graph.told.heavy[self.label] = target.nbytes
         record.raw = record.fetched = None
-        graph.in_place.add(self.label)
+        graph.told.in_place.add(self.label)
         graph.touch(self)
 
     def _by_content(self, target: Any) -> bool:
@@ -192,9 +156,9 @@ class Block(Node):
         if self.small and self.record.raw is None and target.is_cuda and not self.record.uncounted:
             fetched = self.record.fetched
             if fetched is None or fetched.version != self.record.version:
-                self.record.fetched = _Fetched(target, self.record.version)
+                self.record.fetched = HostCopy(target, self.record.version)
         first = graph.deep and target.nbytes <= COPIED_BYTES_MAX
-        if self.record.changing or first or self.label in graph.in_place:
+        if self.record.changing or first or self.label in graph.told.in_place:
             self._before = _copy(target)
 
     # ------------------------------------------------------------------ travelling
@@ -208,7 +172,7 @@ class Block(Node):
 
     def _on_host(self, target: torch.Tensor) -> torch.Tensor:
         fetched, self.record.fetched = self.record.fetched, None
-        if fetched is not None and fetched.version == _version(target):
+        if fetched is not None and fetched.version == version_of(target):
             return fetched.read()
         return on_cpu(target)
 
@@ -226,33 +190,12 @@ class Block(Node):
         self.record.raw = None
 
 
-class _Fetched:
-    """A tensor on its way to the host."""
-
-    def __init__(self, target: torch.Tensor, version: int) -> None:
-        self.version = version
-        self._copy = torch.empty(target.shape, dtype=target.dtype, pin_memory=True)
-        self._copy.copy_(target.detach(), non_blocking=True)
-        self._event = cuda.new_event()
-        cuda.record(self._event)
-
-    def read(self) -> torch.Tensor:
-        self._event.synchronize()
-        return self._copy
-
-
 def made(data: Any) -> Any:
     value = codec.loads_inline(data[0])
     if not data[1]:
         return value
     device = cuda.home if data[1] == "cuda" and cuda.home is not None else data[1]
     return value.to(device).requires_grad_(data[2])
-
-
-def _version(target: Any) -> int:
-    if isinstance(target, torch.Tensor) and not target.is_inference():
-        return target._version
-    return _UNCOUNTED
 
 
 def _pointer(target: Any) -> int:

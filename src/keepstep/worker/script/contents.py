@@ -6,19 +6,15 @@ import operator
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy
 import torch
 
 from keepstep.errors import UsageError
 from keepstep.worker.script import iterators, values
-from keepstep.worker.script.nodes import MISSING, OPAQUE, Node
+from keepstep.worker.script.nodes import MISSING, OPAQUE, Graph, Node
 from keepstep.worker.state import codec
-
-if TYPE_CHECKING:
-    from keepstep.worker.script.discovery import Graph
-
 
 _PLACE: Final = "<place>"
 
@@ -227,7 +223,7 @@ class Blob(Node):
     def scan(self, graph: Graph) -> None:
         if self._pointer and self._pointer != self.target.data_ptr():  # .data is another one
             self._look_at(self.target)
-            graph.lay(self)
+            graph.memory.lay(self)
         plain = self.plain
         now = bytes(plain) if plain.__class__ is bytearray else plain.tobytes()
         if now == self.last:

@@ -7,38 +7,23 @@ everything that has no version, and at the frames of the running call.
 
 from __future__ import annotations
 
-import argparse
-import bisect
 import functools
 import types
 from array import array
-from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any, Final
 
-import numpy
 import torch
 
-from keepstep.worker.script import frames, graph, iterators, sharing, values
-from keepstep.worker.script.blocks import Block, Records
+from keepstep.worker.script import frames, graph, values
+from keepstep.worker.script.blocks import Block
 from keepstep.worker.script.contents import Blob, Items, Position
-from keepstep.worker.script.namespaces import (
-    ClassNames,
-    DictNames,
-    FrameNames,
-    FunctionNames,
-    Holder,
-    Names,
-    NetworkNames,
-    Nothing,
-    OptimizerNames,
-    RegisteredNames,
-    SlotNames,
-)
-from keepstep.worker.script.nodes import LEAF, OPAQUE, Node, suffix
+from keepstep.worker.script.frame_names import FrameNames
+from keepstep.worker.script.makers import maker_of
+from keepstep.worker.script.namespaces import DictNames, Holder, Names
+from keepstep.worker.script.nodes import LEAF, OPAQUE, Graph, Node, suffix
 from keepstep.worker.script.reads import Reads
-from keepstep.worker.script.versions import Versions
-from keepstep.worker.state import codec
+from keepstep.worker.script.torch_names import NetworkNames, OptimizerNames, RegisteredNames
 
 DEPTH_MAX: Final = 12
 NODES_MAX: Final = 20_000
@@ -50,49 +35,25 @@ _NUMPY: Final = frozenset(
     | {torch.int8, torch.int16, torch.int32, torch.int64}
     | {torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 )
-_BAGS: Final = (types.SimpleNamespace, argparse.Namespace)
-_LISTS: Final = (list, deque)
 _CALLED: Final = (types.FunctionType, types.MethodType, type, functools.partial)
-_DICTS: Final = (dict, OrderedDict, Counter, defaultdict)
 
 
-class Graph:
+class Discovery(Graph):
+    """Finds what hangs in the graph."""
+
     def __init__(
         self, known: Callable[[Any], bool], attached: Callable[[torch.Tensor], bool]
     ) -> None:
         """`known(thing)`: others carry it; `attached(tensor)`: they carry its memory."""
+        super().__init__()
         self.known, self.attached = known, attached
-        self.settled = False  # the script's first transaction has begun
-        self.versions = Versions()
-        self.nodes: dict[int, Node] = {}  # by the id of their target
-        self.roots: dict[str, Names] = {}
-        self.journal: dict[Node, Any] | None = None
         self.excluded: frozenset[int] = frozenset()  # arguments of the call: the walk has them
-        self.omitted: dict[str, None] = {}
-        self.fleeting: dict[Node, None] = {}
-        self.left: dict[Node, None] = {}  # containers that change and are not carried
-        self.records = Records()
-        self.heavy: dict[str, int] = {}  # blocks that are carried: label -> bytes
-        self.in_place: set[str] = set()  # labels under which blocks were changed
         self.reads = Reads()
         self.read: set[int] = set()  # ids of tensors that steps read now
-        self.deep = True  # contents of blocks are looked at in this call
-        self.carry: dict[Node, None] = {}  # nodes with a payload
-        self.lying: dict[int, dict[Node, None]] = {}  # tensors and arrays by address of memory
-        self.shared: dict[int, None] = {}  # addresses with several
-        self._arrays: dict[int, int] = {}  # memory of arrays: address -> size
-        self._starts: list[int] = []  # their addresses, in order
-        self.changes = 0
-        self.cut_at: list[str] = []  # the first for which there were too many objects
-        self.helpers = 0  # nodes of theirs
-        self._number = 0
+        self.helpers = 0  # nodes in objects of installed packages
         self._looked_at: list[Node] = []  # without a version: scanned every time
         self._makers: dict[type, Any] = {}
         self._packing: Node | None = None
-
-    def next_number(self) -> int:
-        self._number += 1
-        return self._number
 
     # -------------------------------------------------------------- finding
 
@@ -102,6 +63,7 @@ class Graph:
             found = self.roots[name] = make(self, target, name, 0)
             if not isinstance(found, FrameNames):
                 self._register(found)
+        assert isinstance(found, Names)
         return found
 
     def adopt(self, value: Any, parent: Node, key: Any, label: str = "") -> Any:
@@ -116,7 +78,7 @@ class Graph:
         if node is None:
             maker = self._makers.get(kind)
             if maker is None:
-                maker = self._makers[kind] = _maker(kind)
+                maker = self._makers[kind] = maker_of(kind)
             if maker is LEAF:
                 return LEAF
             if maker is values.home_of:
@@ -140,8 +102,12 @@ class Graph:
                 return OPAQUE
             label = label or f"{parent.label}{suffix(key)}"
             if self._full(parent, helps):
-                if not self.cut_at and maker is not NetworkNames and (maker is not Items or value):
-                    self.cut_at.append(label)
+                if (
+                    not self.told.cut_at
+                    and maker is not NetworkNames
+                    and (maker is not Items or value)
+                ):
+                    self.told.cut_at.append(label)
                 return OPAQUE
             node = maker(self, value, label, parent.depth + 1)  # type: ignore[operator]
             node.helps = helps
@@ -229,7 +195,7 @@ class Graph:
         if not versioned and not isinstance(node, DictNames | Holder):
             self._looked_at.append(node)
         if isinstance(node, Blob | Block):
-            self.lay(node)
+            self.memory.lay(node)
 
     def release(self, parent: Node, key: Any) -> None:
         """The binding is gone; so is the node, if it was the last."""
@@ -256,7 +222,7 @@ class Graph:
         self.fleeting.pop(node, None)
         self.left.pop(node, None)
         self.carry.pop(node, None)
-        self._move_out(node)
+        self.memory.move_out(node)
         if isinstance(node, NetworkNames):
             node.unwatch(self)
         if isinstance(node, DictNames):
@@ -283,40 +249,6 @@ class Graph:
         self.helpers -= node.helps
         node.helps = False
 
-    def lay(self, node: Node) -> None:
-        """Where it lies in memory, from now on."""
-        self._move_out(node)
-        target = node.target
-        node.place = place = sharing.place(target)
-        if place is None:
-            return
-        array = sharing.owned(target)
-        if array is not None and array[0] not in self._arrays:
-            bisect.insort(self._starts, array[0])
-            self._arrays[array[0]] = array[1]
-        elif self._starts and isinstance(target, torch.Tensor):  # over the middle of an array?
-            start = self._starts[bisect.bisect_right(self._starts, place[0]) - 1]
-            if start < place[0] < start + self._arrays[start]:
-                node.place = place = start, place[1] + place[0] - start
-        node.laid = [node.number, place[1], sharing.layout(target)]
-        there = self.lying.setdefault(place[0], {})
-        there[node] = None
-        if len(there) > 1:
-            self.shared.setdefault(place[0])
-
-    def _move_out(self, node: Node) -> None:
-        if node.place is None:
-            return
-        address, node.place = node.place[0], None
-        there = self.lying.get(address, {})
-        there.pop(node, None)
-        if len(there) < 2:
-            self.shared.pop(address, None)
-        if not there:
-            self.lying.pop(address, None)
-            if self._arrays.pop(address, None) is not None:
-                self._starts.remove(address)
-
     def sweep(self) -> None:
         """Drop what only refers to itself."""
         reached: set[int] = set()
@@ -341,24 +273,6 @@ class Graph:
             if isinstance(root, FrameNames) and root.target is not None:
                 root.scan(self)
 
-    def note(self, node: Node, name: str | None, old: Any) -> None:
-        if self.journal is None:
-            return
-        if name is None:
-            self.journal.setdefault(node, old)
-        else:
-            self.journal.setdefault(node, {}).setdefault(name, old)
-
-    def touch(self, node: Node) -> None:
-        """Its payload has changed."""
-        node.raw = node.entry = None
-        self.changes += 1
-        if node.carried:
-            self.carry[node] = None
-
-    def omit(self, label: str) -> None:
-        self.omitted.setdefault(label)
-
     def missed(self) -> list[str]:
         """What changes, is not carried, and is read by steps."""
         left = [node for node in self.left if isinstance(node, Items) and node.not_plain]
@@ -370,9 +284,6 @@ class Graph:
     def pack(self, value: Any, node: Node) -> Any:
         self._packing = node
         return values.pack(value, self._refer)
-
-    def pack_blob(self, plain: Any, tensor: bool) -> bytes:
-        return codec.dumps_inline(torch.from_numpy(plain) if tensor else plain)
 
     def _refer(self, value: Any) -> int | None:
         found = self.nodes.get(id(value))
@@ -392,51 +303,3 @@ def _plain(tensor: torch.Tensor) -> bool:
 
 def _address(node: Node) -> int:
     return node.address if isinstance(node, Block) else id(node.target)
-
-
-def _maker(kind: type) -> Any:
-    if kind in _DICTS or kind in _LISTS or kind is set:
-        return Items
-    if kind in (torch.Tensor, torch.nn.Parameter, numpy.ndarray, bytearray, array):
-        return Blob
-    if kind is types.GeneratorType:
-        return FrameNames
-    if kind is types.BuiltinFunctionType or kind is numpy.ufunc:
-        return values.home_of
-    if kind in iterators.KINDS:
-        return Position
-    if issubclass(kind, tuple):
-        return tuple
-    if values.is_leaf_type(kind) or kind is frozenset:
-        return LEAF
-    if issubclass(kind, torch.nn.Module):
-        return NetworkNames
-    if kind is types.FunctionType:
-        return _function_maker
-    if issubclass(kind, type):
-        return _class_maker
-    if issubclass(kind, torch.optim.Optimizer) and not graph.user_code(kind):
-        return OptimizerNames
-    if kind in _BAGS or graph.user_code(kind) or graph.helper(kind):
-        if issubclass(kind, dict | list | set | deque):
-            return Items
-        return DictNames if kind.__dictoffset__ and not _slotted(kind) else SlotNames
-    if kind is types.MethodType or graph._entered(kind, False) or kind.__name__ == "partial":
-        return Holder
-    return OPAQUE
-
-
-def _slotted(kind: type) -> bool:
-    return any(vars(base).get("__slots__") for base in kind.__mro__)
-
-
-def _function_maker(graph_: Graph, value: Any, label: str, depth: int) -> Node:
-    own = frames.origin(value.__code__.co_filename) != "skipped"
-    if value.__dict__ or (own and (value.__closure__ or value.__defaults__)):
-        return FunctionNames(graph_, value, label, depth)
-    return Nothing(graph_, value, label, depth)
-
-
-def _class_maker(graph_: Graph, value: Any, label: str, depth: int) -> Node:
-    kind = ClassNames if graph.user_code(value) else Nothing
-    return kind(graph_, value, label, depth)

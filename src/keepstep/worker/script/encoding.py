@@ -16,20 +16,20 @@ import msgspec
 from keepstep.worker.script import values
 from keepstep.worker.script.blocks import Block
 from keepstep.worker.script.contents import Items
-from keepstep.worker.script.discovery import Graph
-from keepstep.worker.script.namespaces import FrameNames
+from keepstep.worker.script.discovery import Discovery
+from keepstep.worker.script.frame_names import FrameNames
 from keepstep.worker.script.nodes import Node
 
 FORMAT: Final = 3
 
 
-def encoded(graph: Graph) -> bytes:
+def encoded(graph: Discovery) -> bytes:
     """Empty: nothing is carried."""
     return _Encoding(graph).bytes()
 
 
 class _Encoding:
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Discovery) -> None:
         self._graph = graph
         self._out: list[Any] = []
         self._placed: dict[int, Any] = {}  # number -> entry, kept or new
@@ -49,17 +49,17 @@ class _Encoding:
             if entry.__class__ is list and entry[6] is None and node.carried:
                 entry[6] = self._raw(node)
             todo.extend(node.refers)
-        shared = [group for group in map(self._group, tuple(self._graph.shared)) if group]
+        shared = [group for group in map(self._group, tuple(self._graph.memory.shared)) if group]
         self._keep()
         missed = self._graph.missed()
         if not self._carries and not missed:
             return b""
-        head = [FORMAT, values.slot_now, list(self._graph.omitted), missed]
+        head = [FORMAT, values.slot_now, list(self._graph.told.omitted), missed]
         return values.encode([*head, shared, self._out])
 
     def _group(self, address: int) -> list[Any]:
         """Those in one memory: all that are carried, and if possible one that the newcomer has."""
-        there = [node for node in self._graph.lying[address] if node.target is not None]
+        there = [node for node in self._graph.memory.lying[address] if node.target is not None]
         group = [node for node in there if self._placed.get(node.number) is not None]
         if not group or len(there) < 2:
             return []

@@ -1,37 +1,27 @@
-"""Nodes for namespaces: locals of frames and generators, globals of modules, attributes of objects
-and classes, closures of functions. See nodes.py for how they work together.
+"""Nodes for namespaces: globals of modules, attributes of objects and classes, closures.
+
+See nodes.py for how they work together, torch_names.py for what torch and registered objects keep,
+frame_names.py for the locals of running functions.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
 import io
-import itertools
 import queue
 import threading
 import types
 import weakref
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy
 import torch
 
-from keepstep.errors import UsageError
-from keepstep.worker.script import attributes, frames, graph, iterators, stack, values
-from keepstep.worker.script.nodes import LEAF, MISSING, OPAQUE, Node
-from keepstep.worker.state import codec
-
-if TYPE_CHECKING:
-    from keepstep.worker.script.discovery import Graph
-
-_MODULE_OWN: Final = frozenset(vars(torch.nn.Module()))
-_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-HOOKS: Final = "<hooks>"
+from keepstep.worker.script import graph, values
+from keepstep.worker.script.nodes import LEAF, MISSING, OPAQUE, Graph, Node
 
 
 class _Gone:
@@ -212,11 +202,6 @@ class Names(Node):
         self.late_names.update(data[1])
 
 
-def _cells(frame: FrameType) -> tuple[str, ...]:
-    code = frame.f_code
-    return code.co_cellvars + code.co_freevars
-
-
 def _kind(value: Any) -> str:
     if isinstance(value, io.IOBase):
         return "file"
@@ -269,7 +254,7 @@ class DictNames(Names):
         self.scan(graph)
 
 
-class _Unbound:
+class Unbound:
     """Functions that a newcomer has not come to define: it does, or has a NameError."""
 
     def _unpacked(self, data: dict[str, Any], referred: Callable[[int], Any]) -> dict[str, Any]:
@@ -283,7 +268,7 @@ class _Unbound:
         return new
 
 
-class ModuleGlobals(_Unbound, DictNames):
+class ModuleGlobals(Unbound, DictNames):
     kind = "module"
 
     def rest(self, graph: Graph) -> None:
@@ -291,189 +276,6 @@ class ModuleGlobals(_Unbound, DictNames):
 
     def about(self) -> str:
         return ""
-
-
-def _users(hook: Any) -> bool:
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return graph.origin(hook) != "library"
-
-
-def _told(hooked: list[dict[Any, Any]]) -> tuple[tuple[str, ...], ...]:
-    """Hooks without torch's own, which come and go as models are wrapped; classes of modules."""
-    *hooks, modules = hooked
-    users = [[x for x in each.values() if _users(x)] for each in hooks]
-    inside = [f"{name}: {values.name_of(kind)}" for name, kind in modules.items()]
-    return (*(tuple(map(values.described, each)) for each in users), tuple(inside))
-
-
-class NetworkNames(DictNames):
-    """An nn.Module: plain attributes; what torch keeps in it is state and carried as such."""
-
-    kind = "network"
-
-    def __init__(self, graph: Graph, target: Any, label: str, depth: int) -> None:
-        super().__init__(graph, target, label, depth)
-        origin = type(target).__module__
-        self._plain = not origin.startswith("torch.") or origin.startswith("torch.nn.modules")
-        self._hooks: list[dict[Any, Any]] | None = None
-        self._watched: list[dict[Any, Any]] = []
-        self._watch(graph)
-
-    def _watch(self, graph: Graph) -> None:
-        self._watched = [vars(self.target)[name] for name in ("_modules", *_HOOKS)]
-        for inside in self._watched:
-            graph.versions.watch(inside, self)
-
-    def unwatch(self, graph: Graph) -> None:
-        for inside in self._watched:
-            graph.versions.forget(inside)
-        self._watched = []
-
-    def rest(self, graph: Graph) -> None:
-        super().rest(graph)
-        if self.target is None:
-            self.unwatch(graph)
-
-    def wake(self, graph: Graph) -> None:
-        super().wake(graph)
-        if self.target is not None and not self._watched:
-            self._watch(graph)
-
-    def ignored(self, name: str) -> bool:
-        return not self._plain or name in _MODULE_OWN or name.startswith("__")
-
-    def scan(self, graph: Graph) -> None:
-        super().scan(graph)
-        self._scan_hooks(graph)
-        for name, module in self.target._modules.items():
-            child = self.children.get(("module", name))
-            if child is not None and child.target is not None and child.target is not module:
-                graph.release(self, ("module", name))  # another one has taken its place
-                child = None
-            if module is not None and child is None:
-                graph.adopt(module, self, ("module", name))
-
-    def _scan_hooks(self, graph: Graph) -> None:
-        now = self._hooked()
-        if self._hooks is not None and now != self._hooks:
-            graph.note(self, HOOKS, self._hooks)
-            self.changing_names.add(HOOKS)
-            graph.touch(self)
-        self._hooks = now
-
-    def payload(self, graph: Graph) -> Any:
-        changing, late = super().payload(graph)
-        if HOOKS in self.changing_names and self._hooks is not None:
-            changing[HOOKS] = graph.pack(_told(self._hooks), self)
-        return [changing, late]
-
-    def _hooked(self) -> list[dict[Any, Any]]:
-        modules = {name: type(module) for name, module in self.target._modules.items()}
-        return [*(dict(vars(self.target)[name]) for name in _HOOKS), modules]
-
-    def put_back(self, old: dict[str, Any]) -> None:
-        hooks = old.pop(HOOKS, None)
-        for name, there in zip(_HOOKS, hooks or ()):  # modules inside stay
-            mine = vars(self.target)[name]
-            mine.clear()
-            mine.update(there)
-        super().put_back(old)
-
-    def apply(self, data: Any, referred: Callable[[int], Any]) -> None:
-        theirs = data[0].pop(HOOKS, None)
-        super().apply(data, referred)
-        if theirs is None:
-            return
-        if values.unpack(theirs, referred) != _told(self._hooked()):
-            raise UsageError(
-                f"{self.label} of the rank that is replaced has other hooks or modules inside, "
-                "which it got while it trained",
-                hint="build them before the first step, and let a variable turn them on",
-            )
-        self.changing_names.add(HOOKS)
-
-
-class OptimizerNames(DictNames):
-    """An optimizer: objects that it keeps. Plain data is carried by attributes.py."""
-
-    kind = "optimizer"
-
-    def ignored(self, name: str) -> bool:
-        if name in attributes.TORCHS or name.startswith("__"):
-            return True
-        value = self.names[name]
-        if name in self.last or not isinstance(value, (*attributes.PLAIN, torch.optim.Optimizer)):
-            return False
-        return isinstance(value, torch.optim.Optimizer) or attributes.is_data(value)
-
-
-class RegisteredNames(DictNames):
-    """A registered object: numbers and the like, which its state_dict may have left out."""
-
-    kind = "registered"
-
-    def __init__(self, graph: Graph, target: Any, label: str, depth: int) -> None:
-        super().__init__(graph, target, label, depth)
-        save = getattr(target, "state_dict", None)
-        saved = save() if callable(save) else {}
-        saved = saved if isinstance(saved, dict) else {}
-        names = [key for key in saved if isinstance(key, str)]
-        self._saved = frozenset(way for key in names for way in (key, f"_{key}", key.lstrip("_")))
-        self._marks = self._marked()
-        if self._marks:  # under another name
-            there = {_encoded(value) for value in saved.values()}
-            self._saved |= {name for name in self._marks if _encoded(self.names[name]) in there}
-
-    def ignored(self, name: str) -> bool:
-        if name in self._saved or name.startswith("__"):
-            return True
-        if values.is_leaf_type(type(self.names[name])):
-            return False
-        self.last.pop(name, None)  # it was a number before
-        self.changing_names.discard(name)
-        self.late_names.discard(name)
-        return True
-
-    def left_out(self) -> list[str]:
-        """Containers, tensors and arrays that its state_dict does not have, and that have changed
-        since the last call."""
-        before, self._marks = self._marks, self._marked()
-        return [name for name, mark in self._marks.items() if before.get(name) != mark]
-
-    def _marked(self) -> dict[str, Any]:
-        if self.target is None or not graph.user_code(type(self.target)):
-            return {}
-        return {
-            name: _mark(value)
-            for name, value in list(self.names.items())
-            if name not in self._saved and isinstance(value, _INSIDE)
-        }
-
-
-_INSIDE: Final = (list, dict, set, deque, torch.Tensor, numpy.ndarray)
-_MARKED_MAX: Final = 64  # items of a container
-
-
-def _mark(value: Any, depth: int = 2) -> Any:
-    """Cheap, and another one when the value has changed; of a large container, often."""
-    if isinstance(value, torch.Tensor):
-        return id(value), value._version
-    if isinstance(value, numpy.ndarray):
-        small = value.nbytes <= values.BYTES_MAX and not value.dtype.hasobject
-        return id(value), value.tobytes() if small else b""
-    if not isinstance(value, _INSIDE) or not depth:
-        return value if value.__class__ in values.SCALARS else id(value)
-    items = value.values() if isinstance(value, dict) else value
-    return len(value), [_mark(item, depth - 1) for item in itertools.islice(items, _MARKED_MAX)]
-
-
-def _encoded(value: Any) -> bytes | None:
-    plain = list(value) if isinstance(value, set | deque | tuple) else value
-    try:
-        return codec.dumps_inline(plain)
-    except UsageError:
-        return None
 
 
 class SlotNames(Names):
@@ -565,135 +367,6 @@ class FunctionNames(Names):
 
     def about(self) -> str:
         return values.described(self.target)
-
-
-class FrameNames(_Unbound, Names):
-    """Locals of a running function, or of a suspended generator, and the iterators of its loops.
-    The node outlives the frame: the next call of the function is compared with this one."""
-
-    kind = "frame"
-    moves = True
-
-    def __init__(self, graph: Graph, target: Any, label: str, depth: int) -> None:
-        super().__init__(graph, target, label, depth)
-        self._at = -1
-        self._stood = -1
-
-    def frame(self) -> FrameType | None:
-        target = self.target
-        if isinstance(target, types.GeneratorType):
-            return target.gi_frame
-        return target  # type: ignore[no-any-return]
-
-    def foreign(self) -> bool:
-        """A function of an installed package, which is not the user's."""
-        frame = self.frame()
-        return frame is not None and frames.origin(frame.f_code.co_filename) == "library"
-
-    def read(self) -> dict[str, Any]:
-        frame = self.frame()
-        if frame is None:
-            return {}
-        names = frames.read(frame) if frames.is_function(frame.f_code) else {}
-        if frame is self.target:
-            names.update(stack.operands(frame))
-        return names
-
-    def write(self, new: dict[str, Any]) -> None:
-        frame = self.frame()
-        if frame is None:
-            return
-        names = {name: new[name] for name in new if not name.startswith(stack.OPERAND)}
-        if names:
-            frames.write(frame, names)
-        for name in new.keys() - names.keys():
-            stack.set_operand(frame, name, new[name])
-
-    def remove(self, name: str) -> None:
-        """A function's local cannot be unbound from outside; the retry binds it again."""
-
-    def about(self) -> str:
-        frame = self.frame()
-        if frame is None:
-            return "ended"
-        at = f"@{frame.f_lasti}" if isinstance(self.target, types.GeneratorType) else ""
-        return f"{frame.f_globals.get('__name__')}:{frame.f_code.co_qualname}{at}"
-
-    def scan(self, graph: Graph) -> None:
-        frame = self.frame()
-        if self.still and graph.journal is not None:
-            return
-        if self.depth > 0 and frame is not None and frame.f_lasti != self._stood:
-            self._stood = frame.f_lasti  # it is part of what is said about a generator
-            graph.touch(self)
-        if self.depth == 0 and graph.journal is not None:
-            # A step that runs inside reaches the locals of its callers through cells only.
-            if frame is not None and _cells(frame):
-                self._scan_cells(graph, frame)
-            return
-        super().scan(graph)
-        if frame is None or graph.journal is not None:
-            return
-        self._at = frame.f_lasti
-        for i, (iterator, line) in enumerate(self._loops(frame)):
-            key = ("for", i)
-            child = self.children.get(key)
-            if child is None or child.target is not iterator:
-                graph.release(self, key)
-                if iterators.is_iterator(iterator):
-                    graph.adopt(iterator, self, key, f"{self.label} line {line}")
-
-    def refuse_moved(self) -> None:
-        """Before a retry: a generator that stands at another `yield` cannot go back."""
-        frame = self.frame()
-        if frame is None or frame.f_lasti != self._at:
-            raise UsageError(
-                f"the generator {self.label} was advanced to another yield inside a step that must "
-                "be repeated",
-                hint="draw from it before the step and pass the value, or use ks.batches",
-            )
-
-    def _scan_cells(self, graph: Graph, frame: FrameType) -> None:
-        names, last = frames.read(frame), self.last
-        for name in _cells(frame):
-            value = names.get(name, MISSING)
-            if value is not MISSING and value is not last.get(name, MISSING):
-                self._rebound(graph, name, last.get(name, MISSING), value)
-
-    def set_loop(self, key: Any, iterator: Any) -> bool:
-        frame = self.frame()
-        if frame is None or key.__class__ is not tuple or key[0] != "for":
-            return False
-        stack.set_loop(frame, key[1], iterator)
-        return True
-
-    def _loops(self, frame: FrameType) -> list[tuple[Any, int]]:
-        loops = stack.loop_iterators(frame)
-        inner = getattr(self.target, "gi_yieldfrom", None)
-        return loops if inner is None else [*loops, (inner, frame.f_lineno)]
-
-    @property
-    def carried(self) -> bool:
-        return self.depth > 0 or super().carried
-
-    def wake(self, graph: Graph) -> None:
-        """It is scanned with the others."""
-
-    def varies(self, key: Any) -> bool:
-        return isinstance(key, tuple) or super().varies(key)
-
-    def rest(self, graph: Graph) -> None:
-        super().rest(graph)
-        for key in [key for key in self.children if isinstance(key, tuple)]:
-            graph.release(self, key)
-        if self.depth == 0:
-            self.target = None
-
-    def leave(self, graph: Graph) -> None:
-        """The function has returned."""
-        for key in list(self.children):
-            graph.release(self, key)
-        self.last = {n: v for n, v in self.last.items() if v.__class__ in values.SCALARS}
 
 
 class Holder(Names):

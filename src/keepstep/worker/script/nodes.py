@@ -26,11 +26,17 @@ objects that hold such things are held weakly.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
 
-if TYPE_CHECKING:
-    from keepstep.worker.script.discovery import Graph
+import torch
+
+from keepstep.worker.script.records import BlockRecords
+from keepstep.worker.script.sharing import MemoryMap
+from keepstep.worker.script.versions import Versions
+from keepstep.worker.state import codec
 
 
 class _Missing:
@@ -101,6 +107,83 @@ class Node:
 
     def apply(self, data: Any, referred: Callable[[int], Any]) -> None:
         raise NotImplementedError
+
+
+@dataclass
+class Told:
+    """What the script is told about its variables, by label."""
+
+    omitted: dict[str, None] = field(default_factory=dict)
+    heavy: dict[str, int] = field(default_factory=dict)  # blocks that are carried: bytes
+    in_place: set[str] = field(default_factory=set)  # blocks that were changed in place
+    cut_at: list[str] = field(default_factory=list)  # the first of too many objects
+
+
+class Graph(ABC):
+    """The graph as a node sees it: what is noted about all nodes, and the way to find more, which
+    `discovery` knows."""
+
+    def __init__(self) -> None:
+        self.settled = False  # the script's first transaction has begun
+        self.versions = Versions()
+        self.nodes: dict[int, Node] = {}  # by the id of their target
+        self.roots: dict[str, Node] = {}
+        self.journal: dict[Node, Any] | None = None
+        self.fleeting: dict[Node, None] = {}
+        self.left: dict[Node, None] = {}  # containers that change and are not carried
+        self.records = BlockRecords()
+        self.told = Told()
+        self.deep = True  # contents of blocks are looked at in this call
+        self.carry: dict[Node, None] = {}  # nodes with a payload
+        self.memory = MemoryMap()
+        self.changes = 0
+        self._number = 0
+
+    def next_number(self) -> int:
+        self._number += 1
+        return self._number
+
+    @abstractmethod
+    def adopt(self, value: Any, parent: Node, key: Any, label: str = "") -> Any:
+        """A node below `parent`, LEAF, or OPAQUE."""
+
+    @abstractmethod
+    def release(self, parent: Node, key: Any) -> None:
+        """The binding is gone; so is the node, if it was the last."""
+
+    @abstractmethod
+    def unlink(self, child: Node, parent: Node, key: Any) -> None:
+        """The child no longer has this parent."""
+
+    @abstractmethod
+    def forget_dead(self, node: Node) -> None:
+        """Its object is gone, and nobody has said so."""
+
+    @abstractmethod
+    def pack(self, value: Any, node: Node) -> Any:
+        """A value that the node refers to, as it travels."""
+
+    def pack_blob(self, plain: Any, tensor: bool) -> bytes:
+        return codec.dumps_inline(torch.from_numpy(plain) if tensor else plain)
+
+    def note(self, node: Node, name: str | None, old: Any) -> None:
+        """The first old value of what changes, for a retry."""
+        if self.journal is None:
+            return
+        if name is None:
+            self.journal.setdefault(node, old)
+        else:
+            self.journal.setdefault(node, {}).setdefault(name, old)
+
+    def touch(self, node: Node) -> None:
+        """Its payload has changed."""
+        node.raw = node.entry = None
+        self.changes += 1
+        if node.carried:
+            self.carry[node] = None
+
+    def omit(self, label: str) -> None:
+        self.told.omitted.setdefault(label)
 
 
 def suffix(key: Any) -> str:

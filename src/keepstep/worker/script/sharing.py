@@ -11,9 +11,10 @@ and a dataset that nobody changes must not look changed.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -61,6 +62,64 @@ def layout(target: Any) -> list[int]:
     if isinstance(target, torch.Tensor):
         return [step * target.itemsize for step in target.stride()]
     return list(target.strides)
+
+
+class Laid(Protocol):
+    """What has a place in memory: a node of a tensor or an array."""
+
+    number: int
+    target: Any
+    place: tuple[int, int] | None
+    laid: list[Any]
+
+
+class MemoryMap:
+    """Which of them lie where."""
+
+    def __init__(self) -> None:
+        self.lying: dict[int, dict[Any, None]] = {}  # by address of their memory
+        self.shared: dict[int, None] = {}  # addresses with several
+        self._arrays: dict[int, int] = {}  # memory of arrays: address -> size
+        self._starts: list[int] = []  # their addresses, in order
+
+    def at(self, value: Any) -> dict[Any, None]:
+        """What lies in the memory of this value."""
+        where = place(value)
+        return self.lying.get(where[0], {}) if where is not None else {}
+
+    def lay(self, one: Laid) -> None:
+        """Where it lies, from now on."""
+        self.move_out(one)
+        target = one.target
+        one.place = where = place(target)
+        if where is None:
+            return
+        array = owned(target)
+        if array is not None and array[0] not in self._arrays:
+            bisect.insort(self._starts, array[0])
+            self._arrays[array[0]] = array[1]
+        elif self._starts and isinstance(target, torch.Tensor):  # over the middle of an array?
+            start = self._starts[bisect.bisect_right(self._starts, where[0]) - 1]
+            if start < where[0] < start + self._arrays[start]:
+                one.place = where = start, where[1] + where[0] - start
+        one.laid = [one.number, where[1], layout(target)]
+        there = self.lying.setdefault(where[0], {})
+        there[one] = None
+        if len(there) > 1:
+            self.shared.setdefault(where[0])
+
+    def move_out(self, one: Laid) -> None:
+        if one.place is None:
+            return
+        address, one.place = one.place[0], None
+        there = self.lying.get(address, {})
+        there.pop(one, None)
+        if len(there) < 2:
+            self.shared.pop(address, None)
+        if not there:
+            self.lying.pop(address, None)
+            if self._arrays.pop(address, None) is not None:
+                self._starts.remove(address)
 
 
 def _reach(value: Any, steps: list[int]) -> tuple[int, int]:

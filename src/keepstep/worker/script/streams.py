@@ -1,11 +1,12 @@
-"""Every random stream of a rank: the process's own, and those that the script made for itself.
+"""Every random stream of a process: its own, and those that the script made for itself.
 
 Theory of operation
 -------------------
 A stream is known by the path that reaches it (graph.py), so that the process that replaces this
-one finds the same. `capture` reads the process-wide generators (rng.py), every stream found, the
-numbers that samplers and datasets count (data.py), and the persistent worker processes of loaders
-(workers.py); `restore` sets all of it, in this process after an abort or in another one.
+one finds the same. `capture` reads the process-wide generators (rng.py), every stream found, and
+the numbers that samplers and datasets count (data.py); `restore` sets all of it, in this process
+after an abort or in another one. A rank has the worker processes of its loaders besides
+(rank_streams.py).
 
 When streams are looked for
     full walk    at the first three calls of a step or section and at every 64th, when a loop is
@@ -28,7 +29,7 @@ from typing import Any, Final
 import msgspec
 
 from keepstep.errors import UsageError
-from keepstep.worker.script import graph, sources, workers
+from keepstep.worker.script import graph, sources
 from keepstep.worker.script.data import Counters, holders, is_data
 from keepstep.worker.script.roots import Roots
 from keepstep.worker.state import codec, rng
@@ -59,8 +60,7 @@ class Streams:
         self._near: frozenset[int] = frozenset()  # ids that a quick look may meet
         self._near_types: frozenset[type] = frozenset()
         self._counters = Counters()
-        self._loaders: dict[str, Any] = {}  # with persistent workers, by path
-        self._open: set[int] = set()  # ids of loaders in open loops
+        self._pipelines: dict[str, Any] = {}  # loaders, samplers and datasets, by path
 
     @property
     def paths(self) -> list[str]:
@@ -131,13 +131,15 @@ class Streams:
         self._objects, self._routes, self._aliases = objects, routes, aliases
         self._near, self._near_types = frozenset(near), sources.near_types()
         self._counters.refresh(counted)
-        self._loaders = {p: x for p, x in pipelines.items() if workers.keeps_workers(x)}
-        self._open = {id(loader) for loader in roots.loaders.values()}
+        self._pipelines = pipelines
         self._due = False
 
     # ------------------------------------------------------------------ states
 
     def capture(self) -> bytes:
+        return _encoder.encode(self._state())
+
+    def _state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"process": rng.capture()}
         if self._sources:
             state["streams"] = {
@@ -146,10 +148,7 @@ class Streams:
         numbers = self._counters.capture()
         if numbers:
             state["numbers"] = codec.dumps_inline(numbers)
-        if self._loaders:
-            kept = {path: workers.kept(loader) for path, loader in self._loaders.items()}
-            state["workers"] = {path: x for path, x in kept.items() if x is not None}
-        return _encoder.encode(state)
+        return state
 
     def missing(self, data: bytes) -> list[str]:
         """What a state is of, and this process does not have (yet)."""
@@ -180,15 +179,14 @@ class Streams:
                     f"the process that is replaced ({kind})",
                     hint=_HINT,
                 )
-        # First: whatever starting worker processes draws is undone by the rest.
-        for path, kept in state.get("workers", {}).items():
-            loader = self._loaders.get(path)
-            if loader is not None and id(loader) not in self._open:
-                workers.keep(loader, kept)
+        self._start_workers(state)
         rng.restore(state["process"])
         for path, (_, value) in streams.items():
             self._sources[path].write(value)
         self._counters.restore(_numbers_of(state))
+
+    def _start_workers(self, state: dict[str, Any]) -> None:
+        """Before anything is set: whatever starting them draws is undone by the rest."""
 
     def of_loader(self, data: bytes, loader: Any) -> dict[str, Any]:
         """The part of a state that is of this loader's own streams, by path."""

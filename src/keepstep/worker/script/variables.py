@@ -24,7 +24,6 @@ own object under the same path is changed in place, and whoever else refers to i
 from __future__ import annotations
 
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
@@ -32,22 +31,15 @@ from typing import Any, Final
 import torch
 
 from keepstep.errors import UsageError
-from keepstep.worker.script import blocks, contents, frames, graph, sharing, values, witness
-from keepstep.worker.script.blocks import Block
-from keepstep.worker.script.contents import Blob, Items, Position
-from keepstep.worker.script.discovery import DEPTH_MAX, Graph
+from keepstep.worker.script import blocks, frames, graph, values, witness
+from keepstep.worker.script.discovery import DEPTH_MAX, Discovery
 from keepstep.worker.script.encoding import FORMAT, encoded
-from keepstep.worker.script.namespaces import (
-    DictNames,
-    FrameNames,
-    FunctionNames,
-    ModuleGlobals,
-    Names,
-    OptimizerNames,
-    SlotNames,
-)
-from keepstep.worker.script.nodes import Node, suffix
-from keepstep.worker.script.stack import OPERAND, collector
+from keepstep.worker.script.frame_names import FrameNames
+from keepstep.worker.script.namespaces import FunctionNames, ModuleGlobals
+from keepstep.worker.script.nodes import Node
+from keepstep.worker.script.restoration import Restoration, key_of
+from keepstep.worker.script.stack import collector
+from keepstep.worker.script.torch_names import OptimizerNames
 
 SWEEP_EVERY: Final = 256
 _EMPTY: Final = b""
@@ -63,7 +55,7 @@ class Variables:
         attached: Callable[[torch.Tensor], bool] = lambda _: False,
     ) -> None:
         frames.refuse_unless_available()
-        self._graph = Graph(known, attached)
+        self._graph = Discovery(known, attached)
         self._live: list[FrameNames] = []
         self._modules = 0, 0
         self._calls = 0
@@ -179,9 +171,10 @@ class Variables:
 
     def warnings(self) -> list[str]:
         """Variables that are too large to be carried, or are a burden, each once."""
-        new = [name for name in self._graph.omitted if name not in self._warned]
-        heavy = [name for name in self._graph.heavy if name not in self._warned]
-        cut = [name for name in self._graph.cut_at if name not in self._warned]
+        told = self._graph.told
+        new = [name for name in told.omitted if name not in self._warned]
+        heavy = [name for name in told.heavy if name not in self._warned]
+        cut = [name for name in told.cut_at if name not in self._warned]
         self._warned.update(new, heavy, cut)
         texts = [
             f"{name} has more than {values.ITEMS_MAX} items or {values.BYTES_MAX >> 10} KiB: a "
@@ -189,7 +182,7 @@ class Variables:
             for name in new
         ]
         texts += [
-            f"{name} changes, and all of it ({self._graph.heavy[name] / 2**20:.1f} MiB) is carried "
+            f"{name} changes, and all of it ({told.heavy[name] / 2**20:.1f} MiB) is carried "
             "with every step (hint: hand batches to the step as arguments; what all ranks have "
             "alike costs less as a buffer of the model)"
             for name in heavy
@@ -212,9 +205,7 @@ class Variables:
     def lying_with(self, value: Any) -> tuple[list[Any], Any] | None:
         """A variable in the same memory, and the path to it; None: there is none. LookupError: it
         has no path."""
-        place = sharing.place(value)
-        there = self._graph.lying.get(place[0], {}) if place is not None else {}
-        found = [node for node in there if node.target is not None]
+        found = [node for node in self._graph.memory.at(value) if node.target is not None]
         if not found:
             return None
         nearest = max(found, key=lambda node: (node.target is value, node.target.nbytes))
@@ -227,14 +218,14 @@ class Variables:
         try:
             node: Node = self._graph.roots[path[0]]
             for key in path[1:]:
-                node = node.children[_key(key)]
+                node = node.children[key_of(key)]
             return node.target
         finally:
             self.end()
 
     def heavy(self) -> dict[str, int]:
         """Sizes of what is carried whole."""
-        return self._graph.heavy
+        return self._graph.told.heavy
 
     @staticmethod
     def of_optimizers(tree: bytes | None) -> list[str]:
@@ -271,7 +262,7 @@ class Variables:
         if lenient and not self._stands_there(entries):
             self.end()
             return
-        landing = _Landing(self._graph, slot, lenient)
+        landing = Restoration(self._graph, slot, lenient)
         landing.find(entries, {member[0] for group in shared for member in group})
         landing.join(shared)
         landing.fill(entries)
@@ -284,189 +275,6 @@ class Variables:
         """Whether all functions are running that were running there."""
         live = {root.label for root in self._live}
         return all(e[3] in live for e in entries if e[2] == 0 and e[1] == FrameNames.kind)
-
-
-class _Landing:
-    """Which object here stands for which node there."""
-
-    def __init__(self, graph_: Graph, slot: list[str], lenient: bool = False) -> None:
-        self._graph = graph_
-        self._lenient = lenient
-        self._objects: dict[int, Any] = {}
-        self._nodes: dict[int, Node] = {}
-        self._taken: set[int] = set()
-        self._joined: list[tuple[sharing.Joined, int]] = []
-        self._filled: set[int] = set()  # of what is found here
-        self._functions: set[int] = set()
-        self._labels: dict[int, str] = {}
-        self.slot = slot
-
-    def __call__(self, number: int) -> Any:
-        if number not in self._objects:
-            what = values.NoSuchFunction if number in self._functions else UsageError
-            raise what(
-                f"{self._label(number)} of the rank that is replaced refers to "
-                "something that is not here",
-                hint="register what the step needs: ks.register(name, save, load)",
-            )
-        return self._objects[number]
-
-    def find(self, entries: list[Any], joined: set[int]) -> None:
-        """`joined`: they share their memory with others there."""
-        # Where a stable name leads is certain; what is bound anew takes what is left.
-        for certain in (True, False):
-            for number, kind, parent, key, bound, about, payload in entries:
-                if number in self._objects or (certain and bound):
-                    continue
-                if kind in _FUNCTIONS:
-                    self._functions.add(number)
-                self._labels[number] = f"{self._labels.get(parent, '')}{suffix(key)}"
-                own = self._own(kind, parent, key, about)
-                apart = bound and own is not None and (number in joined or _shared(own, about))
-                if own is not None and not apart:
-                    self._nodes[number] = own
-                    self._objects[number] = own.target
-                    self._taken.add(own.number)
-                elif kind in _FUNCTIONS and (found := values.function_described(about)) is not None:
-                    self._objects[number] = found
-                elif (
-                    kind in _FUNCTIONS or payload is None or (certain and self._comes_later(parent))
-                ):
-                    continue
-                elif kind in _MADE and (bound or self._comes_later(parent)):
-                    self._objects[number] = _made(kind, about, payload)
-                elif not self._lenient:
-                    raise UsageError(
-                        f"{self._labels[number]} of the rank that is replaced ({about or kind}) "
-                        "is not here, so it cannot be set",
-                        hint="build the same objects and loops on every start of the script",
-                    )
-
-    def join(self, shared: list[Any]) -> None:
-        """Those that are made here lie in one memory with the others."""
-        for group in shared:
-            places = {number: (offset, steps) for number, offset, steps in group}
-            own = [number for number in places if number in self._nodes]
-            made = [n for n in places if n in self._objects and n not in self._nodes]
-            own.sort(key=lambda number: -self._objects[number].nbytes)
-            anchor = (self._objects[own[0]], places[own[0]][0]) if own else None
-            if not made or (anchor is None and len(made) < 2):
-                continue
-            members = {number: (self._objects[number], *places[number]) for number in made}
-            try:
-                joined = sharing.Joined(anchor, members, self._label)
-            except UsageError:
-                if not self._lenient:
-                    raise
-                continue
-            self._objects.update(joined.views)
-            self._joined.append((joined, own[0] if own else 0))
-
-    def settle(self) -> None:
-        """Behind fill: everything that is found here has its value."""
-        for joined, anchor in self._joined:
-            try:
-                joined.fill(carried=anchor in self._filled)
-            except UsageError:
-                if not self._lenient:
-                    raise
-
-    def _label(self, number: int) -> str:
-        return self._labels.get(number, "a variable")
-
-    def _comes_later(self, parent: int) -> bool:
-        """Its parent is bound anew: it is not found yet, or is made."""
-        return parent != 0 and parent not in self._nodes
-
-    def _own(self, kind: str, parent: int, key: Any, about: str) -> Node | None:
-        if parent == 0:
-            own: Node | None = self._graph.roots.get(key)
-            if isinstance(own, FrameNames) and own.target is None:
-                own = None
-        else:
-            above = self._nodes.get(parent)
-            own = above.children.get(_key(key)) if above is not None else None
-        if own is None or own.kind != kind or own.number in self._taken:
-            return None
-        return own if own.about() == about or (kind == "blob" and own.kind == kind) else None
-
-    def fill(self, entries: list[Any]) -> None:
-        graph_ = self._graph
-        for number, kind, _, _, _, _, payload in entries:
-            if payload is None:
-                continue
-            node = self._nodes.get(number)
-            absent = number not in self._objects
-            if absent and (self._lenient or number in self._functions):
-                continue
-            if node is None:
-                target = self._objects[number]
-                if kind in ("blob", "block"):
-                    continue  # made with its contents
-                node = _MAKE[kind](graph_, target, self._labels[number], 1)
-            try:
-                node.apply(payload, self)
-                self._filled.add(number)
-            except UsageError:
-                if not self._lenient:
-                    raise
-
-    def mark(self, entries: list[Any]) -> None:
-        """What is carried there is carried here from now on."""
-        for number, _, _, _, _, _, payload in entries:
-            node = self._graph.nodes.get(id(self._objects.get(number)))
-            if node is None or payload is None:
-                continue
-            if isinstance(node, Names):
-                node.changing_names.update(payload[0])
-                node.late_names.update(payload[1])
-            else:
-                node.changing = True
-            self._graph.touch(node)
-
-
-def _shared(own: Node, about: str) -> bool:
-    """Whether it must not be changed in place, because others here may refer to it that refer to
-    something else there."""
-    if own.kind == "block":
-        return True
-    if own.kind == "blob":
-        return own.about() != about or not contents.alone(own)
-    if own.kind != "items":
-        return False
-    return sum(not str(key).startswith(OPERAND) for _, key in own.parents) > 1
-
-
-_MAKE: Final[dict[str, Callable[..., Node]]] = {
-    "items": Items,
-    "blob": Blob,
-    "block": Block,
-    "names": DictNames,
-    "slots": SlotNames,
-    "iterator": Position,
-}
-_FUNCTIONS: Final = frozenset({"holder", "function", "class"})
-_MADE: Final = frozenset({"items", "blob", "block", "names", "slots"})
-_CONTAINERS: Final[dict[str, Callable[[], Any]]] = {
-    "builtins:list": list,
-    "builtins:dict": dict,
-    "builtins:set": set,
-    "collections:deque": deque,
-    "collections:Counter": Counter,
-    "collections:OrderedDict": OrderedDict,
-    "collections:defaultdict": defaultdict,
-}
-
-
-def _made(kind: str, about: str, payload: Any) -> Any:
-    if kind == "blob":
-        return contents.made(payload)
-    if kind == "block":
-        return blocks.made(payload)
-    if about in _CONTAINERS:
-        return _CONTAINERS[about]()
-    found = values.class_named(about)
-    return found.__new__(found) if kind == "items" else object.__new__(found)
 
 
 def _refuse_collected(frames_: list[FrameType], function: Any) -> None:
@@ -498,10 +306,6 @@ def _path(node: Node) -> list[Any]:
         path.append(key)
         node = parent
     return [node.label, *reversed(path)]
-
-
-def _key(key: Any) -> Any:
-    return tuple(map(_key, key)) if isinstance(key, list) else key
 
 
 def _inside(arguments: tuple[Any, ...]) -> frozenset[int]:

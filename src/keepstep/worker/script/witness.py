@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import dis
 from types import CodeType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from keepstep.worker.script import frames
 from keepstep.worker.script.contents import Items
-from keepstep.worker.script.namespaces import Names, RegisteredNames
-
-if TYPE_CHECKING:
-    from keepstep.worker.script.discovery import Graph
+from keepstep.worker.script.namespaces import Names
+from keepstep.worker.script.nodes import Graph
+from keepstep.worker.script.torch_names import RegisteredNames
 
 STEPS_MIN: Final = 4  # before anything is said
 REBOUND_MIN: Final = 2

@@ -32,6 +32,7 @@ from torch.utils.data._utils import fetch as fetchers
 from torch.utils.data._utils.worker import _generate_state, _IterableDatasetStopIteration
 
 from keepstep.worker.script.roots import Roots
+from keepstep.worker.script.streams import Streams
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -89,8 +90,6 @@ def _seed(base_seed: int, worker: int) -> None:
 
 class _Watch:
     def __init__(self, dataset: Any, collate: Any, worker: int, state: bytes | None) -> None:
-        from keepstep.worker.script.streams import Streams  # which knows this module
-
         self._worker = worker
         roots = {"dataset": dataset, "collate_fn": collate}
         self._streams = Streams(lambda: Roots(roots, {}, ()))

@@ -253,8 +253,8 @@ class Newcomer:
     def _warm_up(self, function: Callable[[], Any], runs: int) -> Any:
         """Kernels, autograd and optimizer state; whatever it changes is overwritten by Copy."""
         seat = self.seat
-        self.transactions.warming = True
-        self.transactions.running = "warm-up"
+        self.transactions.call.warming = True
+        self.transactions.call.site = "warm-up"
         result = None
         try:
             while self._warm_up_runs < runs:
@@ -270,8 +270,8 @@ class Newcomer:
                 f"keepstep: warm-up of the newcomer failed, going on without:\n{text}", flush=True
             )
         finally:
-            self.transactions.warming = False
-            self.transactions.running = ""
+            self.transactions.call.warming = False
+            self.transactions.call.site = ""
         fsdp.reset(seat.models.values())
         for parameter in seat.parameters:
             parameter.grad = None

@@ -21,8 +21,8 @@ from keepstep.worker.groups.stager import Stager
 from keepstep.worker.line.process import Process
 from keepstep.worker.script.batches import Loop
 from keepstep.worker.script.position import Tracker
+from keepstep.worker.script.rank_streams import RankStreams
 from keepstep.worker.script.roots import Roots, script_roots
-from keepstep.worker.script.streams import Streams
 from keepstep.worker.script.unasked import OF_OPTIMIZERS, Unasked
 from keepstep.worker.state import buckets
 from keepstep.worker.state.flags import Flags
@@ -58,7 +58,7 @@ class Seat(Rank):
         self.tracker = Tracker()
         self.loops: list[Loop] = []
         self.functions: dict[str, Any] = {}  # steps and sections, by site
-        self.streams = Streams(self.roots)
+        self.streams = RankStreams(self.roots)
         self.known = Known(self)
         self.variables = self.known.variables
         self.gradients = Gradients(self.parameters)

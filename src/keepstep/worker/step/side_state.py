@@ -15,7 +15,7 @@ import torch
 from keepstep.errors import UsageError
 from keepstep.model.page import NOTE_TICK
 from keepstep.worker.script.position import Tracker
-from keepstep.worker.script.streams import Streams
+from keepstep.worker.script.rank_streams import RankStreams
 from keepstep.worker.script.variables import Variables
 from keepstep.worker.state import codec
 from keepstep.worker.state.gradients import Gradients
@@ -39,7 +39,7 @@ class Parts(NamedTuple):
     """Where it is collected."""
 
     tracker: Tracker
-    streams: Streams
+    streams: RankStreams
     variables: Variables
     gradients: Gradients
 

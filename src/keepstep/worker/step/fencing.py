@@ -1,0 +1,226 @@
+"""The fence of a step or section, as one rank goes through it.
+
+    publish   the side state of tick+1 goes to the page, shards to the vault
+    meet      wait for the device, then for all ranks: words of each are compared (fence.py), now
+              and then digests of what replicas share. Passed: the transaction is committed
+
+Whatever fails on the way is an interruption: recovery decides whether the transaction is tried
+again (Retry) or committed all the same, because another rank has passed.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+import torch
+
+from keepstep.errors import KeepstepError, UsageError
+from keepstep.worker.device.guard import SKIP, Guard
+from keepstep.worker.groups import groups
+from keepstep.worker.groups.unseen import Unseen
+from keepstep.worker.script import results
+from keepstep.worker.state.placements import GradientPlacement
+from keepstep.worker.state.witness import EARLY
+from keepstep.worker.step.call import Call
+from keepstep.worker.step.pace import OwnTime
+from keepstep.worker.step.recovery import Recovery, Retry
+from keepstep.worker.step.seat import Seat
+
+
+class Fencing:
+    def __init__(
+        self, seat: Seat, recovery: Recovery, call: Call, roll_back: Callable[[], None]
+    ) -> None:
+        self.seat = seat
+        self.recovery = recovery
+        self.call = call
+        self.guard = Guard()
+        self.own = OwnTime(seat.page)
+        self.placement = GradientPlacement(seat.parameters)
+        self.unseen = Unseen()
+        self.foresight: dict[str, results.Foresight] = {}  # by site
+        self.usual: dict[str, int] = {}  # site -> backward passes of its last step
+        self._roll_back = roll_back
+
+    def publish(self, updating: bool, result: bytes | None = None) -> None:
+        """`result`, if the function has ended; otherwise it may be foreseen."""
+        seat = self.seat
+        if updating:
+            self.placement.align()
+        if result is None and self.call.step:
+            result = self.foreseen()
+        self.call.result = result
+        self.call.fenced, self.call.updating = True, updating
+        self.usual[self.call.site] = self.call.backwards
+        seat.publisher.ahead.wait()
+        if seat.injector:
+            seat.injector.point("before_fence", seat.version)
+        try:
+            if seat.aborted():
+                raise ConnectionAbortedError("aborted before the fence")
+            if self.call.step:
+                seat.changes.fence(self.call.site, updating)
+                seat.publisher.secure(updating)
+            seat.streams.leaving(self.call.site)
+            self.call.variables = seat.variables.capture()
+            side_state = self._side_state()
+            seat.publisher.ahead.judge(side_state)
+            seat.publisher.publish(seat.tick + 1, side_state)
+        except KeepstepError as error:
+            self.call.refused = error
+            raise
+        except (RuntimeError, OSError) as error:
+            self._fence_failed(error)
+
+    def meet(self, wait_for_device: Callable[[Callable[[], bool]], None]) -> bool:
+        """Whether the fence was passed. If it was not, it was decided to commit all the same;
+        otherwise Retry is raised."""
+        seat = self.seat
+        passed = True
+        try:
+            wait_for_device(self._aborted)
+            seat.side.complete_note()
+            if self.call.step:
+                seat.side.publish_locals()
+                seat.publisher.secured(self.call.updating, self._let_device_go)
+            seat.page.where("fence")
+            self.call.in_fence = True
+            self._all_ranks_here()
+        except KeepstepError as error:
+            self.call.refused = error
+            raise
+        except (RuntimeError, OSError) as error:
+            passed = False
+            self.guard.close()  # recovery waits for the device
+            self._fence_failed(error)
+        self.call.passed = self.seat.tracker.behind_fence = True
+        if passed and not seat.alone:
+            self.unseen.passed(self.call.site)
+        seat.page.where("apply")
+        self.own.passed()
+        return passed
+
+    def _aborted(self) -> bool:
+        """While the device is at work."""
+        self.seat.side.complete_note()
+        return self.seat.aborted()
+
+    def _let_device_go(self) -> None:
+        """An update that it holds back is not made, but later and by the host."""
+        self.guard.decide(SKIP)
+
+    def _all_ranks_here(self) -> None:
+        seat = self.seat
+        # Before the second step DDP has not settled its buckets: no planned boundary there.
+        word = seat.version + self.call.step >= 2
+        held = seat.channel.inbox.hold_generation if word else -1
+        snapshot = seat.channel.inbox.snapshot if word else -1
+        if seat.alone:
+            self.call.hold, self.call.snapshot = held, snapshot
+            return
+        # Words of all ranks, and of each the least and the greatest.
+        mine = (
+            seat.tick,
+            seat.generation,
+            zlib.crc32(self.call.site.encode()),
+            held,
+            snapshot,
+        )
+        rates_ = rates(seat.optimizers.values())
+        words = seat.agreement.words(self.call.about_to, rates_)
+        if seat.injector:
+            seat.injector.point("in_fence", seat.version)
+        low, high = groups.fence((*mine, *words))
+        if seat.aborted():  # and what was heard means nothing
+            raise ConnectionAbortedError("aborted in the fence")
+        if low[:3] != high[:3]:
+            raise UsageError(
+                f"rank {seat.rank} is in {self.call.site!r} (tick {seat.tick}) while another rank "
+                "is in another step or section",
+                hint="all ranks must call the same steps and sections in the same order",
+            )
+        differs = seat.agreement.judge(self.call.site, low[5:], high[5:])
+        if differs:
+            table = seat.agreement.table(self.call.about_to, rates_)
+            self.recovery.diverged(differs, self.call.site, table=table, agreed=seat.version)
+        self._compare_replicas()
+        # One planned move runs at a time; a lower number is of one that has been given up.
+        self.call.hold = high[3]
+        self.call.snapshot = high[4]
+
+    def _compare_replicas(self) -> None:
+        """The state as of the entry of this transaction: it has not been changed since, or the
+        fence would not be where it is."""
+        seat = self.seat
+        replicated = seat.replicated
+        if not replicated.due(seat.tick):
+            return
+        undisturbed = not replicated.fresh or seat.generation == 0
+        mine = replicated.found(full=replicated.fresh or seat.tick in EARLY)
+        if replicated.judge(self._gather(mine)):
+            table = replicated.table()
+            names = replicated.judge(self._gather(table))
+            if undisturbed:
+                found, names = names, replicated.settle(names)
+                if names != found:  # more of this rank's own than was published
+                    seat.publisher.publish(seat.tick + 1, self._side_state())
+            if names:
+                agreed = replicated.agreed
+                self.recovery.diverged("replicas", self.call.site, table=table, agreed=agreed)
+                replicated.ignored |= {name.partition("|")[0] for name in names}
+        replicated.fresh, replicated.agreed = False, seat.version
+
+    def _gather(self, mine: dict[str, str]) -> list[dict[str, str]]:
+        found = groups.gather(msgspec.msgpack.encode(mine))
+        if self.seat.aborted():
+            raise ConnectionAbortedError("aborted in the fence")
+        return [msgspec.msgpack.decode(one) for one in found]
+
+    def _fence_failed(self, error: BaseException) -> None:
+        verdict = self.recovery.interrupted(
+            error, in_fence=self.call.in_fence, roll_back=self._roll_back
+        )
+        if verdict != "COMMIT":
+            raise Retry
+        self.recovery.owed_by = self.call.site
+
+    def _side_state(self) -> bytes:
+        return self.seat.side.make(
+            self.call.site,
+            self.call.step,
+            self.call.updating,
+            result=self.call.result,
+            variables=self.call.variables,
+            rest=self.rest() if self.call.updating else None,
+        )
+
+    def rest(self) -> list[dict[str, Any]] | None:
+        """What the newcomer of a rank that is lost behind this fence needs to finish the step."""
+        call = self.call.function
+        code, arguments = getattr(call, "code", None), getattr(call, "arguments", {})
+
+        def knows(thing: Any) -> bool:
+            return self.seat.known.knows(thing) or self.seat.variables.hold(thing)
+
+        seat = self.seat
+        return seat.side.behind.locals_of(
+            self.call.site, code, arguments, knows, seat.known.lying_with
+        )
+
+    def foreseen(self) -> bytes | None:
+        foresight = self.foresight.setdefault(self.call.site, results.Foresight())
+        return foresight.at_fence(getattr(self.call.function, "code", None))
+
+
+def rates(optimizers: Iterable[torch.optim.Optimizer]) -> list[list[Any]]:
+    """Learning rates; one that lies on a device is not waited for."""
+    return [[rate(group.get("lr")) for group in o.param_groups] for o in optimizers]
+
+
+def rate(rate: Any) -> Any:
+    if isinstance(rate, torch.Tensor):
+        return rate.tolist() if rate.device.type == "cpu" else "on a device"
+    return rate
