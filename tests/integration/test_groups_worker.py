@@ -18,7 +18,7 @@ class Rank:
         import torch
         import torch.distributed as dist
 
-        from keepstep.worker.groups import gloo, groups
+        from keepstep.worker.groups import gloo, groups, reducers
 
         os.environ |= {
             "RANK": str(rank),
@@ -30,7 +30,7 @@ class Rank:
         }
         torch.set_num_threads(1)
         self.rank, self.world, self.groups, self.dist, self.torch = rank, world, groups, dist, torch
-        self.gloo = gloo
+        self.gloo, self.reducers = gloo, reducers
         groups.install(solo=solo)
         dist.init_process_group("gloo")
         self.pair = dist.new_group([0, world - 1])
@@ -106,12 +106,12 @@ class Rank:
     def go_solo(self, rebuilt: bool) -> float:
         begin = time.monotonic()
         self.groups.go_solo()
-        self.groups.reset_ddp(rebuilt)
+        self.reducers.reset(rebuilt)
         assert self.groups.solo()
         return time.monotonic() - begin
 
     def reset_ddp(self, steps: int) -> None:
-        self.groups.reset_ddp(steps)
+        self.reducers.reset(steps)
 
     def stage(self, generation: int, port: int, timeout_s: float = 20.0) -> None:
         self.staged = self.groups.stage(

@@ -23,7 +23,7 @@ import xxhash
 from keepstep.model import vault as v
 from keepstep.model import wire
 from keepstep.worker.device import extension
-from keepstep.worker.state.state import memory
+from keepstep.worker.state.tensors import memory
 from keepstep.worker.vault import host, lane
 from keepstep.worker.vault.copies import Feeder, Room, aligned
 from keepstep.worker.vault.units import same_order

@@ -8,8 +8,10 @@ from torch import nn
 
 from keepstep.errors import UsageError
 from keepstep.worker.state import state as states
+from keepstep.worker.state.export import Exported
 from keepstep.worker.state.objects import Registered
-from keepstep.worker.state.state import Exported, StateSet, memory, on_cpu
+from keepstep.worker.state.state import StateSet
+from keepstep.worker.state.tensors import memory, on_cpu
 
 
 class Net(nn.Module):

@@ -70,9 +70,9 @@ def attach(
         session = _attach_plain()
     else:
         from keepstep.worker.api.session import attach_rank
-        from keepstep.worker.groups import groups
+        from keepstep.worker.groups import groups, reducers
 
-        refusals.at_attach(models.values(), optimizers, groups.ddp_modules(refresh=True))
+        refusals.at_attach(models.values(), optimizers, reducers.ddp_modules(refresh=True))
         children.refuse_living()
         groups.refuse_unknown()
         refusals.watch()

@@ -29,7 +29,7 @@ from keepstep.worker.script.tree import MISSING, Encoded
 from keepstep.worker.script.variables import OutsideSteps
 from keepstep.worker.state import codec, fsdp, roundtrip
 from keepstep.worker.state.objects import registered
-from keepstep.worker.state.state import memory, on_cpu
+from keepstep.worker.state.tensors import memory, on_cpu
 from keepstep.worker.step import trace
 from keepstep.worker.step.newcomer import Newcomer
 from keepstep.worker.step.recovery import Recovery
@@ -248,7 +248,7 @@ class Session(PlainSession):
     def _lead(self, newcomer: Newcomer, site: str, step: bool, function: Callable[[], Any]) -> None:
         newcomer.arrive()
         replay = self._seat.tracker.replay
-        if newcomer.installed:
+        if newcomer.had.installed:
             return
         if step:
             newcomer.first_call(site, function)
@@ -269,15 +269,15 @@ class Session(PlainSession):
         if isinstance(result, Encoded):
             if tracker.replay is None and self._newcomer is not None:
                 made = self._newcomer.walked(site, function, result)
-                late = self._newcomer.late
-                if made is not None and not self._newcomer.ended:
+                late = self._newcomer.had.late
+                if made is not None and not self._newcomer.had.ended:
                     tracker.learned(_to_carry(made[0]), result.variables)
                     return made
             variables = late.get("variables", result.variables)
             if variables is not None:
                 self._seat.variables.restore(variables, script_frames())
             if tracker.replay is None and self._newcomer is not None:
-                self._newcomer.put_rebuilt()
+                self._newcomer.copying.put_rebuilt()
             data = late.get("result", result.data)
             if made is not None or "result" in late or "variables" in late:
                 small = data if data is None or len(data) <= results.RESULT_BYTES_MAX else None
@@ -318,7 +318,7 @@ class Session(PlainSession):
     def _settle(self) -> None:
         """The script ends, or takes its process groups down: the last boundary there is."""
         newcomer = self._newcomer
-        if newcomer is not None and newcomer.installed and not newcomer.joined:
+        if newcomer is not None and newcomer.had.installed and not newcomer.joined:
             newcomer.enter()
         self._transactions.settle()
 

@@ -72,8 +72,9 @@ from keepstep.model.page import INIT_TICK, late_tick
 from keepstep.worker.checkpoint.files import FORMAT, put
 from keepstep.worker.state import codec, shards
 from keepstep.worker.state.rank import Rank
-from keepstep.worker.state.state import StateSet, describe, memory
+from keepstep.worker.state.state import StateSet
 from keepstep.worker.state.statefile import DigestMismatch
+from keepstep.worker.state.tensors import describe, memory
 
 PRIORITY = 10  # of the writing thread: behind the one that trains
 OWN = "object/keepstep/"  # state of Keepstep's own, which need not be equal on all ranks

@@ -30,48 +30,27 @@ import socket
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch._C._distributed_c10d as _C
 import torch.distributed
 import torch.distributed.distributed_c10d as c10d
-from torch.nn.parallel import DistributedDataParallel
 
-from keepstep.errors import LocalProtocolError, PermanentError, UsageError
+from keepstep.errors import LocalProtocolError, PermanentError
 from keepstep.worker.device import cuda, guard
+from keepstep.worker.groups import existing, frontend, gloo, nccl, reducers
 from keepstep.worker.groups import fence as fences
-from keepstep.worker.groups import frontend, gloo, nccl
 from keepstep.worker.groups.fence import Fence
 
 RELEASE_TIMEOUT_S = 10.0
 LOOK_S = 0.02
-FAKE = "fake"  # torch's backend without connections: collectives return at once
 RENDEZVOUS_TIMEOUT_S = 7 * 86_400.0  # ended by abort() or the end of the store, not by a clock
 
 _ext: Any = None
 _aborts = 0
 _fence: Fence | None = None
-_ddp: weakref.WeakSet[DistributedDataParallel] | None = None
-_ddp_rebuilt: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-
-
-class _Group(NamedTuple):
-    name: str
-    pg: Any
-
-
-class _Recipe(NamedTuple):
-    """Of a backend. Not the backend itself: whoever holds one keeps it from being dropped."""
-
-    kind: Any
-    backend: str
-    rank: int
-    size: int
-    timeout: timedelta
-    options: Any  # of NCCL
 
 
 def install(solo: bool) -> None:
@@ -81,7 +60,7 @@ def install(solo: bool) -> None:
         os.register_at_fork(after_in_child=gloo.after_fork)
         os.register_at_fork(after_in_child=fences.after_fork)
     frontend.install(solo)
-    frontend.on_ddp_built = _forget_ddp
+    frontend.on_ddp_built = reducers.forget
     _ext = frontend.ext
 
 
@@ -98,18 +77,18 @@ def destroyed() -> bool:
 
 
 def names() -> list[str]:
-    return [group.name for group in _groups()]
+    return [group.name for group in existing.all_groups()]
 
 
 def members() -> dict[str, list[int]]:
     """The global ranks of every group that this rank is in."""
     ranks = c10d._world.pg_group_ranks
-    return {name: sorted(ranks[pg]) for name, pg in _groups()}
+    return {name: sorted(ranks[pg]) for name, pg in existing.all_groups()}
 
 
 def alone_operations() -> int:
     """How many collectives this process has made in solo mode that would have met others."""
-    found = [b for _, pg in _groups() if pg.size() > 1 for _, b in _ext.backends(pg)]
+    found = [b for _, pg in existing.all_groups() if pg.size() > 1 for _, b in _ext.backends(pg)]
     return sum(getattr(backend, "operations", 0) for backend in found)
 
 
@@ -124,8 +103,8 @@ def leave_stores() -> None:
 def finish_collectives() -> None:
     """All ranks stand at the same place, so whatever is in flight was begun by all of them. A
     barrier comes behind it."""
-    for _, pg in _groups():
-        if any(str(backend.name()) == "gloo" for _, backend in _backends(pg)):
+    for _, pg in existing.all_groups():
+        if any(str(backend.name()) == "gloo" for _, backend in existing.backends(pg)):
             pg.barrier().wait()
     cuda.drain()
 
@@ -138,11 +117,11 @@ def install_destroy() -> None:
 
     def destroy(group: Any = None) -> None:
         whole = group is None or group is c10d.GroupMember.WORLD
-        for name, pg in _groups():
+        for name, pg in existing.all_groups():
             if whole or pg is group:
-                for wanted in _recipes(pg):
+                for wanted in existing.recipes(pg):
                     if wanted.backend == "gloo":
-                        old = [(name, _replace(pg, wanted.kind, _alone(wanted)))]
+                        old = [(name, _replace(pg, wanted.kind, existing.alone(wanted)))]
                         _release(old, [])
                 pg._set_group_name(name)
         if whole:
@@ -163,7 +142,7 @@ def before_destroy(action: Callable[[], None]) -> None:
     @functools.wraps(original)
     def destroy(group: Any = None) -> None:
         action()
-        kept.extend(pg for _, pg in _groups())
+        kept.extend(pg for _, pg in existing.all_groups())
         original(group)
 
     modules: tuple[Any, ...] = (c10d, torch.distributed)
@@ -192,44 +171,17 @@ def _cut(meshes: list[gloo.Mesh]) -> None:
     _ext.end_waits()
 
 
-def _groups() -> list[_Group]:
-    """Without those that have no connection: they need no replacement, on no rank."""
-    world = c10d._world
-    found = (_Group(str(world.pg_names[pg]), pg) for pg in list(world.pg_map))
-    return sorted(group for group in found if not _is_fake(group.pg))
-
-
-def _is_fake(pg: Any) -> bool:
-    backends = _ext.backends(pg)
-    return bool(backends) and all(str(backend.name()) == FAKE for _, backend in backends)
-
-
-def _backends(pg: Any) -> list[tuple[Any, Any]]:
-    return [(kind, backend) for kind, backend in _ext.backends(pg) if str(backend.name()) != FAKE]
-
-
 def refuse_unknown() -> None:
     """At attach: every backend can be aborted and replaced."""
-    _require_known(_groups())
+    existing.require_known(existing.all_groups())
 
 
 def collectives_made() -> dict[str, int]:
     """How many every group has begun so far, whoever began them."""
     return {
-        name: sum(int(b._get_sequence_number_for_group()) for _, b in _backends(pg))
-        for name, pg in _groups()
+        name: sum(int(b._get_sequence_number_for_group()) for _, b in existing.backends(pg))
+        for name, pg in existing.all_groups()
     }
-
-
-def _require_known(groups: list[_Group]) -> None:
-    for name, pg in groups:
-        kinds = [str(backend.name()) for _, backend in _backends(pg)]
-        for kind in kinds or [str(c10d._world.pg_map[pg][0])]:  # one that is a group by itself
-            if not kinds or kind not in ("gloo", "nccl"):
-                raise UsageError(
-                    f"backend {kind} of group {name} is not supported",
-                    hint='use init_process_group("nccl") or init_process_group("gloo")',
-                )
 
 
 def go_solo(*, at_boundary: bool = False) -> None:
@@ -238,8 +190,8 @@ def go_solo(*, at_boundary: bool = False) -> None:
     `at_boundary`: nothing is in flight, so nobody has to wait until the old groups are taken down
     (each takes some 10 ms to join its threads, which would be part of a planned pause)."""
     global _fence
-    groups = _groups()
-    _require_known(groups)
+    groups = existing.all_groups()
+    existing.require_known(groups)
     already, frontend.solo = frontend.solo, True
     meshes = gloo.installed()
     _cut(meshes)  # queued operations must fail for the destructors to return
@@ -254,8 +206,8 @@ def go_solo(*, at_boundary: bool = False) -> None:
     if not already:
         for name, pg in groups:
             desc = pg.group_desc
-            for wanted in _recipes(pg):
-                old.append((name, _replace(pg, wanted.kind, _alone(wanted))))
+            for wanted in existing.recipes(pg):
+                old.append((name, _replace(pg, wanted.kind, existing.alone(wanted))))
             pg._set_group_name(name)
             pg._set_group_desc(desc)
     if at_boundary:
@@ -263,28 +215,6 @@ def go_solo(*, at_boundary: bool = False) -> None:
         threading.Thread(target=_release, args=args, name="keepstep-release", daemon=True).start()
     else:
         _release(old, meshes, end=True)
-
-
-def _alone(wanted: _Recipe) -> Any:
-    if wanted.backend == "nccl":
-        return _ext.SoloBackend(wanted.rank, wanted.size, "nccl", wanted.options)
-    return frontend.solo_backend("gloo", wanted.rank, wanted.size, wanted.timeout)
-
-
-def _recipes(pg: Any) -> list[_Recipe]:
-    """How to make another one of each backend of the group, in the same order on all ranks."""
-    found = []
-    for kind, backend in sorted(_backends(pg), key=lambda entry: int(entry[0])):
-        name, timeout = str(backend.name()), _timeout(backend)
-        options = nccl.options(timeout, backend.options) if name == "nccl" else None
-        found.append(_Recipe(kind, name, pg.rank(), pg.size(), timeout, options))
-    return found
-
-
-def _timeout(backend: Any) -> timedelta:
-    with contextlib.suppress(AttributeError):
-        return backend.options._timeout  # type: ignore[no-any-return]
-    return timedelta(minutes=30)
 
 
 def _replace(pg: Any, kind: Any, fresh: Any) -> Any:
@@ -380,7 +310,7 @@ class StagedGroups:
         if self.aborted:
             raise RuntimeError(f"generation {self.generation} was aborted while being staged")
 
-    def _connect(self, wanted: _Recipe, store: Any, timeout: timedelta) -> Any:
+    def _connect(self, wanted: existing.Recipe, store: Any, timeout: timedelta) -> Any:
         self._check()
         rank, size = wanted.rank, wanted.size
         if wanted.backend == "nccl":
@@ -402,8 +332,8 @@ def stage(
     waiting for them has no limit; abort() or the end of the store end it. `timeout_s` is for
     reaching the store and for connecting once all are there."""
     staged = StagedGroups(generation)
-    groups = _groups()
-    _require_known(groups)
+    groups = existing.all_groups()
+    existing.require_known(groups)
     timeout = timedelta(seconds=timeout_s)
     # While it is being built, abort() also cuts the connection to the store.
     client_mesh = gloo.Mesh(resolve(host, port))
@@ -413,7 +343,7 @@ def stage(
         client = _client(host, port, timeout)
         client.set_timeout(timedelta(seconds=RENDEZVOUS_TIMEOUT_S))
         for name, pg in groups:
-            for wanted in _recipes(pg):
+            for wanted in existing.recipes(pg):
                 prefix = f"keepstep/{generation}/{name}/{wanted.backend}"
                 store = _C.PrefixStore(prefix, client)
                 staged._backends[name, wanted.kind] = staged._connect(wanted, store, timeout)
@@ -444,8 +374,8 @@ def swap(staged: StagedGroups) -> None:
     """Put the staged backends in place, leave solo mode, drop the old ones."""
     global _fence
     staged._check()
-    groups = _groups()
-    wanted = {(name, kind) for name, pg in groups for kind, _ in _backends(pg)}
+    groups = existing.all_groups()
+    wanted = {(name, kind) for name, pg in groups for kind, _ in existing.backends(pg)}
     if wanted != set(staged._backends):
         raise LocalProtocolError(
             f"groups changed since generation {staged.generation} was staged: "
@@ -456,7 +386,7 @@ def swap(staged: StagedGroups) -> None:
     old: list[tuple[str, Any]] = []
     for name, pg in groups:
         desc = pg.group_desc
-        for kind in [kind for kind, _ in _backends(pg)]:
+        for kind in [kind for kind, _ in existing.backends(pg)]:
             old.append((name, _replace(pg, kind, staged._backends.pop((name, kind)))))
         # The name is kept in the backend, and functional collectives find the group by it.
         pg._set_group_name(name)
@@ -483,8 +413,8 @@ def build_first_fence(
     connections that NCCL would make later, when a rank that waits for them can not be freed."""
     global _fence
     began = _aborts
-    for _, pg in _groups():
-        for _, backend in _backends(pg):
+    for _, pg in existing.all_groups():
+        for _, backend in existing.backends(pg):
             if nccl.is_real(backend):
                 nccl.touch(backend, lambda: _aborts != began)
     client = _client(host, port, timedelta(seconds=timeout_s))
@@ -506,51 +436,3 @@ def gather(mine: bytes) -> list[bytes]:
     if _fence is None:
         raise RuntimeError("there is no fence: the groups are solo")
     return _fence.gather(mine)
-
-
-# ------------------------------------------------------------------------------------------- DDP
-
-
-def _forget_ddp() -> None:
-    global _ddp
-    _ddp = None  # a model may be wrapped after attach: look again
-
-
-def ddp_modules(refresh: bool = False) -> list[DistributedDataParallel]:
-    """All DistributedDataParallel instances. Looked for once, unless `refresh`."""
-    global _ddp
-    if _ddp is None or refresh:
-        # type() and not isinstance: lazy proxies answer isinstance by importing things.
-        _ddp = weakref.WeakSet(
-            thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)
-        )
-    return list(_ddp)
-
-
-def reset_ddp(steps: int) -> None:
-    """Make every reducer forget the backward that was interrupted. Call in solo mode.
-
-    DDP moves its parameters to other buckets once, in the forward after its first backward, and
-    buckets decide the order of additions. `steps`, the number the job has committed, says whether
-    it is past that point. A reducer that has recorded its first backward but not yet acted on it
-    then does so here, where the collective inside is local: resetting would throw the record away
-    and leave it with other buckets than its peers have. If the job has not committed a step, the
-    record belongs to a backward that will run again, and is dropped. (A newcomer to a job at
-    version 0 must for the same reason warm up with at most one step.)
-
-    With static_graph all this comes one step later: the first backward only counts hooks.
-    """
-    for module in ddp_modules():
-        reducer: Any = module.reducer
-        should_rebuild = bool(_ext.reducer_should_rebuild(reducer))
-        if not should_rebuild:
-            _ddp_rebuilt.add(module)  # _reset_state forgets that it ever happened
-        complete = _ext.reducer_pending(reducer) == _ext.reducer_size(reducer)
-        rebuilt = steps > (1 if module.static_graph else 0)
-        if rebuilt and should_rebuild and complete and module not in _ddp_rebuilt:
-            reducer._rebuild_buckets()
-            _ddp_rebuilt.add(module)
-        reducer._reset_state()
-        if module.static_graph and steps == 0:
-            _ext.restart_static_graph(reducer)
-            module._static_graph_delay_allreduce_enqueued = False

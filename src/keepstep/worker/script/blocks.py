@@ -35,7 +35,7 @@ from keepstep.worker.script.nodes import Graph, Node
 from keepstep.worker.script.records import HostCopy, version_of
 from keepstep.worker.state import codec
 from keepstep.worker.state.inputs import summed, words_of
-from keepstep.worker.state.state import memory, on_cpu
+from keepstep.worker.state.tensors import memory, on_cpu
 
 FIRST, EVERY = 3, 256  # calls in which contents are looked at
 HASHED_BYTES_MAX: Final = 256 << 10  # of an array, at every look

@@ -63,7 +63,9 @@ class _Before(NamedTuple):
 
 
 class Tracker:
-    """The live position of this rank, and the walk to a given one."""
+    """The live position of this rank, and the walk to a given one.
+
+    One method for each thing that the script may do next, and for each answer: hence so many."""
 
     def __init__(self) -> None:
         self.root = Level("program")

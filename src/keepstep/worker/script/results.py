@@ -33,7 +33,7 @@ from keepstep.worker.device import cuda
 from keepstep.worker.device.digest import digest
 from keepstep.worker.script.tree import MISSING
 from keepstep.worker.state import codec, shards
-from keepstep.worker.state.state import memory, on_cpu
+from keepstep.worker.state.tensors import memory, on_cpu
 
 RESULT_BYTES_MAX: Final = 64 << 10
 WHOLE_BYTES_MAX: Final = 4 << 20

@@ -20,7 +20,7 @@ import numpy
 import torch
 
 from keepstep.errors import UsageError
-from keepstep.worker.state.state import on_cpu
+from keepstep.worker.state.tensors import on_cpu
 
 _ALIGNED = 16  # bytes
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

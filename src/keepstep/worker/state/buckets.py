@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 import torch
 
 from keepstep.worker.device import extension
-from keepstep.worker.groups import groups
+from keepstep.worker.groups import reducers
 
 _first: weakref.WeakKeyDictionary[Any, torch.nn.Parameter | None] = weakref.WeakKeyDictionary()
 
@@ -32,7 +32,7 @@ def modules(parameters: list[torch.nn.Parameter]) -> dict[str, Any]:
     """DDP instances, named by the place of their first parameter among the attached ones."""
     place = {id(p): i for i, p in enumerate(parameters)}
     found = {}
-    for module in groups.ddp_modules():
+    for module in reducers.ddp_modules():
         first = _first_parameter(module)
         if first is not None and id(first) in place:
             found[str(place[id(first)])] = module
@@ -72,5 +72,5 @@ def set_layouts(parameters: list[torch.nn.Parameter], wanted: dict[str, Layout])
 def forget_backward() -> None:
     """What a newcomer has computed alone. A reducer that remembers it would arrange its buckets
     anew in its next forward, by a collective that no other rank takes part in."""
-    for module in groups.ddp_modules():
+    for module in reducers.ddp_modules():
         module.reducer._reset_state()

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from keepstep.worker.device import digest
 from keepstep.worker.state import codec, shards
-from keepstep.worker.state.state import dense, memory, on_cpu
+from keepstep.worker.state.tensors import dense, memory, on_cpu
 
 HASHED_BYTES_MAX = 256 << 10  # at every look
 DEEP_FIRST, DEEP_EVERY = 4, 64  # looks at the content of everything: steps

@@ -23,7 +23,7 @@ import xxhash
 
 from keepstep.worker.device import cuda
 from keepstep.worker.state import shards
-from keepstep.worker.state.state import dense, memory, on_cpu, plain
+from keepstep.worker.state.tensors import dense, memory, on_cpu, plain
 
 INPUT_BYTES_MAX = 256 << 10  # of a tensor; of a larger one as many in SAMPLES places
 SAMPLES = 8

@@ -35,7 +35,7 @@ from keepstep.worker.device import extension
 from keepstep.worker.device.digest import digest
 from keepstep.worker.state import codec, inputs, shards
 from keepstep.worker.state.rank import Rank
-from keepstep.worker.state.state import dense, memory, on_cpu
+from keepstep.worker.state.tensors import dense, memory, on_cpu
 
 FIRST, EVERY = 3, 1024  # calls of a site in which content is looked at: all of it, three times
 SAMPLES = 8  # elements of a parameter, in every call

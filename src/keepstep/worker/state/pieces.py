@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from keepstep.worker.device.digest import digest
-from keepstep.worker.state.state import dense, memory
+from keepstep.worker.state.tensors import dense, memory
 
 PIECE_BYTES = 4 << 20
 

@@ -37,8 +37,9 @@ from keepstep.model.messages import Address, Message
 from keepstep.worker.device import vm
 from keepstep.worker.groups import gloo
 from keepstep.worker.line import peers
+from keepstep.worker.state.export import Exported
 from keepstep.worker.state.pieces import Pieces, raw, receive_into
-from keepstep.worker.state.state import Exported, dense, describe, memory, on_cpu
+from keepstep.worker.state.tensors import dense, describe, memory, on_cpu
 
 SILENCE_S = 15.0
 STRANGERS_MAX = 32

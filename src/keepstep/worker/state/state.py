@@ -16,52 +16,24 @@ travel, too (gradients.py).
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from keepstep.errors import UsageError
-from keepstep.worker.device.digest import digest
-from keepstep.worker.state import codec, fsdp, gradients, shards
+from keepstep.worker.state import codec, gradients, shards
+from keepstep.worker.state.export import Export, Registered, flat
 from keepstep.worker.state.shards import PLAIN, Replicas
+from keepstep.worker.state.tensors import dense
 
 LAST = ("keepstep/ddp",)  # objects that are loaded when gradients are there
 
 # dtype, shape and strides, kind of device, how it is spread, class
 Table = dict[str, tuple[str, tuple[int, ...], tuple[int, ...], str, Any, str]]
-
-
-GRADIENT_BYTES_MAX = 256 << 20  # of gradients that travel although none is known to be used again
-
-
-class Registered(Protocol):
-    own: set[int]
-
-    def save(self) -> Any: ...
-    def load(self, state: Any) -> None: ...
-    def own_tensors(self) -> dict[int, Tensor]: ...
-    def put_own(self, values: dict[int, Tensor]) -> None: ...
-
-
-@dataclass(frozen=True)
-class Exported:
-    """References to live tensors: valid while the rank holds still."""
-
-    tensors: dict[str, Tensor]  # what is here of each
-    meta: bytes
-    classes: dict[str, str]  # name -> class
-    specs: dict[str, shards.Spec | None] = field(default_factory=dict)  # how each is spread
-
-    @property
-    def bytes_total(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 @dataclass
@@ -91,44 +63,9 @@ def _providers(metas: list[dict[str, Any]]) -> dict[str, int]:
     return found
 
 
-def plain(tensor: Tensor) -> bool:
-    """Its bytes are what it is; torch may note a sign, or a conjugate, without writing it."""
-    return not tensor.is_conj() and not tensor.is_neg()
+class StateSet(Export):
+    """Beside what is exported: the way in, on a newcomer."""
 
-
-def dense(tensor: Tensor) -> bool:
-    """Its bytes are one block of memory without holes, in whatever order of dimensions."""
-    return plain(tensor) and (tensor.is_contiguous() or _permuted(tensor))
-
-
-def _permuted(tensor: Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size if size != 1 else 1
-    return True
-
-
-def memory(tensor: Tensor) -> memoryview:
-    """The bytes of a dense CPU tensor, writable and in place."""
-    assert tensor.device.type == "cpu" and dense(tensor)
-    if tensor.nbytes == 0:
-        return memoryview(bytearray())
-    block: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    block.keep = tensor  # the view may be the last to know a temporary
-    return memoryview(block).cast("B")
-
-
-def on_cpu(tensor: Tensor) -> Tensor:
-    """Itself if its bytes can be read where they are, else a dense copy."""
-    tensor = tensor.detach()
-    if tensor.device.type == "cpu" and dense(tensor):
-        return tensor
-    return tensor.resolve_conj().resolve_neg().cpu().contiguous()
-
-
-class StateSet:
     def __init__(
         self,
         models: dict[str, nn.Module],
@@ -138,13 +75,7 @@ class StateSet:
         ddp: Callable[[], Iterable[Any]] = tuple,
         outliving: Callable[[], bool] = bool,
     ) -> None:
-        """`outliving`: whether gradients are known to outlive a step."""
-        self.models = models
-        self.optimizers = optimizers
-        self.objects = objects
-        self.replicas = replicas or Replicas(0, 1)
-        self._ddp = ddp
-        self.outliving = outliving
+        super().__init__(models, optimizers, objects, replicas, ddp, outliving)
         self.expect: Callable[[set[str]], None] = lambda _: None  # other ranks have these objects
         # Tensors that an import leaves as they are, with gradients that are here, or None.
         self.own: frozenset[str] | None = None
@@ -152,141 +83,11 @@ class StateSet:
         self.incomplete = False  # an import has left such groups out
         self._import: _Import | None = None
 
-    # -- export
-
-    def export(self) -> Exported:
-        tensors, classes, meta = self._gathered()
-        specs = {name: shards.spec(tensor) for name, tensor in tensors.items()}
-        meta["table"] = {n: (*describe(t), specs[n], classes[n]) for n, t in tensors.items()}
-        parts = {name: shards.local(tensor) for name, tensor in tensors.items()}
-        return Exported(parts, codec.dumps_inline(meta), classes, specs)
-
-    def parts(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The tensors of an export and their classes, without how to put them back."""
-        tensors, classes, _ = self._gathered()
-        return {name: shards.local(tensor) for name, tensor in tensors.items()}, classes
-
-    def _gathered(self) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
-        self.replicas.wrapped_by_ddp(self._ddp())
-        tensors = self._model_tensors()
-        classes = {name: self.replicas.of(tensor) for name, tensor in tensors.items()}
-        meta: dict[str, Any] = {
-            "optimizers": {o: self._export_optimizer(o, tensors, classes) for o in self.optimizers},
-            "objects": {name: self._export_object(name, tensors, classes) for name in self.objects},
-        }
-        meta["gradients"] = self._export_gradients(tensors, classes)
-        return tensors, classes, meta
-
-    def _export_gradients(
-        self, tensors: dict[str, Tensor], classes: dict[str, str]
-    ) -> dict[str, int]:
-        """Those that are alive travel if it is known that gradients outlive a step, or where it is
-        cheap: in the first steps it is not known yet."""
-        kinds = {name: gradients.kind(p.grad) for name, p in self.parameters()}
-        found = {
-            name: (p, p.grad)
-            for name, p in self.parameters()
-            if p.grad is not None and kinds[name] == gradients.ALIVE and not p.grad.is_sparse
-        }
-        size = sum(shards.local(gradient).nbytes for _, gradient in found.values())
-        for name, (parameter, gradient) in found.items():
-            if self.outliving() or size <= GRADIENT_BYTES_MAX:
-                tensors[f"grad/{name}"] = gradient
-                classes[f"grad/{name}"] = self.replicas.of(gradient, parameter)
-        return kinds
-
-    def undescribed(self) -> dict[str, Tensor]:
-        """Plain tensors of which nobody says how they are spread over the ranks."""
-        self.replicas.wrapped_by_ddp(self._ddp())
-        found = {n: t for n, t in self._model_tensors().items() if not self.replicas.described(t)}
-        for name in self.objects:
-            _, tensors = codec.dumps(self.objects[name].save())
-            found |= {
-                f"object/{name}/{n}": t
-                for n, t in enumerate(tensors)
-                if not self.replicas.described(t)
-            }
-        return found
-
-    def classes(self) -> frozenset[str]:
-        """Of everything this rank has."""
-        self.replicas.wrapped_by_ddp(self._ddp())
-        found = {self.replicas.of(tensor) for tensor in self._model_tensors().values()}
-        for name in self.objects:
-            found |= {self.replicas.of(t) for t in codec.dumps(self.objects[name].save())[1]}
-        return frozenset(found)
-
-    def named_tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers, shared ones once; sharded ones as DTensors."""
-        return self._model_tensors()
-
-    def _model_tensors(self) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
-        seen: set[Any] = set()
-        for model, module in self.models.items():
-            fsdp.reshard(module)
-            for named in (module.named_parameters(), module.named_buffers()):
-                for name, tensor in named:
-                    key = _identity(shards.local(tensor))
-                    if key not in seen:
-                        seen.add(key)
-                        tensors[f"model/{model}/{name}"] = tensor
-        return tensors
-
-    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        seen: set[int] = set()
-        for model, module in self.models.items():
-            for name, parameter in module.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield f"model/{model}/{name}", parameter
-
-    def _export_optimizer(
-        self, name: str, tensors: dict[str, Tensor], classes: dict[str, str]
-    ) -> dict[str, Any]:
-        """Entry by entry: a newcomer may take those of its parameters from several sources."""
-        optimizer = self.optimizers[name]
-        index = {id(parameter): i for i, parameter in enumerate(flat(optimizer))}
-        entries: dict[int, Any] = {}
-        for parameter, entry in optimizer.state.items():
-            if id(parameter) not in index:
-                raise UsageError(
-                    f"optimizer {name} keeps state for something that is none of its parameters",
-                    hint="remove it, or carry it with ks.register(name, save, load)",
-                )
-            i = index[id(parameter)]
-            data, found = codec.dumps(entry)
-            keys = {id(v): k for k, v in entry.items()} if isinstance(entry, dict) else {}
-            full = [f"optim/{name}/{i}/{keys.get(id(t), f'#{n}')}" for n, t in enumerate(found)]
-            tensors |= zip(full, found, strict=True)
-            classes |= {
-                key: self.replicas.of(t, parameter) for key, t in zip(full, found, strict=True)
-            }
-            entries[i] = {"data": data, "tensors": full, "of": self.replicas.of(parameter)}
-        hyper = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ]
-        data, found = codec.dumps(hyper)
-        full = [f"optim/{name}/group/{n}" for n in range(len(found))]
-        tensors |= zip(full, found, strict=True)
-        classes |= {key: self.replicas.of(t) for key, t in zip(full, found, strict=True)}
-        return {
-            "entries": dict(sorted(entries.items())),
-            "sizes": [len(group["params"]) for group in optimizer.param_groups],
-            "names": self._group_names(optimizer),
-            "groups": {"data": data, "tensors": full},
-        }
-
-    def _group_names(self, optimizer: Optimizer) -> list[list[str]]:
-        names = {id(p): name for name, p in self.parameters()}
-        return [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
-
     def _same_groups(self, name: str, theirs: dict[str, Any]) -> None:
         """A newcomer walks past `add_param_group` of an earlier epoch: it is made up for here. One
         that is still to come in its walk must find the optimizer without the group."""
         optimizer = self.optimizers[name]
-        mine, wanted = self._group_names(optimizer), theirs.get("names")
+        mine, wanted = self.group_names(optimizer), theirs.get("names")
         known = dict(self.parameters())
         if wanted is None or mine == wanted or len(mine) > len(wanted):
             return
@@ -298,17 +99,6 @@ class StateSet:
                 return
             for group in wanted[len(mine) :]:
                 optimizer.add_param_group({"params": [known[one] for one in group]})
-
-    def _export_object(
-        self, name: str, tensors: dict[str, Tensor], classes: dict[str, str]
-    ) -> dict[str, Any]:
-        data, found = codec.dumps(self.objects[name].save())
-        full = [f"object/{name}/{n}" for n in range(len(found))]
-        tensors |= zip(full, found, strict=True)
-        classes |= {key: self.replicas.of(t) for key, t in zip(full, found, strict=True)}
-        return {"data": data, "tensors": full}
-
-    # -- import
 
     def prepare_import(
         self, metas: bytes | list[bytes], *, on_device: bool = False
@@ -484,49 +274,6 @@ class StateSet:
 
     def abandon_import(self) -> None:
         self._import = None
-
-    # -- digest
-
-    def fingerprint(self) -> dict[str, bytes]:
-        """Digests of everything a replica shares, by name; of what is no tensor under "meta"."""
-        exported = self.export()
-        found = {
-            name: digest(tensor)
-            if tensor.device.type != "cpu"
-            else xxhash.xxh3_128_digest(memory(on_cpu(tensor)))
-            for name, tensor in exported.tensors.items()
-        }
-        return {**found, "meta": xxhash.xxh3_128_digest(exported.meta)}
-
-    def digest(self) -> str:
-        """sha256 over everything, for tests and demonstrations."""
-        exported = self.export()
-        digest = hashlib.sha256(exported.meta)
-        for name in sorted(exported.tensors):
-            digest.update(name.encode())
-            digest.update(memory(on_cpu(exported.tensors[name])))
-        return digest.hexdigest()
-
-
-def flat(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _identity(tensor: Tensor) -> Any:
-    if tensor.numel() == 0:
-        return id(tensor)
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-
-
-def describe(tensor: Tensor) -> tuple[str, tuple[int, ...], tuple[int, ...], str]:
-    """dtype, shape, strides of its bytes as they travel, kind of device."""
-    stride = tensor.stride() if dense(tensor) else _contiguous_stride(tensor.shape)
-    name = codec.dtype_name(tensor.dtype)
-    return name, tuple(tensor.shape), tuple(stride), tensor.device.type
-
-
-def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
 
 
 def _device(kind: str) -> torch.device:

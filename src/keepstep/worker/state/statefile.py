@@ -18,7 +18,9 @@ import msgspec
 import xxhash
 
 from keepstep.errors import PermanentError, UsageError
-from keepstep.worker.state.state import Exported, StateSet, memory, on_cpu
+from keepstep.worker.state.export import Exported
+from keepstep.worker.state.state import StateSet
+from keepstep.worker.state.tensors import memory, on_cpu
 
 _MAGIC = b"KSSTATE1"
 

@@ -44,8 +44,9 @@ from keepstep.worker.state.serving import (
     replies,
     send,
 )
-from keepstep.worker.state.state import StateSet, memory
+from keepstep.worker.state.state import StateSet
 from keepstep.worker.state.statefile import DigestMismatch
+from keepstep.worker.state.tensors import memory
 
 __all__ = ["DigestMismatch", "PullResult", "SourceLost", "SourceRefused", "pull"]
 

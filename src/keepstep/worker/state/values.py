@@ -20,7 +20,7 @@ import xxhash
 
 from keepstep.worker.device import digest
 from keepstep.worker.state import shards
-from keepstep.worker.state.state import memory, on_cpu
+from keepstep.worker.state.tensors import memory, on_cpu
 
 TEXT_MAX: Final = 80
 PARTS_MAX: Final = 2_000

@@ -37,7 +37,7 @@ from keepstep.worker.device import digest
 from keepstep.worker.state import codec, shards
 from keepstep.worker.state.inputs import LEAVES_MAX, block, summed
 from keepstep.worker.state.rank import Rank
-from keepstep.worker.state.state import memory, on_cpu, plain
+from keepstep.worker.state.tensors import memory, on_cpu, plain
 
 PERIOD = 256  # ticks
 EARLY = (1, 2, 3, 8)  # ticks at which a script that is wrong from the start is told

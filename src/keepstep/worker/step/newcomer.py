@@ -27,27 +27,21 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import msgspec
 import torch
 
 from keepstep.core.rank import asks
 from keepstep.core.rank.joining import Joining
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.model import messages as m
-from keepstep.model.page import CHECKPOINT_TICK, NOTE_TICK, late_tick
-from keepstep.worker.checkpoint import checkpoint
-from keepstep.worker.groups import groups
-from keepstep.worker.line import blobs
+from keepstep.worker.groups import groups, reducers
 from keepstep.worker.script.frames import script_frames
 from keepstep.worker.script.tree import Encoded
-from keepstep.worker.state import buckets, codec, fsdp, inputs, transfer
-from keepstep.worker.state.objects import Registered
+from keepstep.worker.state import buckets, fsdp, inputs
+from keepstep.worker.step.copying import Copying, Inherited
 from keepstep.worker.step.finish import Finishing, new_behind, with_locals
 from keepstep.worker.step.recovery import Recovery
 from keepstep.worker.step.seat import Seat
 from keepstep.worker.step.transaction import Transactions
-from keepstep.worker.vault import vault
-from keepstep.worker.vault.redundancy import ShardsMissing
 
 NATURAL: dict[str, Any] = {}
 
@@ -61,53 +55,29 @@ class Newcomer:
         self.recovery = recovery
         self.transactions = transactions
         self.assign = seat.process.assigned
-        self.installed = False  # state is here; the walk may go on
         self.joined = False
+        self.had = Inherited()
+        self.copying = Copying(seat, self.assign, self.had)
         self._protocol = Joining(seat.channel.inbox, self.assign)
-        self._fingerprint: dict[str, bytes] = {}
-        self._walking: dict[str, Any] | None = None  # side state for the end of the walk
-        self._note: dict[str, Any] | None = None  # what it noted when it began the next one
-        self.late: dict[str, Any] = {}  # what the rank added to it when its transaction had ended
-        self.ended = False  # it had
-        self._locals: dict[str, Any] = {}  # of the function, if it had not
-        self._lost_in, self._lost_sources = -1, set[int]()
-        self._missing = frozenset[str]()  # of the last copy: no source had these
         self._arrived_ns = 0
         self._warm_up_runs = 0
-        self._position: dict[str, Any] | None = None  # None: not asked yet
-        self._site = ""
         self._alone = -1  # collectives made alone when the walk was over
-        self._per_rank: list[tuple[Registered, bytes | None]] = []  # as the script built it
-        # Registered objects that were rebuilt from the vault, with what follows from the update.
-        self._rebuilt: dict[str, tuple[bytes, list[torch.Tensor]]] = {}
 
     # ------------------------------------------------------------------ position
 
     def arrive(self) -> None:
         """At the first ks.* call that depends on where the job is."""
-        if self._position is not None:
+        if self.had.position is not None:
             return
         seat = self.seat
         self._arrived_ns = time.monotonic_ns()
         command = self._drive(self._protocol.arrive())
-        self._position = self._fetch(command.tick, command.holders) or NATURAL
-        if self._position:
-            seat.tracker.walk_to(self._position["position"])
-            self._walking = self._position
-            seat.version = self._position["version"]
-            seat.tick = self._position["tick"]
-
-    def _fetch(self, tick: int, holders: list[m.Address]) -> dict[str, Any] | None:
-        seat = self.seat
-        if tick == 0:
-            return None
-        if tick == CHECKPOINT_TICK:
-            data = checkpoint.read_side(self.assign.checkpoint, seat.rank, "side")
-        else:
-            blob = blobs.fetch(holders, seat.welcome.token, seat.rank, tick)
-            data = blob.data if blob is not None else None
-        side: dict[str, Any] | None = codec.loads_inline(data) if data is not None else None
-        return side
+        self.had.position = self.copying.fetch(command.tick, command.holders) or NATURAL
+        if self.had.position:
+            seat.tracker.walk_to(self.had.position["position"])
+            self.had.walking = self.had.position
+            seat.version = self.had.position["version"]
+            seat.tick = self.had.position["tick"]
 
     # ------------------------------------------------------------------ the first call
 
@@ -118,14 +88,14 @@ class Newcomer:
         seat = self.seat
         seat.streams.discover()
         natural_rng = seat.streams.capture()
-        self._per_rank = [(o, o.snapshot()) for o in seat.objects.values() if o.per_rank]
+        self.had.per_rank = [(o, o.snapshot()) for o in seat.objects.values() if o.per_rank]
         stand_in = None
         if warm_up is not None and (seat.version > 0 or not seat.redundancy.needed):
             stand_in = self._warm_up(warm_up, 2 if seat.version > 0 else 1)
-        provisional = (self._position or {}).get("tick")
-        self._site = site
+        provisional = (self.had.position or {}).get("tick")
+        self.had.site = site
         self._install()
-        final = self._position or {}
+        final = self.had.position or {}
         if final.get("tick") != provisional:
             self._lead_on(final)
             seat.tracker.results.setdefault(site, stand_in)
@@ -136,14 +106,14 @@ class Newcomer:
         """The last transaction of the walk returns, as it returned in the rank that is replaced.
         Gives its result where this process has had to make it: with all the rest, or, if the rank
         had `ended` the step, and said what else came of it, the result alone."""
-        side, self._walking = self._walking, None
+        side, self.had.walking = self.had.walking, None
         if side is None:
             return None
         seat, rest, made = self.seat, side["rest"], None
-        known = seen.data is not None or "result" in self.late
-        if isinstance(rest, list) and not (self.ended and known):
+        known = seen.data is not None or "result" in self.had.late
+        if isinstance(rest, list) and not (self.had.ended and known):
             self._refuse_updates(site, seen.variables)
-            rest = with_locals(rest, self._locals)
+            rest = with_locals(rest, self.had.locals)
             stack = script_frames()
 
             def at_fence() -> list[torch.nn.Parameter]:
@@ -155,21 +125,21 @@ class Newcomer:
             made = self._finish(
                 function,
                 Finishing(rest, site, at_fence, lambda name: seat.known.reach(name, stack)),
-                raises=not self.ended and bool(side["late"]),
-                refuses=not self.ended and not known,
+                raises=not self.had.ended and bool(side["late"]),
+                refuses=not self.had.ended and not known,
             )
-            if made is not None and not self.ended:
-                self.put_rebuilt()
+            if made is not None and not self.had.ended:
+                self.copying.put_rebuilt()
                 self._alone = groups.alone_operations()
                 return made
-        if not self.ended:
+        if not self.had.ended:
             self._refuse_unknown(site, side)
-        seat.side.apply(side, self.late)
+        seat.side.apply(side, self.had.late)
         self._alone = groups.alone_operations()
         return made
 
     def _refuse_updates(self, site: str, variables: bytes | None) -> None:
-        found = [] if self.ended else self.seat.variables.of_optimizers(variables)
+        found = [] if self.had.ended else self.seat.variables.of_optimizers(variables)
         if found:
             raise UsageError(
                 f"rank {self.seat.rank} was lost in the update of step {site!r}, and {found[0]} "
@@ -227,7 +197,7 @@ class Newcomer:
     def repeats(self, site: str, arguments: Any) -> None:
         """The batch that was seen again on the walk must be the one that the rank had. And if the
         rank had begun this call, its inputs must have been the same."""
-        note, self._note = self._note, None
+        note, self.had.note = self.had.note, None
         for loop in self.seat.loops:
             other, loop.other = loop.other, []
             if other:
@@ -263,7 +233,7 @@ class Newcomer:
         except KeepstepError:
             raise
         except Exception as error:  # a guard of the user's may dislike unloaded weights
-            if any(module.static_graph for module in groups.ddp_modules()):
+            if any(module.static_graph for module in reducers.ddp_modules()):
                 raise  # its peers' reducers are past the first backward: this one must be too
             text = "".join(traceback.format_exception(error))
             print(
@@ -292,11 +262,11 @@ class Newcomer:
             if undo_arguments is not None:
                 undo_arguments()
             for loop in self.seat.loops:
-                loop.retry(other_rng=bool(self._position))
+                loop.retry(other_rng=bool(self.had.position))
 
     def _lead_on(self, final: dict[str, Any]) -> None:
         tracker = self.seat.tracker
-        for mine, theirs in tracker.move_on_to(final["position"], self._site):
+        for mine, theirs in tracker.move_on_to(final["position"], self.had.site):
             for loop in self.seat.loops:
                 if loop.pos is mine:
                     loop.aim(theirs)
@@ -332,185 +302,11 @@ class Newcomer:
     def _perform(self, ask: asks.Ask) -> Any:
         match ask:
             case asks.Take():
-                return self._take(ask.command)
+                return self.copying.take(ask.command)
             case asks.Settle():
-                if self.seat.state.fingerprint() != self._fingerprint:
-                    again = self._copied(ask.command)
+                if self.seat.state.fingerprint() != self.copying.fingerprint:
+                    again = self.copying.copied(ask.command)
                     return again if isinstance(again, m.CopyFailed) else None
             case asks.Leave():
                 self.recovery.leave()
         return None
-
-    def _take(self, copy: m.Copy) -> m.Copied | m.CopyFailed:
-        said = self._copied(copy)
-        if isinstance(said, m.Copied):
-            self.installed = True
-            complete = not self.seat.state.incomplete
-            self._fingerprint = self.seat.state.fingerprint() if complete else {}
-        return said
-
-    def _copied(self, copy: m.Copy) -> m.Copied | m.CopyFailed:
-        """Copies and installs what replicas share."""
-        seat = self.seat
-        began = time.monotonic_ns()
-        # Behind the walk, what it did to this rank's own state stands.
-        behind = self.installed and seat.tracker.replay is None
-        seat.state.own = frozenset(seat.cells.own()) if behind else None
-        seat.state.walking = not behind and not seat.redundancy.needed
-        seat.state.incomplete = False
-        try:
-            if copy.checkpoint:
-                tick = checkpoint.tick_of(copy.checkpoint)
-                copy = msgspec.structs.replace(copy, tick=tick)
-            kind, side = self._side_state(copy)
-            refused = self._refused(side, copy)
-            if refused is not None:
-                return refused
-            if copy.checkpoint:
-                copied, missing = checkpoint.read_state(copy.checkpoint, seat.rank, seat.state)
-                sources: list[int] = []
-            else:
-                result = transfer.pull(
-                    copy.sources, copy.tick, seat.welcome.token, seat.state, lost=self._lost(copy)
-                )
-                copied, sources = result.bytes_copied, sorted(result.used)
-                missing = result.missing
-            if behind and not missing <= self._missing:  # they may have changed on the way here
-                rank = min(self._lost(copy), default=-1)
-                raise transfer.SourceLost(rank, f"nobody has {', '.join(sorted(missing)[:4])}")
-            self._missing = missing
-            restored = self._restore(missing, side, copy) if not behind else ""
-            if not behind:
-                self._adopt(side, copy)
-            seat.redundancy.took_over(copy.holders)
-        except transfer.SourceLost as error:
-            return self._failed(copy, "source-lost", str(error), error.rank)
-        except blobs.HoldersUnreachable as error:
-            return self._failed(copy, "side-state-unreachable", str(error))
-        except ShardsMissing as error:
-            return self._failed(copy, "shards-missing", str(error))
-        except transfer.DigestMismatch as error:
-            kind = "checkpoint" if copy.checkpoint else "digest"
-            return self._failed(copy, kind, str(error), error.rank)
-        except Exception as error:
-            words = "".join(traceback.format_exception(error))[-4000:]
-            return self._failed(copy, "checkpoint" if copy.checkpoint else "error", words)
-        return m.Copied(
-            generation=copy.generation,
-            tick=copy.tick,
-            bytes_copied=copied,
-            copy_ns=time.monotonic_ns() - began,
-            sources=sources,
-            side_state=kind,  # type: ignore[arg-type]
-            restored=restored,
-        )
-
-    def _lost(self, copy: m.Copy) -> set[int]:
-        """Sources that have not answered in this attempt."""
-        if self._lost_in != copy.generation:
-            self._lost_in, self._lost_sources = copy.generation, set()
-        return self._lost_sources
-
-    def _restore(self, missing: frozenset[str], side: dict[str, Any] | None, copy: m.Copy) -> str:
-        """What no rank has; how it was restored, in words."""
-        seat = self.seat
-        self._rebuilt = {}  # an earlier copy's are of another version
-        if not missing:
-            return ""
-        version = side["version"] if side is not None else 0
-        if version == 0 and seat.natural == seat.process.about["natural"]:
-            return "shards as the script builds them, before the first step"
-
-        def fetch() -> tuple[vault.Fetched, str]:
-            if copy.checkpoint:
-                return checkpoint.read_vault(copy.checkpoint, seat.rank)
-            return seat.redundancy.fetch(seat.rank, copy.holders, version)
-
-        how = seat.redundancy.restore(missing, version, seat.redundancy.updated, fetch)
-        for name in missing:
-            kind, _, item = name.partition("/")
-            if kind == "object":
-                data, tensors = codec.dumps(seat.objects[item].save())
-                self._rebuilt[item] = data, [tensor.detach().clone() for tensor in tensors]
-        return how
-
-    def put_rebuilt(self) -> None:
-        """Where the walk ends, behind the script's variables: these have the tensors of an object
-        as they were in the fence, before the update that the vault has replayed."""
-        rebuilt, self._rebuilt = self._rebuilt, {}
-        for name, (data, tensors) in rebuilt.items():
-            self.seat.objects[name].load(codec.loads(data, tensors))
-
-    def _side_state(self, copy: m.Copy) -> tuple[str, dict[str, Any] | None]:
-        if copy.tick == 0:
-            return "natural", None
-        if copy.checkpoint:
-            return "checkpoint", self._fetch(CHECKPOINT_TICK, [])
-        token, rank = self.seat.welcome.token, self.seat.rank
-        blob = blobs.fetch_surely(copy.holders, token, rank, copy.tick, everybody=copy.everybody)
-        if blob is None:
-            return "missing", None
-        return "own-agent" if blob.own else "buddy", codec.loads_inline(blob.data)
-
-    def _fetch_late(self, copy: m.Copy) -> dict[str, Any]:
-        """Empty if the rank was lost before the transaction had ended."""
-        if copy.checkpoint:
-            data = checkpoint.read_side(copy.checkpoint, self.seat.rank, "late")
-        else:
-            token, tick = self.seat.welcome.token, late_tick(copy.tick)
-            blob = blobs.fetch(copy.holders, token, self.seat.rank, tick, patience_s=0.0)
-            data = blob.data if blob is not None else None
-        late: dict[str, Any] = codec.loads_inline(data) if data is not None else {}
-        if data is not None:
-            self.seat.page.publish(late_tick(copy.tick), data)
-        self._locals = late.pop("locals", {})
-        self.ended = data is not None and not late.pop("open", False)
-        return late
-
-    def _fetch_note(self, copy: m.Copy) -> dict[str, Any] | None:
-        if copy.checkpoint:
-            return None
-        token, rank = self.seat.welcome.token, self.seat.rank
-        blob = blobs.fetch(copy.holders, token, rank, NOTE_TICK, patience_s=0.0)
-        note: dict[str, Any] | None = codec.loads_inline(blob.data) if blob is not None else None
-        return note
-
-    def _refused(self, side: dict[str, Any] | None, copy: m.Copy) -> m.CopyFailed | None:
-        seat = self.seat
-        if side is None and copy.tick != 0:
-            return self._failed(
-                copy,
-                "side-state-missing",
-                f"side state {copy.tick} of rank {seat.rank} is held by nobody",
-            )
-        provisional = self._position or {}
-        tick = side["tick"] if side is not None else 0
-        if side is not None and provisional.get("tick", 0) != tick:
-            if not seat.tracker.can_move_on_to(side["position"], self._site):
-                return self._failed(
-                    copy, "position", "the job has gone on to another epoch or loop"
-                )
-        elif side is None and provisional:
-            return self._failed(copy, "position", "the job was rolled back to its start")
-        return None
-
-    def _adopt(self, side: dict[str, Any] | None, copy: m.Copy) -> None:
-        seat = self.seat
-        seat.tick = copy.tick
-        seat.page.set("tick", copy.tick)
-        if side is None:
-            seat.version = 0
-            groups.reset_ddp(0)
-            for item, snapshot in self._per_rank:
-                item.undo(snapshot)  # what the warm-up did to it
-            return
-        seat.version = side["version"]
-        seat.page.set("version", seat.version)
-        self._position = self._walking = side
-        self.late = self._fetch_late(copy)
-        seat.side.take_behind(side, self.late)
-        self._note = self._fetch_note(copy)
-        seat.page.publish(copy.tick, codec.dumps_inline(side))
-
-    def _failed(self, copy: m.Copy, reason: Any, error: str, source: int = -1) -> m.CopyFailed:
-        return m.CopyFailed(generation=copy.generation, reason=reason, error=error, source=source)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from keepstep.errors import UsageError
-from keepstep.worker.groups import groups
+from keepstep.worker.groups import reducers
 from keepstep.worker.script.tree import Txn
 from keepstep.worker.state import buckets
 from keepstep.worker.step.fencing import Fencing
@@ -48,7 +48,7 @@ class Passes:
             return forward(module, *args, **kwargs)
 
         def watched_backward(*args: Any, **kwargs: Any) -> Any:
-            if self.call.passed and groups.ddp_modules():
+            if self.call.passed and reducers.ddp_modules():
                 self.refuse_collective("backward through a DistributedDataParallel model")
             # Inside it may be of another model; a script that trains so does it from the start.
             stray = self._strayed and not self.call.forwarded and not self.call.warming

@@ -21,7 +21,7 @@ from keepstep.errors import KeepstepError, UsageError
 from keepstep.model import messages as m
 from keepstep.worker.checkpoint import checkpoint
 from keepstep.worker.device import cuda
-from keepstep.worker.groups import groups
+from keepstep.worker.groups import groups, reducers
 from keepstep.worker.state.serving import StateServer
 from keepstep.worker.step import faults
 from keepstep.worker.step.seat import Seat
@@ -210,7 +210,7 @@ class Recovery:
         seat.page.where("held")
         seat.page.set("hold", 1)
         if groups.solo() and not groups.destroyed():
-            groups.reset_ddp(seat.version)
+            reducers.reset(seat.version)
         cuda.drain()  # whoever reads the state does so in other streams
         seat.changes.confirm()
         export = seat.state.export()
@@ -249,7 +249,7 @@ class Recovery:
         if not command.solo and not seat.done and not groups.destroyed():
             if not groups.solo():
                 groups.go_solo(at_boundary=True)
-                groups.reset_ddp(seat.version)
+                reducers.reset(seat.version)
             staged = self._put_in_place(command.generation)
         seat.alone = command.solo or seat.world == 1
         seat.generation = seat.resumed = command.generation

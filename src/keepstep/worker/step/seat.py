@@ -16,7 +16,7 @@ import torch
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
 from keepstep.worker.device import cuda
-from keepstep.worker.groups import groups, nccl
+from keepstep.worker.groups import groups, nccl, reducers
 from keepstep.worker.groups.stager import Stager
 from keepstep.worker.line.process import Process
 from keepstep.worker.script.batches import Loop
@@ -114,7 +114,7 @@ class Seat(Rank):
             self.optimizers,
             shared,
             self.replicas,
-            groups.ddp_modules,
+            reducers.ddp_modules,
             lambda: bool(self.gradients.outliving) or self.gradients.carrying,
         )
         state.expect = self._expect

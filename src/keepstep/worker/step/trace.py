@@ -33,7 +33,7 @@ import xxhash
 
 from keepstep.model import trace as model
 from keepstep.worker.state import rng, values
-from keepstep.worker.state.state import flat
+from keepstep.worker.state.export import flat
 from keepstep.worker.step.seat import Seat
 
 GATE_POLL_S: Final = 0.02

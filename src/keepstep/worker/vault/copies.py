@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from keepstep.worker.state.state import memory
+from keepstep.worker.state.tensors import memory
 
 ALIGN = 64
 

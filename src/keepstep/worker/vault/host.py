@@ -21,7 +21,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from keepstep.worker.device import extension
-from keepstep.worker.state.state import memory, plain
+from keepstep.worker.state.tensors import memory, plain
 from keepstep.worker.vault.copies import aligned
 from keepstep.worker.vault.lane import After
 from keepstep.worker.vault.vault import Parcel, VaultLine

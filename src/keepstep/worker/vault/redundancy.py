@@ -43,8 +43,8 @@ from keepstep.model.messages import Address
 from keepstep.worker.device import cuda
 from keepstep.worker.line import blobs
 from keepstep.worker.state import codec, shards
+from keepstep.worker.state.export import flat
 from keepstep.worker.state.rank import Rank
-from keepstep.worker.state.state import flat
 from keepstep.worker.vault import lane, parity, rebuild, vault
 from keepstep.worker.vault.early import Early, same_kind, watch_clipping
 from keepstep.worker.vault.host import HostWay

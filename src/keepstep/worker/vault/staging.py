@@ -28,7 +28,7 @@ import torch
 
 from keepstep.worker.device import cuda, extension
 from keepstep.worker.state import shards
-from keepstep.worker.state.state import plain
+from keepstep.worker.state.tensors import plain
 from keepstep.worker.vault.copies import Feeder, Room, aligned
 from keepstep.worker.vault.early import SCALES_MAX
 from keepstep.worker.vault.lane import View

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from keepstep.worker.state import codec, shards
-from keepstep.worker.state.state import dense, memory, on_cpu, plain
+from keepstep.worker.state.tensors import dense, memory, on_cpu, plain
 from keepstep.worker.vault.lane import View
 
 

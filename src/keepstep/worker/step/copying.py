@@ -1,0 +1,239 @@
+"""A newcomer's copy: state from holders, side state from the rank's agent or its buddy.
+
+It may be made more than once: a source may be lost on the way, a planned move copies once more when
+the job holds, and the walk may have changed what was copied (newcomer.py).
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+
+from keepstep.model import messages as m
+from keepstep.model.page import CHECKPOINT_TICK, NOTE_TICK, late_tick
+from keepstep.worker.checkpoint import checkpoint
+from keepstep.worker.groups import reducers
+from keepstep.worker.line import blobs
+from keepstep.worker.state import codec, transfer
+from keepstep.worker.state.objects import Registered
+from keepstep.worker.step.seat import Seat
+from keepstep.worker.vault import vault
+from keepstep.worker.vault.redundancy import ShardsMissing
+
+
+@dataclass
+class Inherited:
+    """What a newcomer has from the rank that it replaces."""
+
+    position: dict[str, Any] | None = None  # side state that it began with; None: not asked yet
+    walking: dict[str, Any] | None = None  # side state for the end of the walk
+    note: dict[str, Any] | None = None  # what it noted when it began the next transaction
+    late: dict[str, Any] = field(default_factory=dict)  # what it added when the last one had ended
+    ended: bool = False  # it had
+    locals: dict[str, Any] = field(default_factory=dict)  # of the function, if it had not
+    site: str = ""  # where the newcomer stands
+    installed: bool = False  # state is here; the walk may go on
+    per_rank: list[tuple[Registered, bytes | None]] = field(default_factory=list)  # as built
+
+
+class Copying:
+    def __init__(self, seat: Seat, assign: m.Assign, had: Inherited) -> None:
+        self.seat = seat
+        self.assign = assign
+        self.had = had
+        self.fingerprint: dict[str, bytes] = {}
+        self._lost_in, self._lost_sources = -1, set[int]()
+        self._missing = frozenset[str]()  # of the last copy: no source had these
+        # Registered objects that were rebuilt from the vault, with what follows from the update.
+        self._rebuilt: dict[str, tuple[bytes, list[torch.Tensor]]] = {}
+
+    def fetch(self, tick: int, holders: list[m.Address]) -> dict[str, Any] | None:
+        seat = self.seat
+        if tick == 0:
+            return None
+        if tick == CHECKPOINT_TICK:
+            data = checkpoint.read_side(self.assign.checkpoint, seat.rank, "side")
+        else:
+            blob = blobs.fetch(holders, seat.welcome.token, seat.rank, tick)
+            data = blob.data if blob is not None else None
+        side: dict[str, Any] | None = codec.loads_inline(data) if data is not None else None
+        return side
+
+    def take(self, copy: m.Copy) -> m.Copied | m.CopyFailed:
+        said = self.copied(copy)
+        if isinstance(said, m.Copied):
+            self.had.installed = True
+            complete = not self.seat.state.incomplete
+            self.fingerprint = self.seat.state.fingerprint() if complete else {}
+        return said
+
+    def copied(self, copy: m.Copy) -> m.Copied | m.CopyFailed:
+        """Copies and installs what replicas share."""
+        seat = self.seat
+        began = time.monotonic_ns()
+        # Behind the walk, what it did to this rank's own state stands.
+        behind = self.had.installed and seat.tracker.replay is None
+        seat.state.own = frozenset(seat.cells.own()) if behind else None
+        seat.state.walking = not behind and not seat.redundancy.needed
+        seat.state.incomplete = False
+        try:
+            if copy.checkpoint:
+                tick = checkpoint.tick_of(copy.checkpoint)
+                copy = msgspec.structs.replace(copy, tick=tick)
+            kind, side = self._side_state(copy)
+            refused = self._refused(side, copy)
+            if refused is not None:
+                return refused
+            if copy.checkpoint:
+                copied, missing = checkpoint.read_state(copy.checkpoint, seat.rank, seat.state)
+                sources: list[int] = []
+            else:
+                result = transfer.pull(
+                    copy.sources, copy.tick, seat.welcome.token, seat.state, lost=self._lost(copy)
+                )
+                copied, sources = result.bytes_copied, sorted(result.used)
+                missing = result.missing
+            if behind and not missing <= self._missing:  # they may have changed on the way here
+                rank = min(self._lost(copy), default=-1)
+                raise transfer.SourceLost(rank, f"nobody has {', '.join(sorted(missing)[:4])}")
+            self._missing = missing
+            restored = self._restore(missing, side, copy) if not behind else ""
+            if not behind:
+                self._adopt(side, copy)
+            seat.redundancy.took_over(copy.holders)
+        except transfer.SourceLost as error:
+            return self._failed(copy, "source-lost", str(error), error.rank)
+        except blobs.HoldersUnreachable as error:
+            return self._failed(copy, "side-state-unreachable", str(error))
+        except ShardsMissing as error:
+            return self._failed(copy, "shards-missing", str(error))
+        except transfer.DigestMismatch as error:
+            kind = "checkpoint" if copy.checkpoint else "digest"
+            return self._failed(copy, kind, str(error), error.rank)
+        except Exception as error:
+            words = "".join(traceback.format_exception(error))[-4000:]
+            return self._failed(copy, "checkpoint" if copy.checkpoint else "error", words)
+        return m.Copied(
+            generation=copy.generation,
+            tick=copy.tick,
+            bytes_copied=copied,
+            copy_ns=time.monotonic_ns() - began,
+            sources=sources,
+            side_state=kind,  # type: ignore[arg-type]
+            restored=restored,
+        )
+
+    def _lost(self, copy: m.Copy) -> set[int]:
+        """Sources that have not answered in this attempt."""
+        if self._lost_in != copy.generation:
+            self._lost_in, self._lost_sources = copy.generation, set()
+        return self._lost_sources
+
+    def _restore(self, missing: frozenset[str], side: dict[str, Any] | None, copy: m.Copy) -> str:
+        """What no rank has; how it was restored, in words."""
+        seat = self.seat
+        self._rebuilt = {}  # an earlier copy's are of another version
+        if not missing:
+            return ""
+        version = side["version"] if side is not None else 0
+        if version == 0 and seat.natural == seat.process.about["natural"]:
+            return "shards as the script builds them, before the first step"
+
+        def fetch() -> tuple[vault.Fetched, str]:
+            if copy.checkpoint:
+                return checkpoint.read_vault(copy.checkpoint, seat.rank)
+            return seat.redundancy.fetch(seat.rank, copy.holders, version)
+
+        how = seat.redundancy.restore(missing, version, seat.redundancy.updated, fetch)
+        for name in missing:
+            kind, _, item = name.partition("/")
+            if kind == "object":
+                data, tensors = codec.dumps(seat.objects[item].save())
+                self._rebuilt[item] = data, [tensor.detach().clone() for tensor in tensors]
+        return how
+
+    def put_rebuilt(self) -> None:
+        """Where the walk ends, behind the script's variables: these have the tensors of an object
+        as they were in the fence, before the update that the vault has replayed."""
+        rebuilt, self._rebuilt = self._rebuilt, {}
+        for name, (data, tensors) in rebuilt.items():
+            self.seat.objects[name].load(codec.loads(data, tensors))
+
+    def _side_state(self, copy: m.Copy) -> tuple[str, dict[str, Any] | None]:
+        if copy.tick == 0:
+            return "natural", None
+        if copy.checkpoint:
+            return "checkpoint", self.fetch(CHECKPOINT_TICK, [])
+        token, rank = self.seat.welcome.token, self.seat.rank
+        blob = blobs.fetch_surely(copy.holders, token, rank, copy.tick, everybody=copy.everybody)
+        if blob is None:
+            return "missing", None
+        return "own-agent" if blob.own else "buddy", codec.loads_inline(blob.data)
+
+    def _fetch_late(self, copy: m.Copy) -> dict[str, Any]:
+        """Empty if the rank was lost before the transaction had ended."""
+        if copy.checkpoint:
+            data = checkpoint.read_side(copy.checkpoint, self.seat.rank, "late")
+        else:
+            token, tick = self.seat.welcome.token, late_tick(copy.tick)
+            blob = blobs.fetch(copy.holders, token, self.seat.rank, tick, patience_s=0.0)
+            data = blob.data if blob is not None else None
+        late: dict[str, Any] = codec.loads_inline(data) if data is not None else {}
+        if data is not None:
+            self.seat.page.publish(late_tick(copy.tick), data)
+        self.had.locals = late.pop("locals", {})
+        self.had.ended = data is not None and not late.pop("open", False)
+        return late
+
+    def _fetch_note(self, copy: m.Copy) -> dict[str, Any] | None:
+        if copy.checkpoint:
+            return None
+        token, rank = self.seat.welcome.token, self.seat.rank
+        blob = blobs.fetch(copy.holders, token, rank, NOTE_TICK, patience_s=0.0)
+        note: dict[str, Any] | None = codec.loads_inline(blob.data) if blob is not None else None
+        return note
+
+    def _refused(self, side: dict[str, Any] | None, copy: m.Copy) -> m.CopyFailed | None:
+        seat = self.seat
+        if side is None and copy.tick != 0:
+            return self._failed(
+                copy,
+                "side-state-missing",
+                f"side state {copy.tick} of rank {seat.rank} is held by nobody",
+            )
+        provisional = self.had.position or {}
+        tick = side["tick"] if side is not None else 0
+        if side is not None and provisional.get("tick", 0) != tick:
+            if not seat.tracker.can_move_on_to(side["position"], self.had.site):
+                return self._failed(
+                    copy, "position", "the job has gone on to another epoch or loop"
+                )
+        elif side is None and provisional:
+            return self._failed(copy, "position", "the job was rolled back to its start")
+        return None
+
+    def _adopt(self, side: dict[str, Any] | None, copy: m.Copy) -> None:
+        seat = self.seat
+        seat.tick = copy.tick
+        seat.page.set("tick", copy.tick)
+        if side is None:
+            seat.version = 0
+            reducers.reset(0)
+            for item, snapshot in self.had.per_rank:
+                item.undo(snapshot)  # what the warm-up did to it
+            return
+        seat.version = side["version"]
+        seat.page.set("version", seat.version)
+        self.had.position = self.had.walking = side
+        self.had.late = self._fetch_late(copy)
+        seat.side.take_behind(side, self.had.late)
+        self.had.note = self._fetch_note(copy)
+        seat.page.publish(copy.tick, codec.dumps_inline(side))
+
+    def _failed(self, copy: m.Copy, reason: Any, error: str, source: int = -1) -> m.CopyFailed:
+        return m.CopyFailed(generation=copy.generation, reason=reason, error=error, source=source)
