@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepstep.core.agent import machine as core
+from keepstep.core.agent import actions, inputs
 from keepstep.core.agent.machine import AgentMachine, Setting
 from keepstep.model import messages as m
 from keepstep.model.page import Sample
@@ -37,26 +37,26 @@ class Node:
 
     def __init__(self) -> None:
         self.machine = AgentMachine(Setting(job="j", node="n", slots=3, stall_timeout_ns=10 * S), 0)
-        self.do(core.Accepted())
+        self.do(inputs.Accepted())
         for worker, rank in (("a", 0), ("b", 1), ("spare", -1)):
-            self.do(core.Spawned(start(worker, rank), 7))
+            self.do(inputs.Spawned(start(worker, rank), 7))
 
-    def do(self, given: core.Given) -> list[core.AnyEffect]:
+    def do(self, given: inputs.Given) -> list[actions.AnyEffect]:
         return self.machine.handle(S, given)
 
     def tell(self, *besides: str) -> list[str]:
         """Who was told."""
         command = m.TellRanks(command=ABORT, besides=list(besides))
-        effects = self.do(core.Heard(command))
-        return [one.worker for one in effects if isinstance(one, core.Relay)]
+        effects = self.do(inputs.Heard(command))
+        return [one.worker for one in effects if isinstance(one, actions.Relay)]
 
     def says(self, worker: str, said: m.WorkerMessage) -> list[object]:
         """What goes to the orchestrator for it."""
-        return words(self.do(core.Said(worker, said)))
+        return words(self.do(inputs.Said(worker, said)))
 
 
-def words(effects: list[core.AnyEffect]) -> list[object]:
-    said = [one.message for one in effects if isinstance(one, core.Say)]
+def words(effects: list[actions.AnyEffect]) -> list[object]:
+    said = [one.message for one in effects if isinstance(one, actions.Say)]
     return [
         [part.worker for part in message.said]
         if isinstance(message, m.WorkersSaid)
@@ -73,7 +73,7 @@ def test_ranks_are_told_but_not_standbys_nor_whoever_is_excepted() -> None:
 
 def test_whoever_is_to_be_killed_is_told_nothing_more() -> None:
     node = Node()
-    node.do(core.Heard(m.KillWorker(worker="a")))
+    node.do(inputs.Heard(m.KillWorker(worker="a")))
     assert node.tell() == ["b"]
 
 
@@ -96,7 +96,7 @@ def test_an_exit_is_said_behind_the_answers_that_waited_for_it() -> None:
     node.tell()
     assert node.says("a", report()) == []
     exited = m.WorkerExited(worker="b", rank=1, code=-9, tail="")
-    assert words(node.do(core.Exited(exited))) == ["a", "b"]
+    assert words(node.do(inputs.Exited(exited))) == ["a", "b"]
     assert node.says("a", report()) == ["a"]
 
 
@@ -104,7 +104,7 @@ def test_a_look_ends_the_wait_for_a_rank_that_hangs() -> None:
     node = Node()
     node.tell()
     assert node.says("a", report()) == []
-    assert words(node.do(core.Looked([])))[:1] == ["a"]
+    assert words(node.do(inputs.Looked([])))[:1] == ["a"]
 
 
 def test_errors_and_other_generations_do_not_wait() -> None:
@@ -119,9 +119,9 @@ def test_what_waits_when_the_stream_breaks_follows_the_next_hello_in_order() -> 
     node = Node()
     node.tell()
     assert node.says("a", report()) == []
-    node.do(core.Lost())
+    node.do(inputs.Lost())
     assert node.says("b", m.Staged(generation=3)) == []
-    assert words(node.do(core.Accepted())) == ["a", "b"]
+    assert words(node.do(inputs.Accepted())) == ["a", "b"]
 
 
 def holding(now_ns: int) -> Sample:
@@ -148,10 +148,10 @@ def test_a_holding_rank_is_ended_out_of_reach_only_if_it_was_sent_on(
     node.tell()  # stop for generation 3
     for worker in ("a", "b"):
         tell = m.Tell(worker=worker, command=m.Release(generation=generation))
-        node.do(core.Heard(tell))
-    node.do(core.Lost())
-    effects: list[core.AnyEffect] = []
+        node.do(inputs.Heard(tell))
+    node.do(inputs.Lost())
+    effects: list[actions.AnyEffect] = []
     for second in range(2, 40):
-        seen = [core.Seen(w, holding(second * S), cpu_ns=0, stopped=False) for w in ("a", "b")]
-        effects += node.machine.handle(second * S, core.Looked(seen))
-    assert any(isinstance(one, core.End) for one in effects) == ended
+        seen = [inputs.Seen(w, holding(second * S), cpu_ns=0, stopped=False) for w in ("a", "b")]
+        effects += node.machine.handle(second * S, inputs.Looked(seen))
+    assert any(isinstance(one, actions.End) for one in effects) == ended

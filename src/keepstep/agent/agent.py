@@ -32,6 +32,7 @@ from keepstep.agent.processes import OwnProcesses, Processes
 from keepstep.agent.session import main_thread_stat
 from keepstep.agent.stores import Stores, native_store_command
 from keepstep.agent.workers import Setting, Worker, Workers
+from keepstep.core.agent import actions, inputs
 from keepstep.core.agent import machine as core
 from keepstep.core.agent.network import Limits
 from keepstep.errors import KeepstepError
@@ -110,7 +111,7 @@ class Agent:
         )
         self._network = NetworkEvents(
             socket_path(config.job, config.node, config.directory),
-            lambda event: self._handle(core.NetworkSaid(event)),
+            lambda event: self._handle(inputs.NetworkSaid(event)),
         )
         self._link = Link(
             config.orchestrators,
@@ -150,10 +151,10 @@ class Agent:
         )
         if isinstance(self._processes, KeptProcesses):
             for kept, process in self._processes.adopted:
-                self._handle(core.Adopted(kept.worker, kept.slot, kept.rank, process.pid))
+                self._handle(inputs.Adopted(kept.worker, kept.slot, kept.rank, process.pid))
                 self._workers.adopt(kept, process)
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._handle, core.StopNow(STOP_GRACE_NS))
+            self._loop.add_signal_handler(number, self._handle, inputs.StopNow(STOP_GRACE_NS))
         self._watch_launcher()
         work = (self._run_link(), self._watch(), self._network.watch_ports())
         tasks = [asyncio.create_task(one) for one in work]
@@ -209,11 +210,11 @@ class Agent:
 
     def _accepted(self) -> None:
         self._processes.linked(True)
-        self._handle(core.Accepted())
+        self._handle(inputs.Accepted())
 
     def _lost(self, last_word_ns: int) -> None:
         self._processes.linked(False)
-        self._handle(core.Lost(last_word_ns))
+        self._handle(inputs.Lost(last_word_ns))
 
     def _said(self, worker: Worker, said: WorkerMessage) -> None:
         if isinstance(said, Inspected | Offloaded):
@@ -221,7 +222,7 @@ class Agent:
             return
         if isinstance(said, Restored):
             self._workers.restored(worker, said)
-        self._handle(core.Said(worker.name, said))
+        self._handle(inputs.Said(worker.name, said))
 
     def _rank_in_nest(self, rank: int) -> Worker | None:
         """Of two the older: the younger is what it shall become."""
@@ -229,14 +230,14 @@ class Agent:
         return next(found, None)
 
     def _ask(self, worker: str, command: Inspect | Offload) -> None:
-        self._carry_out(core.Relay(worker, command))
+        self._carry_out(actions.Relay(worker, command))
 
     def _exited(self, exited: WorkerExited) -> None:
         self._images.ended(exited.worker)
-        self._handle(core.Exited(exited))
+        self._handle(inputs.Exited(exited))
 
     def _store_said(self, message: StoreOpened | StoreFailed) -> None:
-        self._handle(core.StoreSaid(message))
+        self._handle(inputs.StoreSaid(message))
 
     async def _examine(self, number: int) -> None:
         host = await asyncio.to_thread(preflight.host)
@@ -247,37 +248,37 @@ class Agent:
         if isinstance(command, Examine):  # nothing is decided by it
             self._examining = asyncio.create_task(self._examine(command.number))
             return
-        self._handle(core.Heard(command))
+        self._handle(inputs.Heard(command))
 
     # ----------------------------------------------------------------- the machine
 
-    def _handle(self, given: core.Given) -> None:
+    def _handle(self, given: inputs.Given) -> None:
         for effect in self._machine.handle(time.monotonic_ns(), given):
             self._carry_out(effect)
 
-    def _carry_out(self, effect: core.AnyEffect) -> None:
+    def _carry_out(self, effect: actions.AnyEffect) -> None:
         match effect:
-            case core.Say():
+            case actions.Say():
                 if not self._link.offer(effect.message) and effect.keep:
                     self._machine.unsent(effect.message)
-            case core.Spawn():
+            case actions.Spawn():
                 self._spawn(effect.start)
-            case core.EndWorkers():
+            case actions.EndWorkers():
                 stopping = self._stop_everything(effect.grace_ns, effect.finished)
                 self._stopping = asyncio.create_task(stopping)
-            case core.End():
+            case actions.End():
                 if effect.why:
                     logger.critical("%s", effect.why)
                 self._finish(effect.code)
-            case core.KillSession():
+            case actions.KillSession():
                 self._kill_node()
-            case core.HostStore():
+            case actions.HostStore():
                 self._stores.open(effect.generation)
-            case core.DropStore():
+            case actions.DropStore():
                 self._stores.close(effect.generation)
-            case core.Drop():
+            case actions.Drop():
                 self._drop(effect.worker)
-            case core.DropCopies():
+            case actions.DropCopies():
                 self._blobs.forget(effect.before)
             case _:
                 worker = self._workers.get(effect.worker)
@@ -290,15 +291,15 @@ class Agent:
         if gone is not None and all(one.rank != gone.rank for one in self._workers.live()):
             self._blobs.vault.left(gone.rank)
 
-    def _act_on(self, worker: Worker, effect: core.Kill | core.Relay | core.Raise) -> None:
+    def _act_on(self, worker: Worker, effect: actions.Kill | actions.Relay | actions.Raise) -> None:
         match effect:
-            case core.Kill():
+            case actions.Kill():
                 self._workers.kill(worker)
-            case core.Relay():
+            case actions.Relay():
                 self._workers.tell(worker, effect.command)
                 if isinstance(effect.command, Abort | Release):
                     self._images.go_on(worker.name, effect.command.generation)
-            case core.Raise():
+            case actions.Raise():
                 self._workers.signal(worker, effect.signal, effect.resume_after_ns)
 
     def _spawn(self, start: StartWorker) -> None:
@@ -306,9 +307,9 @@ class Agent:
             worker = self._workers.start(start)
         except (KeepstepError, OSError) as error:
             logger.error("cannot start %s: %s", start.worker, error)
-            self._handle(core.NotSpawned(start, str(error)))
+            self._handle(inputs.NotSpawned(start, str(error)))
         else:
-            self._handle(core.Spawned(start, worker.pid))
+            self._handle(inputs.Spawned(start, worker.pid))
 
     # ----------------------------------------------------------------- watching
 
@@ -319,12 +320,12 @@ class Agent:
     def _pages(self, rank: int) -> list[PageReader]:
         return self._workers.pages(rank)
 
-    def _seen(self) -> list[core.Seen]:
+    def _seen(self) -> list[inputs.Seen]:
         seen = []
         for worker in self._workers.live():
             thread = main_thread_stat(worker.script_pid)
             seen.append(
-                core.Seen(
+                inputs.Seen(
                     worker.name,
                     worker.page.sample(),
                     cpu_ns=thread.cpu_ns if thread is not None else 0,
@@ -338,7 +339,7 @@ class Agent:
             wait_ns = self._machine.deadline() - time.monotonic_ns()
             await asyncio.sleep(max(wait_ns, 1_000_000) / 1e9)
             try:
-                self._handle(core.Looked(self._seen()))
+                self._handle(inputs.Looked(self._seen()))
             except Exception:
                 logger.exception("watching failed; going on")
 
@@ -351,9 +352,9 @@ class Agent:
             gone = await self._workers.stop(grace_ns, finished)
             self._end_everything()
         finally:
-            effects = self._machine.handle(time.monotonic_ns(), core.Emptied(gone))
+            effects = self._machine.handle(time.monotonic_ns(), inputs.Emptied(gone))
             for effect in effects:
-                if isinstance(effect, core.End):
+                if isinstance(effect, actions.End):
                     await self._link.close()  # the last words before it are to be written out
                 self._carry_out(effect)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from keepstep.core.agent import actions, inputs
 from keepstep.core.agent import machine as core
 from keepstep.core.agent.blobs import BlobStore
 from keepstep.core.agent.parity import ParityStore
@@ -149,7 +150,7 @@ class SimNode:
             self.run(self._stream_lost)
 
     def _stream_lost(self) -> None:
-        self.handle(core.Lost())
+        self.handle(inputs.Lost())
         self._retry()
 
     def receive(self, stream: Connection, command: m.AgentCommand) -> None:
@@ -161,20 +162,20 @@ class SimNode:
         if isinstance(command, m.Accepted):
             self.accepted = True
             self.backoff_ns = BACKOFF_NS_MIN
-            self.handle(core.Accepted())
+            self.handle(inputs.Accepted())
         else:
             self.world.checker.obeyed(self, command)
-            self.handle(core.Heard(command))
+            self.handle(inputs.Heard(command))
 
     # ------------------------------------------------------------------ machine
 
-    def handle(self, given: core.Given) -> None:
+    def handle(self, given: inputs.Given) -> None:
         for effect in self.machine.handle(self.world.now, given):
             CARRY_OUT[type(effect)](self, effect)
 
-    def _seen(self) -> list[core.Seen]:
+    def _seen(self) -> list[inputs.Seen]:
         return [
-            core.Seen(
+            inputs.Seen(
                 name,
                 process.sample(),
                 cpu_ns=self.world.now if process.hung else 0,
@@ -188,10 +189,10 @@ class SimNode:
         self.run(self._look)
 
     def _look(self) -> None:
-        self.handle(core.Looked(self._seen()))
+        self.handle(inputs.Looked(self._seen()))
         self.world.at(self.machine.deadline(), self.look)
 
-    def _say(self, effect: core.Say) -> None:
+    def _say(self, effect: actions.Say) -> None:
         if isinstance(effect.message, m.Stalled):
             self.stalls[effect.message.worker] = effect.message
         elif isinstance(effect.message, m.Unstalled):
@@ -201,28 +202,28 @@ class SimNode:
         elif effect.keep:
             self.machine.unsent(effect.message)
 
-    def _spawn(self, effect: core.Spawn) -> None:
+    def _spawn(self, effect: actions.Spawn) -> None:
         start = effect.start
         if self.world.spawn_fails(self, start):
             self.world.checker.prompt.refused(self, start.worker)
-            self.handle(core.NotSpawned(start, "out of memory"))
+            self.handle(inputs.NotSpawned(start, "out of memory"))
             return
         process = Rank(self.world, self, start, self.world.next_pid())
         self.processes[start.worker] = process
         self.world.ranks[start.worker] = process
         self.world.checker.spawned(self, process)
-        self.handle(core.Spawned(start, process.pid))
+        self.handle(inputs.Spawned(start, process.pid))
 
-    def _kill(self, effect: core.Kill) -> None:
+    def _kill(self, effect: actions.Kill) -> None:
         self.world.after(MS, self._killed, effect.worker)
 
     def _killed(self, worker: str) -> None:
         self.processes[worker].exit(-9)
 
-    def _relay(self, effect: core.Relay) -> None:
+    def _relay(self, effect: actions.Relay) -> None:
         self.processes[effect.worker].thread(self.processes[effect.worker].take, effect.command)
 
-    def _raise(self, effect: core.Raise) -> None:
+    def _raise(self, effect: actions.Raise) -> None:
         process = self.processes[effect.worker]
         if effect.signal != SIGSTOP:
             process.exit(-effect.signal)
@@ -231,14 +232,14 @@ class SimNode:
         if effect.resume_after_ns:
             self.world.after(effect.resume_after_ns, process.resume)
 
-    def _host_store(self, effect: core.HostStore) -> None:
+    def _host_store(self, effect: actions.HostStore) -> None:
         if effect.generation in self.stores:
             self._store_opened(effect.generation)
             return
         failure = self.world.store_fails(self)
         if failure == "refuse":
             failed = m.StoreFailed(generation=effect.generation, error="no port in time")
-            self.handle(core.StoreSaid(failed))
+            self.handle(inputs.StoreSaid(failed))
             return
         self.stores[effect.generation] = store = Store(self.world, effect.generation)
         store.open = False
@@ -254,19 +255,19 @@ class SimNode:
     def _store_opened(self, generation: int) -> None:
         if self.stores[generation].open:
             address = m.Address(self.name, 10_000 + generation)
-            self.handle(core.StoreSaid(m.StoreOpened(generation=generation, store=address)))
+            self.handle(inputs.StoreSaid(m.StoreOpened(generation=generation, store=address)))
 
     def store_died(self, generation: int) -> None:
         self.stores.pop(generation).close()
         failed = m.StoreFailed(generation=generation, error="the store ended with signal 9")
-        self.run(self.handle, core.StoreSaid(failed))
+        self.run(self.handle, inputs.StoreSaid(failed))
 
-    def _drop_store(self, effect: core.DropStore) -> None:
+    def _drop_store(self, effect: actions.DropStore) -> None:
         store = self.stores.pop(effect.generation, None)
         if store is not None:
             store.close()
 
-    def _drop(self, effect: core.Drop) -> None:
+    def _drop(self, effect: actions.Drop) -> None:
         gone = self.processes.pop(effect.worker, None)
         self.pages.pop(effect.worker, None)
         left = [process.rank for process in self.processes.values() if process.alive]
@@ -277,7 +278,7 @@ class SimNode:
         self.copies.put(rank.rank, blob[0], blob)  # type: ignore[arg-type]
         self.copied_in[rank.rank, blob[0]] = rank.generation
 
-    def _drop_copies(self, effect: core.DropCopies) -> None:
+    def _drop_copies(self, effect: actions.DropCopies) -> None:
         for (rank, tick), generation in list(self.copied_in.items()):
             if generation < effect.before:
                 del self.copied_in[rank, tick]
@@ -286,7 +287,7 @@ class SimNode:
         self.vault.forget_before(effect.before)
         self.parity.forget_before(effect.before)
 
-    def _end_workers(self, effect: core.EndWorkers) -> None:
+    def _end_workers(self, effect: actions.EndWorkers) -> None:
         for process in [] if effect.finished else list(self.processes.values()):
             process.exit(-15)
         self.later(10 * MS, self._emptied, self.world.now + effect.grace_ns)
@@ -294,20 +295,20 @@ class SimNode:
     def _emptied(self, deadline_ns: int) -> None:
         left = [process for process in self.processes.values() if process.alive]
         if not left:
-            self.handle(core.Emptied(True))
+            self.handle(inputs.Emptied(True))
             return
         for process in left if self.world.now >= deadline_ns else ():
             self.world.checker.prompt.forced(process)
             process.exit(-9)
         self.later(100 * MS, self._emptied, deadline_ns)
 
-    def _end(self, effect: core.End) -> None:
+    def _end(self, effect: actions.End) -> None:
         self.world.trace(f"{self.name} ends: {effect.why}" if effect.why else f"{self.name} ends")
         if effect.code == core.EXIT_FENCED:
             self.world.checker.fenced(self)
         self.die(silently=False)
 
-    def _kill_session(self, effect: core.KillSession) -> None:
+    def _kill_session(self, effect: actions.KillSession) -> None:
         self.die(silently=False)
 
     # ------------------------------------------------------------------ workers
@@ -317,7 +318,7 @@ class SimNode:
         self.run(self._said, process.id, message)
 
     def _said(self, worker: str, message: m.WorkerMessage) -> None:
-        self.handle(core.Said(worker, message))
+        self.handle(inputs.Said(worker, message))
 
     def process_ended(self, process: Process, code: int, tail: str) -> None:
         self.world.checker.ended(process)
@@ -334,7 +335,7 @@ class SimNode:
             version=process.version,
             tick=process.tick,
         )
-        self.handle(core.Exited(exited))
+        self.handle(inputs.Exited(exited))
 
     def publish(self, process: Process, blob: Blob) -> None:
         self.pages.setdefault(process.id, {})[blob[0] % TICKS_KEPT] = blob
@@ -354,17 +355,17 @@ class SimNode:
         return copy[1] if copy is not None else None  # type: ignore[return-value]
 
 
-CARRY_OUT: dict[type[core.AnyEffect], Callable[[SimNode, Any], None]] = {
-    core.Say: SimNode._say,
-    core.Spawn: SimNode._spawn,
-    core.Kill: SimNode._kill,
-    core.Relay: SimNode._relay,
-    core.Raise: SimNode._raise,
-    core.HostStore: SimNode._host_store,
-    core.DropStore: SimNode._drop_store,
-    core.Drop: SimNode._drop,
-    core.DropCopies: SimNode._drop_copies,
-    core.EndWorkers: SimNode._end_workers,
-    core.End: SimNode._end,
-    core.KillSession: SimNode._kill_session,
+CARRY_OUT: dict[type[actions.AnyEffect], Callable[[SimNode, Any], None]] = {
+    actions.Say: SimNode._say,
+    actions.Spawn: SimNode._spawn,
+    actions.Kill: SimNode._kill,
+    actions.Relay: SimNode._relay,
+    actions.Raise: SimNode._raise,
+    actions.HostStore: SimNode._host_store,
+    actions.DropStore: SimNode._drop_store,
+    actions.Drop: SimNode._drop,
+    actions.DropCopies: SimNode._drop_copies,
+    actions.EndWorkers: SimNode._end_workers,
+    actions.End: SimNode._end,
+    actions.KillSession: SimNode._kill_session,
 }

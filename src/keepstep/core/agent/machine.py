@@ -30,7 +30,39 @@ from dataclasses import dataclass
 
 import msgspec
 
+from keepstep.core.agent.actions import (
+    AnyEffect,
+    Drop,
+    DropCopies,
+    DropStore,
+    End,
+    EndWorkers,
+    HostStore,
+    Kill,
+    KillSession,
+    Raise,
+    Relay,
+    Say,
+    Spawn,
+)
 from keepstep.core.agent.gather import Gather
+from keepstep.core.agent.inputs import (
+    Accepted,
+    Adopted,
+    Emptied,
+    Exited,
+    Given,
+    Heard,
+    Looked,
+    Lost,
+    NetworkSaid,
+    NotSpawned,
+    Said,
+    Seen,
+    Spawned,
+    StopNow,
+    StoreSaid,
+)
 from keepstep.core.agent.network import Limits, PathWatch
 from keepstep.core.agent.rate import Rate
 from keepstep.core.agent.stall import StallDetector, may_stand_still
@@ -56,20 +88,16 @@ from keepstep.model.messages import (
     StartWorker,
     Stop,
     StopDone,
-    StoreFailed,
-    StoreOpened,
     Swap,
     Tell,
     TellRanks,
     WorkerCommand,
     WorkerExited,
-    WorkerMessage,
     WorkerSaid,
     WorkerStarted,
     WorkerState,
 )
-from keepstep.model.network import PathEvent, PathView
-from keepstep.model.page import Sample
+from keepstep.model.network import PathView
 
 PROGRESS_NS = 250_000_000
 PATHS_NS = 2_000_000_000
@@ -94,213 +122,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 # ------------------------------------------------------------------ inputs
 
 
-class Input(msgspec.Struct, frozen=True):
-    pass
-
-
-class Accepted(Input, frozen=True):
-    """The orchestrator took our Hello: from now on what is said reaches it."""
-
-
-class Lost(Input, frozen=True):
-    """The stream is gone. `last_word_ns`: when the orchestrator was heard for the last time, where
-    it has promised to be heard (an office held by a lease); 0: now."""
-
-    last_word_ns: int = 0
-
-
-class Heard(Input, frozen=True):
-    """A command of the orchestrator."""
-
-    command: AgentCommand
-
-
-class Spawned(Input, frozen=True):
-    """The process runs."""
-
-    start: StartWorker
-    pid: int
-
-
-class Adopted(Input, frozen=True):
-    """An earlier agent of this node has started it. The next Hello tells of it."""
-
-    worker: str
-    slot: int
-    rank: int
-    pid: int
-
-
-class NotSpawned(Input, frozen=True):
-    """It could not be started."""
-
-    start: StartWorker
-    error: str
-
-
-class Said(Input, frozen=True):
-    """A worker's message, to be passed on."""
-
-    worker: str
-    said: WorkerMessage
-
-
-class Exited(Input, frozen=True):
-    """A process of this node is gone and reaped."""
-
-    exited: WorkerExited
-
-
-class Seen(msgspec.Struct, frozen=True):
-    worker: str
-    sample: Sample | None
-    cpu_ns: int = 0  # used by its main thread
-    stopped: bool = False
-
-
-class Looked(Input, frozen=True):
-    """A look at the pages and processes of all workers, taken at the deadline."""
-
-    workers: Sequence[Seen]
-
-
-class StoreSaid(Input, frozen=True):
-    """Answer to HostStore; it failed, too, if it ends later by itself."""
-
-    message: StoreOpened | StoreFailed
-
-
-class NetworkSaid(Input, frozen=True):
-    """A word of the network plugin of one of the node's processes."""
-
-    event: PathEvent
-
-
-class StopNow(Input, frozen=True):
-    """Asked for on this machine, not by the orchestrator."""
-
-    grace_ns: int
-
-
-class Emptied(Input, frozen=True):
-    """Answer to EndWorkers."""
-
-    all_gone: bool
-
-
-Given = (
-    Accepted
-    | Lost
-    | Heard
-    | Spawned
-    | Adopted
-    | NotSpawned
-    | Said
-    | Exited
-    | Looked
-    | StoreSaid
-    | NetworkSaid
-    | StopNow
-    | Emptied
-)
-
 # ------------------------------------------------------------------ effects
-
-
-class Effect(msgspec.Struct, frozen=True):
-    pass
-
-
-class Say(Effect, frozen=True):
-    """Write it to the stream. If that fails and `keep` is set, hand it to `unsent`."""
-
-    message: AgentMessage
-    keep: bool = True
-
-
-class Spawn(Effect, frozen=True):
-    """Answered by Spawned or NotSpawned."""
-
-    start: StartWorker
-
-
-class Kill(Effect, frozen=True):
-    """SIGKILL to its process group."""
-
-    worker: str
-
-
-class Relay(Effect, frozen=True):
-    """Write the command to the worker's socket."""
-
-    worker: str
-    command: WorkerCommand
-
-
-class Raise(Effect, frozen=True):
-    """Send a signal, for fault injection."""
-
-    worker: str
-    signal: int
-    resume_after_ns: int
-
-
-class HostStore(Effect, frozen=True):
-    """Answered by StoreSaid."""
-
-    generation: int
-
-
-class DropStore(Effect, frozen=True):
-    """End the store's process, if it runs."""
-
-    generation: int
-
-
-class Drop(Effect, frozen=True):
-    """Nobody needs the side state of this dead worker any more."""
-
-    worker: str
-
-
-class DropCopies(Effect, frozen=True):
-    """Nobody needs what ranks of generations before this one have put here as their buddy."""
-
-    before: int
-
-
-class EndWorkers(Effect, frozen=True):
-    """Answered by Emptied. `finished`: they are ending by themselves."""
-
-    grace_ns: int
-    finished: bool
-
-
-class End(Effect, frozen=True):
-    """End what is left of the node, then the agent."""
-
-    code: int
-    why: str
-
-
-class KillSession(Effect, frozen=True):
-    """At once and all of it, the agent included."""
-
-
-AnyEffect = (
-    Say
-    | Spawn
-    | Kill
-    | Relay
-    | Raise
-    | HostStore
-    | DropStore
-    | Drop
-    | DropCopies
-    | EndWorkers
-    | End
-    | KillSession
-)
 
 
 @dataclass(slots=True)
@@ -317,6 +139,8 @@ class Process:
 
 
 class AgentMachine:
+    """One method for each input and each command: hence so many."""
+
     def __init__(self, setting: Setting, now_ns: int) -> None:
         self._setting = setting
         self._detector = StallDetector(setting.stall_timeout_ns)
