@@ -42,7 +42,7 @@ from keepstep.core import (
     understudies,
     workers,
 )
-from keepstep.core.agent import blobs, gather, machine, parity, stall
+from keepstep.core.agent import actions, blobs, gather, machine, parity, stall
 from keepstep.core.state import Attempt, Job, Out, Worker
 from keepstep.model import messages as m
 from keepstep.model import records as r
