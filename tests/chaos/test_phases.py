@@ -23,7 +23,8 @@ import pytest
 from harness import HERE, Job, Verdict, wait_for
 from test_orchestrator_crash import Brain
 
-from keepstep.sim.scenario import ACTORS, KINDS, MIGRATIONS, PHASES, find_plan
+from keepstep.sim.plans.scenario import find_plan
+from keepstep.sim.plans.table import ACTORS, KINDS, MIGRATIONS, PHASES
 
 Start = Callable[..., Job]
 Reference = Callable[..., list[dict[str, Any]]]

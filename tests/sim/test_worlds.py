@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 
 from keepstep.sim.many import Summary, Task, failure_lines, run_many
-from keepstep.sim.reasons import sentences
-from keepstep.sim.scenario import draw_plan, find_plan
-from keepstep.sim.scheduler import SCHEDULER
-from keepstep.sim.several import SEVERAL
-from keepstep.sim.stories import STORIES
-from keepstep.sim.table import cells, impossible, plan_cell
+from keepstep.sim.plans.scenario import draw_plan, find_plan
+from keepstep.sim.plans.stories import STORIES
+from keepstep.sim.plans.stories_machines import MACHINES
+from keepstep.sim.plans.table import cells, impossible, plan_cell
+from keepstep.sim.play.reasons import sentences
 
 WORLDS = int(os.environ.get("KEEPSTEP_SIM_WORLDS", "10000"))
 SEEDS_PER_CELL = 4
@@ -34,7 +33,7 @@ def tasks() -> Iterator[Task]:
             count += 1
             yield seed, "/".join(cell)
     for seed in range(SEEDS_PER_STORY):
-        for story in (*STORIES, SCHEDULER, SEVERAL):
+        for story in (*STORIES, *MACHINES):
             count += 1
             yield seed, story
     for seed in range(max(0, WORLDS - count)):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.sim.scenario import find_plan
+from keepstep.sim.plans.scenario import find_plan
 
 ROOT = Path(__file__).parents[2]
 INTERNALS = ROOT / "docs" / "internals"
@@ -65,7 +65,7 @@ def test_every_guarantee_names_what_holds_it() -> None:
 @pytest.mark.parametrize(
     ("where", "name"),
     [
-        ("sim/check.py", "Checker.nobody"),
+        ("sim/rules/check.py", "Checker.nobody"),
         ("sim/none.py", "x"),
         ("tests/sim/mutants.py", "no: such"),
     ],

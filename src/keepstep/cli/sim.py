@@ -11,9 +11,9 @@ import click
 
 from keepstep.errors import UsageError
 from keepstep.sim.many import Summary, Task, failure_lines, run_many
+from keepstep.sim.plans.scenario import find_plan
+from keepstep.sim.plans.table import cells
 from keepstep.sim.run import Result, commit, run_plan
-from keepstep.sim.scenario import find_plan
-from keepstep.sim.table import cells
 
 VIOLATED_EXIT = 1
 

@@ -12,8 +12,8 @@ from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import islice
 
+from keepstep.sim.plans.scenario import find_plan
 from keepstep.sim.run import Result, commit, run_plan
-from keepstep.sim.scenario import find_plan
 
 Task = tuple[int, str]  # seed, scenario ("": whatever the seed gives)
 BATCH = 25

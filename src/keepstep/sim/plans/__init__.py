@@ -1,0 +1,1 @@
+"""What a world is like and what goes wrong in it, decided before it begins: `plan.py` first."""

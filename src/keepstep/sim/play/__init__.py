@@ -1,0 +1,1 @@
+"""Telling the story of a world: `single.py` first."""

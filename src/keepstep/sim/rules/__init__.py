@@ -1,0 +1,1 @@
+"""What must hold in a world, looked at after every event: `check.py` first."""
