@@ -101,6 +101,22 @@ def test_a_committed_step_is_followed_by_a_hold_at_the_next_entry(world: Any) ->
     assert recovery.held == [7]
 
 
+@pytest.mark.parametrize("step", [True, False])
+def test_what_nobody_attached_is_looked_at_before_a_rank_holds(world: Any, step: bool) -> None:
+    """A newcomer copies what the others have registered by then."""
+    seat, recovery, transactions, _ = world("RETRY")
+    seen: list[str] = []
+    seat.unasked.look.side_effect = lambda _: seen.append("step")
+    seat.unasked.look_at_models.side_effect = lambda: seen.append("section")
+    transactions._pending = lambda: seen.append("hold")
+    aborted = iter([True])
+    seat.aborted.side_effect = lambda: next(aborted, False)
+    recovery.interrupted = lambda *_, **__: seen.append("interrupted")  # type: ignore[method-assign]
+    seat.publisher.publish.side_effect = None
+    transactions.run("site:1", step, lambda: None)
+    assert seen == ["step" if step else "section", "hold", "interrupted"]
+
+
 def test_a_retry_that_the_step_swallows_is_retried_all_the_same(world: Any) -> None:
     seat, _, transactions, sgd = world("RETRY")
     drawn: list[float] = []

@@ -320,6 +320,7 @@ class Session(PlainSession):
         newcomer = self._newcomer
         if newcomer is not None and newcomer.had.installed and not newcomer.joined:
             newcomer.enter()
+        self._seat.unasked.look_at_models()
         self._transactions.settle()
 
 

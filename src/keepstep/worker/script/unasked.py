@@ -7,6 +7,9 @@ found where the script keeps them (graph.py) and registered as if the script had
 path that leads to them. A model is registered once its tensors have changed: one that never does is
 what the newcomer builds. The content of small ones is looked at in every step, that of large ones
 now and then, and their version counters in every step.
+
+They are looked at before a rank holds at the entry of a step or section, too: what the script has
+done since the last one is part of the state that a newcomer copies there.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ class Unasked:
         self.names: set[str] = set()
 
     def look(self, site: str) -> None:
-        """At the entry of a step."""
+        """At the entry of a step, before anybody is told of the state."""
         self._calls[site] += 1
         deep = self._calls[site] <= FIRST or self._calls[site] % EVERY == 0
         if deep:
@@ -63,6 +66,10 @@ class Unasked:
                 else:
                     self._add(path, thing)
             self.look_at_attributes(deep=True)
+        self.look_at_models(deep=deep)
+
+    def look_at_models(self, *, deep: bool = False) -> None:
+        """Those that are known. At the entry of a section, and where the script ends."""
         for path, module in list(self._models.items()):
             if self._changed(path, module, deep):
                 del self._models[path]

@@ -56,7 +56,10 @@ class Transactions:
         if seat.version > 0:
             seat.unasked.look_at_attributes()
         if step:
+            seat.unasked.look(site)
             seat.side.note_inputs(getattr(function, "arguments", None))
+        else:
+            seat.unasked.look_at_models()
         self.settle()
         while True:
             if seat.aborted():
@@ -137,8 +140,6 @@ class Transactions:
         seat.tracker.in_txn = True
         seat.page.set("stepping", 1)
         seat.page.where("compute" if step else "section")
-        if step:
-            seat.unasked.look(site)
         seat.streams.entering(site)
         self.call.undo = Undo(
             seat.streams.capture(),
