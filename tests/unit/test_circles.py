@@ -15,9 +15,6 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src"
 
-# Circles within these packages are known. Delete the list with the last of them.
-EXCUSED = ("keepstep.worker.script",)
-
 
 def modules(source: Path) -> dict[str, Path]:
     found = {}
@@ -59,15 +56,8 @@ def circles(source: Path) -> list[str]:
             graph[ring[0]].remove(ring[1])
 
 
-def excused(circle: str) -> bool:
-    names = circle.split(" -> ")
-    return any(all(name.startswith(f"{package}.") for name in names) for package in EXCUSED)
-
-
 def test_no_modules_import_each_other() -> None:
-    found = circles(SOURCE)
-    assert not [circle for circle in found if not excused(circle)]
-    assert found or not EXCUSED, "there are none left: delete EXCUSED"
+    assert circles(SOURCE) == []
 
 
 @pytest.mark.parametrize(

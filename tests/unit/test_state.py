@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from keepstep.errors import UsageError
-from keepstep.worker.state import state as states
+from keepstep.worker.state import export, tensors
 from keepstep.worker.state.export import Exported
 from keepstep.worker.state.objects import Registered
 from keepstep.worker.state.state import StateSet
@@ -115,7 +115,7 @@ def test_gradients_become_absent_zero_or_alive_as_in_the_source() -> None:
 def test_many_gradients_travel_only_where_they_are_known_to_outlive_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(states, "GRADIENT_BYTES_MAX", 10)
+    monkeypatch.setattr(export, "GRADIENT_BYTES_MAX", 10)
     source = Rank(1, 2)
     assert not any(name.startswith("grad/") for name in source.set.export().tensors)
     source.set.outliving = lambda: True
@@ -227,8 +227,8 @@ def test_unserialisable_object_is_named() -> None:
 
 
 def test_dense_knows_permuted_and_holey_memory() -> None:
-    assert states.dense(torch.ones(2, 3).t()) and states.dense(torch.ones(()))
-    assert states.dense(torch.ones(1, 3, 4, 4).to(memory_format=torch.channels_last))
-    assert not states.dense(torch.ones(4, 4)[:, ::2])
-    assert not states.dense(torch.ones(1).expand(3))
-    assert not states.dense(torch.ones(2, dtype=torch.complex64).conj())
+    assert tensors.dense(torch.ones(2, 3).t()) and tensors.dense(torch.ones(()))
+    assert tensors.dense(torch.ones(1, 3, 4, 4).to(memory_format=torch.channels_last))
+    assert not tensors.dense(torch.ones(4, 4)[:, ::2])
+    assert not tensors.dense(torch.ones(1).expand(3))
+    assert not tensors.dense(torch.ones(2, dtype=torch.complex64).conj())
