@@ -25,7 +25,7 @@ from keepstep.sim.saver import Saver
 if TYPE_CHECKING:
     from keepstep.sim.node import SimNode
 
-RENEW = 4  # as keepstep.worker.vault.redundancy
+RENEW = 4  # as keepstep.worker.vault.bases
 ROOM = 1 << 30
 
 

@@ -47,7 +47,7 @@ from keepstep.worker.step.recovery import Recovery
 from keepstep.worker.step.seat import Seat
 from keepstep.worker.step.transaction import Transactions
 from keepstep.worker.vault import vault
-from keepstep.worker.vault.redundancy import ShardsMissing
+from keepstep.worker.vault.replay import ShardsMissing
 
 NATURAL: dict[str, Any] = {}
 
