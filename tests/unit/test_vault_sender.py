@@ -170,7 +170,7 @@ def test_rooms_are_given_out_one_behind_the_other() -> None:
     assert room.left == 256 - 192 and aligned(65) == 128
 
 
-def test_a_process_that_is_forked_has_not_the_thread_and_ends() -> None:
+def test_a_process_that_is_forked_does_not_have_the_thread_and_ends() -> None:
     with Sending() as sending:
         child = os.fork()
         if not child:

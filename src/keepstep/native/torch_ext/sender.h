@@ -44,7 +44,7 @@ class Sender {
   // All tickets count as read, and nothing is looked at any more. Whoever waits for the socket must
   // be freed by its owner.
   void close();
-  // A forked process has not the thread: there it can be neither ended nor deleted.
+  // A forked process does not have the thread: there it can be neither ended nor deleted.
   bool ours() const { return getpid() == process_; }
 
  private:
