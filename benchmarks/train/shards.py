@@ -116,6 +116,7 @@ def switch(on: bool) -> None:
     if bool(keeper.units) == on:
         return
     keeper.inventory.units = units if on else []
+    seat.changes.forget()  # updates of what is not kept are not signed: it would be refused
     if on:  # what is there has a gap now
         destination.open(destination.line.address, fresh=True)
         destination.align()
