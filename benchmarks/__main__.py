@@ -56,7 +56,6 @@ def main() -> None:
                         help="collectives, redundancy: ranks are on the GPU at once")  # fmt: skip
     parser.add_argument("--alone", action="store_true",
                         help="redundancy: one rank trains, the other hardly")  # fmt: skip
-    parser.add_argument("--large", action="store_true", help="redundancy: larger tensors on a CPU")
     parser.add_argument("--passes", type=int, help="redundancy: backward passes of a step")
     parser.add_argument("--keep", choices=["buddy", "parity"], default="buddy",
                         help="redundancy: which kind")  # fmt: skip
@@ -78,8 +77,7 @@ def main() -> None:
         )
         if part == "redundancy":
             options |= {"device": args.device, "keep": args.keep}
-            options |= {"mps": args.mps, "alone": args.alone}
-            options |= {"passes": args.passes, "large": args.large}
+            options |= {"mps": args.mps, "alone": args.alone, "passes": args.passes}
         if part == "collectives":
             options["mps"] = args.mps
         if part == "schedulers":

@@ -25,10 +25,6 @@ SIZES = {
     "cuda": ["--width", "512", "--layers", "6", "--vocabulary", "16000", "--rows", "8",
              "--tokens", "1024", "--micro", "20", "--block", "4"],
 }  # fmt: skip
-# Few tensors beside their bytes, so that the cost is that of memory; and steps that are not much
-# longer than ten times what they copy.
-LARGE = ["--width", "512", "--layers", "6", "--vocabulary", "2048", "--rows", "1",
-         "--tokens", "112"]  # fmt: skip
 AT_ONCE = ["--rows", "32"]  # nobody waits for a turn: without more work steps would be short
 # As many parameters as a rank of a large job has, and embedding and head as small beside them.
 ALONE = ["--width", "768", "--layers", "16", "--vocabulary", "4096",
@@ -38,7 +34,7 @@ PASSES = {"buddy": 4, "parity": 7}
 
 
 def measure(
-    device: str, rounds: int, keep: str, mps: bool, alone: bool, passes: int | None, large: bool
+    device: str, rounds: int, keep: str, mps: bool, alone: bool, passes: int | None
 ) -> dict[str, Any]:
     world, spares = WORLDS[keep]
     layout = ["--nproc-per-node", "1", "--local-nodes", str(world), "--spare-nodes", str(spares)]
@@ -46,7 +42,7 @@ def measure(
     arguments = ["--device", device, "--rounds", str(rounds), *SIZES[device]]
     if device == "cuda":
         arguments += AT_ONCE * mps + [*ALONE, "--micro", str(PASSES[keep])] * alone
-    arguments += LARGE * large + ["--alone"] * alone + ["--micro", str(passes)] * bool(passes)
+    arguments += ["--alone"] * alone + ["--micro", str(passes)] * bool(passes)
     with sharing(at_once=mps), Keepstep(layout, "shards.py", arguments) as job:
         job.wait(1500)
         ranks = job.results(world)
@@ -96,14 +92,13 @@ def run(
     mps: bool = False,
     alone: bool = False,
     passes: int | None = None,
-    large: bool = False,
 ) -> list[str]:
     provenance = report.Provenance()
     rounds = rounds or (2 if quick else 8)
     report.say(f"redundancy: {keep}, {device}{', MPS' * mps}, {rounds} rounds")
-    result = measure(device, rounds, keep, mps, alone, passes, large)
+    result = measure(device, rounds, keep, mps, alone, passes)
     words = [device] * (device != "cpu") + [keep] * (keep != "buddy") + ["mps"] * mps
-    words += ["large"] * large + ["alone"] * alone + [f"{passes}-passes"] * bool(passes)
+    words += ["alone"] * alone + [f"{passes}-passes"] * bool(passes)
     name = "-".join(["redundancy", *words])
     path = report.write(name, quick, provenance.close(), {"result": result})
     return [summary(result), f"written: {path.name}"]

@@ -33,9 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import keepstep
-from keepstep.worker.vault import lane, rebuild, vault
-from keepstep.worker.vault import redundancy as kept
-from keepstep.worker.vault.units import view
+from keepstep.worker.vault import bases, lane, rebuild, vault
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", required=True)
@@ -51,7 +49,7 @@ parser.add_argument("--vocabulary", type=int, default=512)
 parser.add_argument("--alone", action="store_true", help="rank 0 has all of a model")
 args = parser.parse_args()
 
-SETTLE = 2 * kept.RENEW  # steps until the bases are of different versions again
+SETTLE = 2 * bases.RENEW  # steps until the bases are of different versions again
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 device = torch.device(args.device)
 if args.device == "cuda":
@@ -80,6 +78,7 @@ ks = keepstep.attach(net, adam)
 source = torch.Generator().manual_seed(rank)
 seat: Any = ks._seat  # type: ignore[attr-defined]
 keeper = seat.redundancy
+destination = keeper._destination
 
 
 @ks.step
@@ -102,9 +101,9 @@ class Counted:
         self.bytes = 0
         enqueue = lane.Lane.enqueue
 
-        def counted(one: Any, kind: Any, version: int, chunk: Any, *after: Any) -> Any:
+        def counted(one: Any, kind: Any, version: int, chunk: Any) -> Any:
             self.bytes += chunk.size
-            return enqueue(one, kind, version, chunk, *after)
+            return enqueue(one, kind, version, chunk)
 
         lane.Lane.enqueue = counted  # type: ignore[method-assign]
 
@@ -116,10 +115,11 @@ units = keeper.units
 def switch(on: bool) -> None:
     if bool(keeper.units) == on:
         return
-    keeper.units = units if on else []
+    keeper.inventory.units = units if on else []
+    seat.changes.forget()  # updates of what is not kept are not signed: it would be refused
     if on:  # what is there has a gap now
-        keeper._open(keeper._line.address, fresh=True)
-        keeper._align()
+        destination.open(destination.line.address, fresh=True)
+        destination.align()
     for _ in range(SETTLE if on else 1):
         step()
 
@@ -141,8 +141,8 @@ def sync() -> None:
 
 def copy_alone() -> float:
     """What a step sends, at a time when nothing else runs: read, hashed, sent, acknowledged."""
-    line, version, staging = keeper._line, seat.version, keeper._staging
-    share = keeper._share()
+    line, version, staging = destination.line, seat.version, keeper._bases.staging
+    share = keeper._bases.share()
     if keeper._parity is not None:
         keeper._parity._common = version  # it takes bases of this version
     times = []
@@ -151,11 +151,10 @@ def copy_alone() -> float:
         sync()
         began = time.perf_counter()
         if staging is not None:
-            staging.turn()
-        keeper._put(line, version, share)
+            staging.reset()
+        keeper._bases.put(line, version, share)
         for unit in units:
-            if not keeper._staged(line, unit.index, version, unit.parameter):
-                line.put_grad(unit.index, version, view(unit.parameter))
+            keeper.put_gradient(line, unit.index, version, unit.parameter)
         if staging is not None:
             staging.flush()
         line.sync(version, seat.aborted)
@@ -183,8 +182,8 @@ for _ in range(args.rounds):
             sent.append((counted.bytes - before) / args.block)
     rounds.append(found)
 switch(True)
-held = vault.fetch(keeper._line.address, seat.welcome.token, rank, seat.version).bytes
-staging = keeper._staging
+held = vault.fetch(destination.line.address, seat.welcome.token, rank, seat.version).bytes
+staging = keeper._bases.staging
 
 
 def parity_bytes() -> int:
@@ -206,7 +205,7 @@ result = {
     "rounds": rounds,
     "bytes_per_step": statistics.fmean(sent),
     "vault_bytes": held,
-    "vault_reserved": keeper.reserve,
+    "vault_reserved": keeper._bases.reserve,
     "parity_bytes": parity_bytes(),
     "pinned_bytes": staging.bytes if staging is not None else 0,
     "copy_alone_s": copy_alone(),

@@ -16,7 +16,7 @@ from keepstep.model import messages as m
 from keepstep.worker.checkpoint import checkpoint
 from keepstep.worker.step.recovery import Recovery
 from keepstep.worker.vault import vaultfile
-from keepstep.worker.vault.redundancy import ShardsMissing
+from keepstep.worker.vault.replay import ShardsMissing
 from keepstep.worker.vault.vault import Fetched
 
 

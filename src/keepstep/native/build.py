@@ -33,8 +33,6 @@ _IN_PROCESS = [
     "gloo_waits.cpp",
     "numbers.cpp",
     "samples.cpp",
-    "fingerprint.cpp",
-    "copier.cpp",
     "sender.cpp",
     "send.cpp",
     "digests.cpp",

@@ -1,30 +1,27 @@
 #pragma once
 #include <sys/uio.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "copier.h"
-
 namespace keepstep {
 
 // A thread that hashes memory and sends it, in the order in which it is told. It never needs the
-// interpreter, unless it has to send `instead`.
-class Sender : public OfProcess {
+// interpreter, unless it has to send `instead`. It runs under SCHED_BATCH, so it never takes a core
+// from a thread that computes in the moment in which there is something to send.
+class Sender {
  public:
   struct Item {
     std::string header;  // its last bytes are the digests of all pieces, each behind kMark
     std::vector<iovec> pieces;
-    std::shared_ptr<Copier> copier;  // who makes them first, with this job
-    uint64_t number = 0;
     size_t size = 0;
     uint64_t ticket = 0;
   };
@@ -47,19 +44,21 @@ class Sender : public OfProcess {
   // All tickets count as read, and nothing is looked at any more. Whoever waits for the socket must
   // be freed by its owner.
   void close();
+  // A forked process does not have the thread: there it can be neither ended nor deleted.
+  bool ours() const { return getpid() == process_; }
 
  private:
   void run();
-  bool ready() const;
   std::vector<Item> next();
   bool send(std::vector<Item>& batch);
 
+  const pid_t process_ = getpid();
   const int socket_;
   const double silence_s_;
   const size_t batch_bytes_;
   const Instead instead_;
-  const std::shared_ptr<Bell> bell_ = std::make_shared<Bell>();
-  std::mutex& mutex_ = bell_->mutex;
+  mutable std::mutex mutex_;
+  std::condition_variable told_something_;
   std::deque<Item> queue_;
   uint64_t last_, read_;
   bool closed_ = false;

@@ -13,7 +13,7 @@
 // set_buckets    gives a reducer the buckets that its peers have.
 // restart_static_graph  makes the next backward of a reducer its first.
 // viewed_grads   which gradients are views of a reducer's buckets; view_grads makes them so.
-// Copier, Sender  threads that bring gradients to a vault without Python's interpreter.
+// Sender         a thread that hashes memory and sends it to a vault without the interpreter.
 // note_waits, end_waits  see gloo_waits.cpp.
 //
 // Only pybind11 and c10d headers are included: torch/extension.h doubles the build time.
@@ -30,9 +30,7 @@
 #include <utility>
 #include <vector>
 
-#include "copier.h"
 #include "digests.h"
-#include "fingerprint.h"
 #include "gloo_waits.h"
 #include "numbers.h"
 #include "samples.h"
@@ -409,9 +407,8 @@ std::vector<iovec> pieces_of(const py::list& views) {
   return found;
 }
 
-uint64_t put(Sender& sender, const std::string& header, const py::list& views,
-             std::shared_ptr<Copier> copier, uint64_t number) {
-  return sender.put({header, pieces_of(views), std::move(copier), number});
+uint64_t put(Sender& sender, const std::string& header, const py::list& views) {
+  return sender.put({header, pieces_of(views)});
 }
 
 // What Python sends, header by header with the memory that follows it.
@@ -441,7 +438,7 @@ struct EndSender {
       const py::gil_scoped_release others;  // it may wait for the interpreter
       sender->close();
     }
-    DeleteOurs()(sender);
+    if (sender->ours()) delete sender;
   }
 };
 
@@ -469,26 +466,12 @@ PYBIND11_MODULE(keepstep_ext, m) {
   });
   m.def("note_waits", &note_waits);
   m.def("end_waits", &end_waits, py::call_guard<py::gil_scoped_release>());
-  m.def("use_cipher", &use_cipher);
-  m.def("plain_floats", &plain_floats);
   m.def("numbers", &numbers, py::call_guard<py::gil_scoped_release>());
   m.def("can_digest", &can_digest);
   m.def("sampled", [](const py::list& tensors, const py::list& parts, size_t count) {
     const auto found = sampled(tensors.ptr(), parts.ptr(), count);
     return py::bytes(reinterpret_cast<const char*>(found.data()), found.size() * sizeof(Sample));
   });
-  py::class_<Copier, std::shared_ptr<Copier>>(m, "Copier")
-      .def(py::init([](size_t helpers) {
-        return std::shared_ptr<Copier>(new Copier(helpers), DeleteOurs());
-      }))
-      .def("copy", &Copier::copy)
-      .def("multiply", &Copier::multiply, py::call_guard<py::gil_scoped_release>())
-      .def("look", &Copier::look, py::call_guard<py::gil_scoped_release>())
-      .def("wait", &Copier::wait, py::call_guard<py::gil_scoped_release>())
-      .def("found", &Copier::found, py::call_guard<py::gil_scoped_release>())
-      .def("forget", &Copier::forget, py::call_guard<py::gil_scoped_release>())
-      .def("close", &Copier::close, py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("last", &Copier::last);
   py::class_<Sender, std::unique_ptr<Sender, EndSender>>(m, "Sender")
       .def(py::init([](int socket, double silence_s, size_t batch_bytes, uint64_t last,
                        const py::object& instead) {

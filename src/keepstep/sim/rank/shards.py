@@ -22,7 +22,7 @@ from keepstep.sim.ground.memory import ROOM, Put, stored
 from keepstep.sim.ground.violation import ensure
 from keepstep.sim.rank.saver import Saver
 
-RENEW = 4  # as keepstep.worker.vault.redundancy
+RENEW = 4  # as keepstep.worker.vault.bases
 
 
 class Keeper(Saver):

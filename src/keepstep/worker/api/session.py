@@ -214,7 +214,7 @@ class Session(PlainSession):
         if not self._begun:
             cuda.settle_in(self._seat.parameters)  # the model may have been moved since attach
             groups.refuse_new_groups("process group created after the first step")
-            self._seat.redundancy.settle()
+            self._seat.redundancy.refresh_units()
             if self._seat.rank == 0 and self._newcomer is None:
                 for text in hidden(self._seat.roots()):
                     self._seat.warn(text)
@@ -355,7 +355,7 @@ def _plain_equal(seat: Seat) -> bool:
 
 def notices(seat: Seat) -> list[str]:
     """What the guarantee rests on besides what Keepstep can see for itself."""
-    replicas, redundancy = seat.replicas, seat.redundancy
+    replicas, inventory = seat.replicas, seat.redundancy.inventory
     found = []
     plain = [
         name
@@ -369,9 +369,9 @@ def notices(seat: Seat) -> list[str]:
             "and are taken to stay so: where ranks change them differently, a moved rank would get "
             "another rank's (hint: wrap the model, or distribute them over the mesh)"
         )
-    if redundancy.unprotected:
+    if inventory.unprotected:
         found.append(
-            f"{redundancy.unprotected} tensors (first: {redundancy.first_unprotected}) are on one "
+            f"{inventory.unprotected} tensors (first: {inventory.first_unprotected}) are on one "
             "rank only, the layout has no dimension of replicas for them, and redundancy is off: "
             "the loss of that rank falls back (hint: --redundancy auto)"
         )
@@ -402,8 +402,8 @@ def announce(session: Session, process: Process) -> None:
                 FIRST_FENCE_TIMEOUT_S,
             )
         about: dict[str, Any] = {"plain_equal": _plain_equal(seat), "alike": _facts(seat)}
-        seat.redundancy.survey()
-        seat.natural = about["natural"] = seat.redundancy.digest()
+        seat.redundancy.find_units()
+        seat.natural = about["natural"] = seat.redundancy.inventory.digest()
         record = collectives.front_door.encoded(known, about)
         seat.channel.wait_until(lambda: seat.channel.inbox.buddy_known, 10.0)
         seat.redundancy.connect()
@@ -413,8 +413,8 @@ def announce(session: Session, process: Process) -> None:
         resumed = bool(process.assigned.checkpoint)
         alike.require(process.about.get("alike") or {}, seat.rank, resumed=resumed)
         seat.replicas.plain_equal = process.about["plain_equal"]
-        seat.redundancy.survey()
-        seat.natural = seat.redundancy.digest()
+        seat.redundancy.find_units()
+        seat.natural = seat.redundancy.inventory.digest()
         seat.page.publish(INIT_TICK, process.init_record)
     collectives.front_door.gate = session._gate
     groups.before_destroy(session._settle)
@@ -427,8 +427,8 @@ def announce(session: Session, process: Process) -> None:
             members=groups.members(),
             parameters=sum(p.numel() for p in seat.parameters),
             bytes_state=sum(t.nbytes for t in exported.tensors.values()),
-            redundant=not seat.redundancy.unprotected,
-            kept_bytes=seat.redundancy.kept_bytes,
+            redundant=not seat.redundancy.inventory.unprotected,
+            kept_bytes=seat.redundancy.inventory.kept_bytes,
             warnings=notices(seat) if seat.rank == 0 and not newcomer else [],
         )
     )

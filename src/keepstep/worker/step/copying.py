@@ -23,7 +23,7 @@ from keepstep.worker.state import codec, transfer
 from keepstep.worker.state.objects import Registered
 from keepstep.worker.step.seat import Seat
 from keepstep.worker.vault import vault
-from keepstep.worker.vault.redundancy import ShardsMissing
+from keepstep.worker.vault.replay import ShardsMissing
 
 
 @dataclass

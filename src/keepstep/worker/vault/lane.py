@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 import xxhash
@@ -47,13 +47,6 @@ replies: msgspec.msgpack.Decoder[v.VaultReply] = msgspec.msgpack.Decoder(v.Vault
 
 class VaultLacks(PermanentError):
     """The vault cannot bring all units to the version that was asked for."""
-
-
-class After(NamedTuple):
-    """A job of a native `Copier` that makes what is to be sent."""
-
-    copier: Any
-    number: int
 
 
 @dataclass(slots=True)
@@ -88,7 +81,7 @@ class Lane:
     """Opened, closed and asked by one thread. Others may put; `interrupt` frees it from any."""
 
     def __init__(self, address: Address, rank: int, batch_bytes: int = BATCH_BYTES) -> None:
-        self._sender: Any = None  # native; first, so that it ends before what it uses is dropped
+        self._sender: Any = None  # native; first, so that it ends before what it sends is dropped
         self._address, self._rank = address, rank
         self.batch_bytes = batch_bytes
         self._turn, self._putting = threading.Lock(), threading.Lock()
@@ -152,21 +145,21 @@ class Lane:
 
     # ----------------------------------------------------------------- what is to be sent
 
-    def enqueue(self, kind: v.Kind, version: int, chunk: Chunk, after: After | None = None) -> int:
+    def enqueue(self, kind: v.Kind, version: int, chunk: Chunk) -> int:
         """Its ticket."""
-        return self._put(chunk.header(kind, version), chunk.views, after)
+        return self._put(chunk.header(kind, version), chunk.views)
 
     def ask(self, version: int) -> None:
         self._asked.append(version)
-        self._put(wire.frame(v.VaultSync(version=version)), [], None)
+        self._put(wire.frame(v.VaultSync(version=version)), [])
 
-    def _put(self, header: bytes, views: list[memoryview], after: After | None) -> int:
+    def _put(self, header: bytes, views: list[memoryview]) -> int:
         with self._putting:
             if self._sender is None:
                 self._last += 1
                 return self._last
             self._let_go()
-            self._last = self._sender.put(header, views, *(after or (None, 0)))
+            self._last = self._sender.put(header, views)
             self._held.append((self._last, views))
             return self._last
 

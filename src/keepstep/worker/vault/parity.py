@@ -19,8 +19,8 @@ from keepstep.errors import KeepstepError
 from keepstep.model import messages as m
 from keepstep.model import vault as v
 from keepstep.worker.state.rank import Rank
-from keepstep.worker.vault.lane import After, View
-from keepstep.worker.vault.vault import Parcel, Ticket, VaultLine, forget
+from keepstep.worker.vault.lane import View
+from keepstep.worker.vault.vault import Ticket, VaultLine, forget
 
 
 class ParityLine:
@@ -177,12 +177,6 @@ class Both(VaultLine):
     ) -> dict[int, Ticket]:
         self._parity.put(kind, version, lambda line: line.put_all(kind, version, data))
         return super().put_all(kind, version, data)
-
-    def put_parcel(
-        self, kind: v.Kind, version: int, parcel: Parcel, after: After | None = None
-    ) -> None:
-        self._parity.put(kind, version, lambda line: line.put_parcel(kind, version, parcel, after))
-        super().put_parcel(kind, version, parcel, after)
 
     def ask(self, version: int) -> None:
         super().ask(version)

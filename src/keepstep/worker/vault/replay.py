@@ -1,4 +1,4 @@
-"""Bringing what a vault has of a rank to the version that its successor needs.
+"""The way back: what a vault has of a rank is found and brought to the version that is needed.
 
 Bases are put in place when their version is reached; in between the user's own optimizer applies
 the gradients of each step, with the hyperparameters of that step. See redundancy.py.
@@ -6,16 +6,77 @@ the gradients of each step, with the hyperparameters of that step. See redundanc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from keepstep.errors import PermanentError
+from keepstep.model.messages import Address
+from keepstep.worker.line import blobs
 from keepstep.worker.state import codec, shards
 from keepstep.worker.state.rank import Rank
 from keepstep.worker.state.state import set_hyper
-from keepstep.worker.vault import vault
+from keepstep.worker.vault import lane, rebuild, vault
 from keepstep.worker.vault.early import multiply
+from keepstep.worker.vault.inventory import Inventory
 from keepstep.worker.vault.units import Unit, fill, rebuilt
+
+
+class ShardsMissing(PermanentError):
+    """State of which there was one copy, and that was lost."""
+
+
+def fetch(
+    token: str, rank: int, holders: list[Address], version: int, *, parity: bool
+) -> tuple[vault.Fetched, str]:
+    """What was kept for a rank, and where, in words. Raises ShardsMissing, or
+    blobs.HoldersUnreachable when somebody who may have it did not answer."""
+    silent: list[str] = []
+    why = "nobody holds a vault"
+    for holder in holders:
+        try:
+            found = vault.fetch(holder, token, rank, version)
+            return found, f"the vault of {'its own agent' if parity else 'the buddy'}"
+        except OSError as error:
+            silent.append(f"{holder.host}:{holder.port}: {error}")
+        except lane.VaultLacks as error:
+            why = str(error)
+    if parity:
+        try:
+            return rebuild.rebuild(holders, token, rank, version)
+        except rebuild.NotRebuilt as error:
+            why = f"{why}; {error}"
+        except OSError as error:
+            silent.append(str(error))
+    if silent:
+        raise blobs.HoldersUnreachable(f"the vault of rank {rank}: {'; '.join(silent)}")
+    raise ShardsMissing(f"state of rank {rank} at step {version} is in no vault: {why}")
+
+
+def restore(
+    me: Rank,
+    inventory: Inventory,
+    missing: frozenset[str],
+    version: int,
+    updated: list[str],
+    fetch: Callable[[], tuple[vault.Fetched, str]],
+) -> str:
+    """Bring everything to `version`; how, in words. Raises ShardsMissing, and what `fetch`
+    raises."""
+    units = inventory.units
+    known = {unit.name for unit in units} | {name for unit in units for name in unit.buffers}
+    if not missing <= known:
+        names = ", ".join(sorted(missing - known)[:3])
+        raise ShardsMissing(f"no rank has {names}, and redundancy is {inventory.mode}")
+    fetched, where = fetch()
+    if not fetched.layout.startswith(inventory.content):
+        raise ShardsMissing("the vault holds another layout than this process has built")
+    steps = version - Replay(me, units).run(fetched, version, updated)
+    return (
+        f"{fetched.bytes} bytes of {len(units)} units from {where} "
+        f"(up to {steps} step{'s' if steps != 1 else ''} replayed)"
+    )
 
 
 class Replay:
@@ -24,6 +85,7 @@ class Replay:
         self._units = units
 
     def run(self, fetched: vault.Fetched, version: int, updated: list[str]) -> int:
+        """Gives the version of the oldest base."""
         me = self._me
         optimizers = me.optimizers
         final = {name: [dict(g) for g in o.param_groups] for name, o in optimizers.items()}

@@ -5,13 +5,13 @@ an event of the stream that made the bytes. A thread waits for each copy and giv
 Whoever overwrites what is being copied comes later in stream order: the current stream is made to
 wait for the copies when the backward pass ends and before the update.
 
-Whether a gradient is still what was copied is seen by three numbers that its device computes in
-two reads and without other memory: the sum of its words, the least and the greatest. Other threads
-compute the same of the copy. They do not see words that changed places; nothing that is done to
-gradients in place does only that.
+Whether a gradient is still what was copied is told by its *fingerprint*: three numbers that its
+device computes in two reads and without other memory, the sum of its words, the least and the
+greatest. Other threads compute the same of the copy. It does not tell that words have changed
+places; nothing that is done to gradients in place does only that.
 
 Memory: room for all gradients, and for the bases of one step; none of it on the device. What finds
-no room is copied as before there was all this, and is waited for.
+no room is copied at the fence, which waits for it.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ from keepstep.worker.device import cuda, extension
 from keepstep.worker.state import shards
 from keepstep.worker.state.tensors import plain
 from keepstep.worker.vault.copies import Feeder, Room, aligned
-from keepstep.worker.vault.early import SCALES_MAX
 from keepstep.worker.vault.lane import View
 from keepstep.worker.vault.vault import Ticket, VaultLine
 
-LOOKS = 4096  # of one step, beside one for each unit
+SCALES_MAX = 64  # numbers of one step that clipping multiplies by
+FINGERPRINTS = 4096  # of one step, beside one for each unit
 
 READ_WORDS = 1 << 19  # by one thread in a turn
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
 
-Numbers = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Fingerprint = tuple[int, int, int]  # sum, least, greatest
+Queued = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # the same, on a device
 
 
 @dataclass
-class _Staged:
-    numbers: list[Future[tuple[int, int, int]]] = field(default_factory=list)  # of the copy's parts
+class StagedCopy:
+    """Of gradients that went together."""
+
+    fingerprints: list[Future[Fingerprint]] = field(default_factory=list)  # of its pieces
 
 
 class Staging:
-    """The `Way` (early.py) of gradients on a GPU, and that of bases."""
-
-    patient = False  # a stream goes on
+    """Copies gradients and bases of one device, and compares gradients with their copies."""
 
     def __init__(
         self, device: torch.device, gradients: dict[int, int], bases: int, readers: int = 1
@@ -62,25 +63,25 @@ class Staging:
         room = aligned(room + room // 16)  # there may be gaps between those that go together
         self._device = device
         self._block = torch.empty(room + small + bases, dtype=torch.uint8)
-        rows = LOOKS + len(gradients)
-        self._seen = torch.empty((3, rows), dtype=torch.int64)
+        rows = FINGERPRINTS + len(gradients)
+        self._found = torch.empty((3, rows), dtype=torch.int64)  # fingerprints, read back
         # Memory that is given back while it is pinned cannot be pinned again.
         runtime, pinned = torch.cuda.cudart(), list[int]()  # type: ignore[no-untyped-call]
         self._unpin = weakref.finalize(self, _unpin, runtime, pinned)
         self._unpin.atexit = False  # there may be no driver any more
-        for block in (self._block, self._seen):
+        for block in (self._block, self._found):
             _pin(runtime, device, block)
             pinned.append(block.data_ptr())
         self._gradients = Room(self._block[:room])
         self._scales = self._block[room : room + small].view(SCALES_MAX, 8)
         self._bases = Room(self._block[room + small :])
-        self._places: dict[int, memoryview] = {}  # unit -> copy of its gradient
-        self._looks: list[Numbers] = []
+        self._copies: dict[int, memoryview] = {}  # unit -> copy of its gradient
+        self._queued: list[Queued] = []
         new_stream: Any = torch.cuda.Stream  # untyped in torch
         self._stream = new_stream(device)
         self._given: dict[int, Ticket] = {}  # unit -> ticket of its gradient
-        self._readers = ThreadPoolExecutor(readers, "keepstep-numbers")
-        self._reading: list[Future[tuple[int, int, int]]] = []
+        self._readers = ThreadPoolExecutor(readers, "keepstep-fingerprints")
+        self._reading: list[Future[Fingerprint]] = []
         self._copied: Any = None  # event of the last copy
         self._held: Any = None  # the last one that a stream was made to wait for, and the stream
         self._feeder = Feeder("keepstep-staging", lambda: torch.cuda.set_device(device))
@@ -94,20 +95,21 @@ class Staging:
 
     @property
     def bytes(self) -> int:
-        return self._block.nbytes + self._seen.nbytes
+        return self._block.nbytes + self._found.nbytes
 
     # ------------------------------------------------------------------ copies
 
-    def turn(self) -> None:
-        """A step begins, or all is sent anew: the line has read all, or is another one."""
+    def reset(self) -> None:
+        """A step begins, or all is sent anew: the line has read all, or is another one. All room
+        is free again."""
         self._feeder.join()
         wait(self._reading)
         self._reading.clear()
-        self._looks.clear()
-        self._places.clear()
+        self._queued.clear()
+        self._copies.clear()
         self._gradients.taken = self._bases.taken = 0
 
-    def hold_back(self) -> None:
+    def make_stream_wait(self) -> None:
         """What the current stream does from here on comes after the copies."""
         if self._copied is None:
             return
@@ -173,16 +175,18 @@ class Staging:
         if given:
             # Behind all that is queued: a part may have been made just now.
             put = partial(line.put_all, "base", version, given)
-            self._copy(line, targets, sources, put, self.here())
+            self._copy(line, targets, sources, put, self.record_event())
         return left
 
-    # ------------------------------------------------------------------ the way of gradients
+    # ------------------------------------------------------------------ gradients
 
-    def suits(self, part: torch.Tensor) -> bool:
+    def can_copy(self, part: torch.Tensor) -> bool:
         there = part.device == self._device and part.nbytes > 0
         return there and part.is_contiguous() and plain(part)
 
-    def joins(self, last: torch.Tensor, part: torch.Tensor) -> bool:
+    def adjoins(self, last: torch.Tensor, part: torch.Tensor) -> bool:
+        """Whether it lies so close behind the one before that they are copied as one, as those of a
+        module do."""
         gap = part.data_ptr() - last.data_ptr() - last.nbytes
         return (
             last.dtype == part.dtype
@@ -190,34 +194,36 @@ class Staging:
             and last.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
         )
 
-    def full(self, size: int) -> bool:
-        return False  # those of a module lie side by side
-
-    def place(self, parts: Sequence[torch.Tensor]) -> Any:
+    def places(self, parts: Sequence[torch.Tensor]) -> Any:
+        """Of what goes together: must be as they were when it was put, or its fingerprint is not
+        to be had."""
         if len(parts) == 1:
-            return self.suits(parts[0])
+            return self.can_copy(parts[0])
         return [(one.data_ptr(), one.untyped_storage().data_ptr(), plain(one)) for one in parts]
 
-    def here(self, before: Any = None) -> Any:
-        """Now, and not when it is put: the next layer's work is queued by then."""
-        made = before or cuda.new_event()
+    def record_event(self, again: Any = None) -> Any:
+        """The moment at which a gradient was just made, for `put`: when that is called the next
+        layer's work is queued already. `again`: an event to be recorded once more."""
+        made = again or cuda.new_event()
         made.record(torch.cuda.current_stream(self._device))
         return made
 
     def put(
         self, line: VaultLine, version: int, parts: dict[int, torch.Tensor], made: Any
-    ) -> _Staged | None:
+    ) -> StagedCopy | None:
+        """Gradients by unit, behind the event `made`. They may be written to as soon as
+        `make_stream_wait` was called. None: there is no room."""
         span = _span(list(parts.values()))
         if span.nbytes > self._gradients.left:
             return None
-        where, staged, words = self._gradients.take(span.nbytes), _Staged(), _words(span)
+        where, staged, words = self._gradients.take(span.nbytes), StagedCopy(), _words(span)
         room, there = self._gradients.block[where], self._gradients.bytes[where]
         begin = span.data_ptr()
         views: dict[int, list[memoryview]] = {}
         for unit, part in parts.items():
             at = part.data_ptr() - begin
-            self._places[unit] = there[at : at + part.nbytes]
-            views[unit] = [self._places[unit]]
+            self._copies[unit] = there[at : at + part.nbytes]
+            views[unit] = [self._copies[unit]]
         kind = words.dtype
 
         def give() -> None:
@@ -225,17 +231,17 @@ class Staging:
             copy = room.view(kind)
             starts = range(0, len(copy), READ_WORDS)
             pieces = (copy[start : start + READ_WORDS] for start in starts)
-            staged.numbers = [self._readers.submit(_numbers_here, piece) for piece in pieces]
-            self._reading += staged.numbers
+            staged.fingerprints = [self._readers.submit(host_fingerprint, one) for one in pieces]
+            self._reading += staged.fingerprints
 
         self._copy(line, [room.view(kind)], [words], give, made)
         return staged
 
     def put_again(self, line: VaultLine, unit: int, version: int, gradient: torch.Tensor) -> bool:
         """Behind the device, and without its current stream, which may be held back."""
-        target = self._places.get(unit)
+        target = self._copies.get(unit)
         part = shards.local(gradient)
-        if target is None or not self.suits(part):
+        if target is None or not self.can_copy(part):
             return False
         line.wait_read(self._given[unit])
         source = _raw(part)
@@ -245,38 +251,36 @@ class Staging:
         line.put_grad(unit, version, target)
         return True
 
-    def before_write(self) -> None:
-        self.hold_back()
+    def queue_fingerprints(self, groups: Sequence[Sequence[torch.Tensor]]) -> list[int]:
+        """The device computes them, of what the gradients of each group are now. Gives their
+        places for `fingerprint_at`."""
+        begin = len(self._queued)
+        self._queued += [fingerprint(_span(parts)) for parts in groups]
+        return list(range(begin, len(self._queued)))
 
-    def multiply(self, groups: object, chosen: object, by: torch.Tensor) -> None:
-        return None
-
-    def look(self, groups: Sequence[Sequence[torch.Tensor]]) -> list[int]:
-        begin = len(self._looks)
-        self._looks += [numbers(_span(parts)) for parts in groups]
-        return list(range(begin, len(self._looks)))
-
-    def bring(self, scales: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """At the fence, before the device is waited for: what was looked at comes to the host, and
-        copies of these numbers, which are there when the device was waited for."""
-        count = min(len(self._looks), self._seen.shape[1])
-        for row, column in enumerate(zip(*self._looks[:count], strict=True)):
+    def queue_readback(self, scales: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """At the fence, before the device is waited for: fingerprints come to the host, and copies
+        of these numbers, which are there when the device was waited for."""
+        count = min(len(self._queued), self._found.shape[1])
+        for row, column in enumerate(zip(*self._queued[:count], strict=True)):
             found = torch.stack(column).to(torch.int64)
-            self._seen[row, :count].copy_(found, non_blocking=True)
-        brought = []
+            self._found[row, :count].copy_(found, non_blocking=True)
+        copies = []
         for place, scale in zip(self._scales[: len(scales)], scales, strict=True):
             slot = place[: scale.nbytes].view(scale.dtype)[0]
             slot.copy_(scale, non_blocking=True)
-            brought.append(slot)
-        return brought
+            copies.append(slot)
+        return copies
 
-    def seen(self, look: int) -> tuple[int, ...] | None:
-        if look >= self._seen.shape[1]:
-            return None  # unlike all that was sent
-        return tuple(self._seen[:, look].tolist())
+    def fingerprint_at(self, place: int) -> tuple[int, ...] | None:
+        """Behind the device. None: there was no room for so many."""
+        if place >= self._found.shape[1]:
+            return None
+        return tuple(self._found[:, place].tolist())
 
-    def sent(self, line: VaultLine, ticket: _Staged) -> tuple[int, ...] | None:
-        found = [part.result() for part in ticket.numbers]
+    def copy_fingerprint(self, line: VaultLine, copy: StagedCopy) -> Fingerprint | None:
+        """Of all of it. None: it was lost."""
+        found = [piece.result() for piece in copy.fingerprints]
         if line.broken or not found:
             return None
         total = sum(part[0] for part in found)
@@ -302,17 +306,16 @@ def _words(part: torch.Tensor) -> torch.Tensor:
     return part.detach().reshape(-1).view(kind)
 
 
-def numbers(part: torch.Tensor) -> Numbers:
+def fingerprint(part: torch.Tensor) -> Queued:
+    """On the tensor's device, which is not waited for."""
     words = _words(part)
     low, high = torch.aminmax(words)
     return words.sum(dtype=torch.int64), low, high
 
 
-def _numbers_here(copy: torch.Tensor) -> tuple[int, int, int]:
-    """In one read, in memory."""
-    found: tuple[int, int, int] = extension.load().numbers(
-        copy.data_ptr(), copy.numel(), copy.itemsize
-    )
+def host_fingerprint(copy: torch.Tensor) -> Fingerprint:
+    """In host memory, in one read."""
+    found: Fingerprint = extension.load().numbers(copy.data_ptr(), copy.numel(), copy.itemsize)
     return found
 
 

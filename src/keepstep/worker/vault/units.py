@@ -23,44 +23,9 @@ class Unit:
     place: int = 0  # among the optimizer's parameters
     object: str = ""
     buffers: list[str] = field(default_factory=list)
-    parts: Parts | None = None  # of its base when it was made last
     version: int = -1  # of the base that was sent last
     confirmed: int = -1  # of the last one that the vault acknowledged
     size: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class Parts:
-    """A base in host memory, good as long as nothing of it lies elsewhere. Most are for ever."""
-
-    tensors: list[torch.Tensor]
-    keys: list[Any]  # of the optimizer's state
-    places: list[Any]
-    views: list[memoryview | bytes]
-
-    @staticmethod
-    def of(parameter: torch.Tensor, entry: Any, views: Sequence[Any]) -> Parts | None:
-        """None: it cannot be told."""
-        if type(entry) is not dict or any(isinstance(one, torch.Tensor) for one in views):
-            return None
-        tensors = [parameter, *entry.values()]
-        if not all(isinstance(one, torch.Tensor) and dense(shards.local(one)) for one in tensors):
-            return None  # what is not dense is a copy among the views
-        return Parts(tensors, list(entry), list(map(_place, tensors)), list(views))
-
-    def good(self, entry: Any) -> bool:
-        if type(entry) is not dict or list(entry) != self.keys:
-            return False
-        now = [self.tensors[0], *entry.values()]
-        return (
-            all(one is other for one, other in zip(now, self.tensors, strict=True))
-            and list(map(_place, now)) == self.places
-        )
-
-
-def _place(tensor: torch.Tensor) -> Any:
-    part = shards.local(tensor)
-    return part.data_ptr(), part.shape, part.stride()
 
 
 def view(tensor: torch.Tensor) -> memoryview:

@@ -19,7 +19,6 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import msgspec
 import xxhash
@@ -37,7 +36,6 @@ from keepstep.worker.vault.lane import (
     CHUNK_BYTES,
     CONNECT_TIMEOUT_S,
     SILENCE_S,
-    After,
     Chunk,
     Lane,
     View,
@@ -46,10 +44,9 @@ from keepstep.worker.vault.lane import (
 )
 
 LANES_MAX = 4
-PARCEL_BYTES = 16 << 20  # of one message; what it is about is there anyway until it was sent
 LANES_SAID_MAX = 16
 LANE_BYTES = 8 << 20  # less is not worth a lane of its own
-LANE_CORES = 4  # for each lane of a rank, who needs the others for its training
+LANE_CORES = 4  # for each lane of a rank, which needs the others for its training
 SLICE_BYTES = 2 << 20  # of a parameter; less is not worth a put of its own
 SLICES_MAX = 8  # of a unit
 ALIGN = 64
@@ -57,17 +54,12 @@ ALIGN = 64
 _serials = itertools.count(1)  # of this process: a later line drives out an earlier one
 
 
-def cores_left(local_ranks: int) -> int:
-    """Threads that a rank may have at work beside its training."""
-    cores = len(os.sched_getaffinity(0)) // max(local_ranks, 1)
-    return min(cores // LANE_CORES, LANES_MAX)
-
-
 def lanes_of(sizes: Mapping[int, int], local_ranks: int) -> dict[int, int]:
     """unit -> its lane: as many lanes as there are cores for, with about the same bytes each."""
     hint = "leave it out, and there are as many as the cores allow"
     said = _said("KEEPSTEP_VAULT_LANES", 0, LANES_SAID_MAX, hint)
-    count = min(cores_left(local_ranks), sum(sizes.values()) // LANE_BYTES)
+    cores = len(os.sched_getaffinity(0)) // max(local_ranks, 1)
+    count = min(cores // LANE_CORES, LANES_MAX, sum(sizes.values()) // LANE_BYTES)
     load = [0] * (said or max(count, 1))
     found = {}
     for unit in sorted(sizes, key=lambda one: (-sizes[one], one % v.SLICES, one)):
@@ -76,13 +68,16 @@ def lanes_of(sizes: Mapping[int, int], local_ranks: int) -> dict[int, int]:
     return found
 
 
-def sliced(sizes: Mapping[int, int], parameters: Mapping[int, int]) -> dict[int, int]:
+def sliced(
+    sizes: Mapping[int, int], parameters: Mapping[int, int], default: int = SLICE_BYTES
+) -> dict[int, int]:
     """Bytes of all units, and of the parameters among them -> bytes of all slices. How a unit is
-    cut must not depend on the machine, for its next process has to find the same."""
-    least = _said("KEEPSTEP_VAULT_SLICE", SLICE_BYTES, 1 << 40, f"leave it out for {SLICE_BYTES}")
+    cut must not depend on the machine, for its next process has to find the same. `default`: bytes
+    of a slice if the environment does not say; 0: nothing is cut."""
+    least = _said("KEEPSTEP_VAULT_SLICE", default, 1 << 40, f"leave it out for {SLICE_BYTES}")
     found: dict[int, int] = {}
     for unit, size in sizes.items():
-        most = min(max(parameters.get(unit, 0) // least, 1), SLICES_MAX)
+        most = min(max(parameters.get(unit, 0) // least, 1), SLICES_MAX) if least else 1
         count = 1 << (most.bit_length() - 1)  # as lanes are, so that all have the same of it
         found |= dict.fromkeys((unit + n * v.SLICES for n in range(count)), size // count)
     return found
@@ -104,14 +99,6 @@ def cut(view: memoryview, count: int) -> list[memoryview]:
 
 
 Ticket = tuple[tuple[int, int], ...]  # of each slice: its lane, and the lane's ticket
-
-
-class Parcel:
-    """What is put again and again, from the same places. It is cut and described once."""
-
-    def __init__(self, data: Mapping[int, Sequence[View]]) -> None:
-        self.data = data
-        self.chunks: WeakKeyDictionary[VaultLine, list[tuple[int, Chunk]]] = WeakKeyDictionary()
 
 
 class VaultLine:
@@ -223,22 +210,9 @@ class VaultLine:
                 found[unit] = (*found.get(unit, ()), (lane, ticket))
         return found
 
-    def put_parcel(
-        self, kind: v.Kind, version: int, parcel: Parcel, after: After | None = None
-    ) -> None:
-        """The same, of what is put again and again. `after`: what has to be done before it is
-        read."""
-        chunks = parcel.chunks.get(self)
-        if chunks is None:
-            chunks = parcel.chunks[self] = self._chunks(kind, parcel.data, PARCEL_BYTES)
-        for lane, chunk in chunks:
-            self._lanes[lane].enqueue(kind, version, chunk, after)
-
-    def _chunks(
-        self, kind: v.Kind, data: Mapping[int, Sequence[View]], enough: int = BATCH_BYTES
-    ) -> list[tuple[int, Chunk]]:
+    def _chunks(self, kind: v.Kind, data: Mapping[int, Sequence[View]]) -> list[tuple[int, Chunk]]:
         """With their lanes. Those of a lane are in the order in which they are to be sent."""
-        enough //= len(self._lanes)
+        enough = BATCH_BYTES // len(self._lanes)
         found: list[tuple[int, Chunk]] = []
         filling: dict[int, Chunk] = {}  # by lane
         for unit, tensors in data.items():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.worker.device import extension
-from keepstep.worker.vault.staging import _numbers_here, numbers
+from keepstep.worker.vault.staging import fingerprint, host_fingerprint
 
 extension.load()  # which may have to be compiled first
 KINDS = [torch.int64, torch.int32, torch.int16, torch.uint8]
@@ -22,13 +22,13 @@ def test_of_a_few_words(kind: torch.dtype, seed: int, count: int) -> None:
     words = torch.randint(limits.min, limits.max, (count,), dtype=kind, generator=chance)
     words[count // 2] = limits.max if seed % 2 else limits.min
     low, high = torch.aminmax(words)
-    assert _numbers_here(words) == (int(words.sum(dtype=torch.int64)), int(low), int(high))
+    assert host_fingerprint(words) == (int(words.sum(dtype=torch.int64)), int(low), int(high))
 
 
 def test_of_a_gradient() -> None:
     gradient = torch.randn(3_000_003, generator=torch.Generator().manual_seed(1))
     words = gradient.view(torch.int32)
-    assert _numbers_here(words) == tuple(map(int, numbers(gradient)))
+    assert host_fingerprint(words) == tuple(map(int, fingerprint(gradient)))
 
 
 def test_words_of_no_width_are_refused() -> None:
