@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from keepstep.model.job import JobSpec, NodeSpec, Submit
-from keepstep.orchestrator.api import BODY_BYTES_MAX
+from keepstep.orchestrator.rest import BODY_BYTES_MAX
 from keepstep.orchestrator.main import Orchestrator
 
 Scenario = Callable[[httpx.AsyncClient, Orchestrator], Awaitable[None]]
