@@ -26,7 +26,6 @@ Main thread only, but for `interrupt`.
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -76,7 +75,7 @@ class _Unconfirmed:
 class Redundancy:
     def __init__(self, me: Rank) -> None:
         self._me = me
-        self.mode = os.environ.get("KEEPSTEP_REDUNDANCY", "auto")
+        self.mode = me.welcome.settings.redundancy
         self.units: list[Unit] = []
         self.unprotected = 0  # tensors that are nowhere else
         self.first_unprotected = ""
@@ -114,7 +113,7 @@ class Redundancy:
         self._early.unwatch()
         me = self._me
         state, replicas = me.state, me.replicas
-        local_world = int(os.environ["LOCAL_WORLD_SIZE"])
+        local_world, settings = me.local_world, me.welcome.settings
         if me.world == 1:
             return  # with its only rank all that could decide how to go on is lost
 
@@ -156,7 +155,11 @@ class Redundancy:
             self._watching = True
             watch_clipping(self._early)
         sizes = {unit.index: unit.size for unit in self.units}
-        self._lanes = vault.lanes_of(vault.sliced(sizes, self._parameters), local_world)
+        self._lanes = vault.lanes_of(
+            vault.sliced(sizes, self._parameters, settings.vault_slice),
+            local_world,
+            settings.vault_lanes,
+        )
         self._stage()
         self._copy_on_host()
 
@@ -176,7 +179,7 @@ class Redundancy:
             self._early.ways.remove(old)
             old.close()
         if gradients:
-            self._host = HostWay(gradients, vault.cores_left(int(os.environ["LOCAL_WORLD_SIZE"])))
+            self._host = HostWay(gradients, vault.cores_left(self._me.local_world))
             self._early.ways.append(self._host)
 
     def _stage(self) -> None:

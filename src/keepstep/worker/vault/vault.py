@@ -63,12 +63,12 @@ def cores_left(local_ranks: int) -> int:
     return min(cores // LANE_CORES, LANES_MAX)
 
 
-def lanes_of(sizes: Mapping[int, int], local_ranks: int) -> dict[int, int]:
+def lanes_of(sizes: Mapping[int, int], local_ranks: int, said: str = "auto") -> dict[int, int]:
     """unit -> its lane: as many lanes as there are cores for, with about the same bytes each."""
     hint = "leave it out, and there are as many as the cores allow"
-    said = _said("KEEPSTEP_VAULT_LANES", 0, LANES_SAID_MAX, hint)
+    wanted = _number("KEEPSTEP_VAULT_LANES", said, 0, LANES_SAID_MAX, hint)
     count = min(cores_left(local_ranks), sum(sizes.values()) // LANE_BYTES)
-    load = [0] * (said or max(count, 1))
+    load = [0] * (wanted or max(count, 1))
     found = {}
     for unit in sorted(sizes, key=lambda one: (-sizes[one], one % v.SLICES, one)):
         found[unit] = load.index(min(load))
@@ -76,10 +76,13 @@ def lanes_of(sizes: Mapping[int, int], local_ranks: int) -> dict[int, int]:
     return found
 
 
-def sliced(sizes: Mapping[int, int], parameters: Mapping[int, int]) -> dict[int, int]:
+def sliced(
+    sizes: Mapping[int, int], parameters: Mapping[int, int], said: str = "auto"
+) -> dict[int, int]:
     """Bytes of all units, and of the parameters among them -> bytes of all slices. How a unit is
     cut must not depend on the machine, for its next process has to find the same."""
-    least = _said("KEEPSTEP_VAULT_SLICE", SLICE_BYTES, 1 << 40, f"leave it out for {SLICE_BYTES}")
+    hint = f"leave it out for {SLICE_BYTES}"
+    least = _number("KEEPSTEP_VAULT_SLICE", said, SLICE_BYTES, 1 << 40, hint)
     found: dict[int, int] = {}
     for unit, size in sizes.items():
         most = min(max(parameters.get(unit, 0) // least, 1), SLICES_MAX)
@@ -88,8 +91,7 @@ def sliced(sizes: Mapping[int, int], parameters: Mapping[int, int]) -> dict[int,
     return found
 
 
-def _said(name: str, default: int, most: int, hint: str) -> int:
-    said = os.environ.get(name, "auto")
+def _number(name: str, said: str, default: int, most: int, hint: str) -> int:
     if said == "auto":
         return default
     if not (said.isdecimal() and 1 <= int(said) <= most):
