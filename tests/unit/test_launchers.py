@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from keepstep import native
-from keepstep.adapters.schedule.kubernetes import Settings
+from keepstep.adapters.schedule.kubernetes_requests import Settings
 from keepstep.cli import jobspec, kubernetes, scheduled, slurm
 from keepstep.cli import run as running
 from keepstep.cli.main import invoke

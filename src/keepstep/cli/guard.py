@@ -23,7 +23,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from keepstep.adapters.schedule.kubernetes import KubernetesScheduler, Settings
+from keepstep.adapters.schedule.kubernetes import KubernetesScheduler
+from keepstep.adapters.schedule.kubernetes_requests import Settings
 from keepstep.adapters.schedule.slurm import SlurmScheduler
 from keepstep.errors import KeepstepError
 from keepstep.model.schedule import Lease

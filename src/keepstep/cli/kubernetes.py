@@ -8,7 +8,8 @@ from urllib.parse import urlsplit
 
 import click
 
-from keepstep.adapters.schedule.kubernetes import KubernetesScheduler, Settings
+from keepstep.adapters.schedule.kubernetes import KubernetesScheduler
+from keepstep.adapters.schedule.kubernetes_requests import Settings
 from keepstep.cli import options
 from keepstep.cli.options import JobOptions, LaunchCommand, grouped, job_options
 from keepstep.cli.scheduled import PlaceOptions, address_towards, place_options, start

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import click
 import msgspec
 
-from keepstep.adapters.schedule.kubernetes import Settings
+from keepstep.adapters.schedule.kubernetes_requests import Settings
 from keepstep.cli import guard, jobspec, options, show
 from keepstep.cli.find import Reached, external
 from keepstep.cli.jobspec import nanoseconds
