@@ -28,7 +28,7 @@ CLUSTER = (
         help="What agents' pods are made of: image, volumes and so on. The command is Keepstep's.",
     ),
 )  # fmt: skip
-cluster_options = options.options(CLUSTER)
+cluster_options = options.with_options(CLUSTER)
 
 
 def connect(

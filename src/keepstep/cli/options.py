@@ -220,7 +220,7 @@ JOB = (
 )  # fmt: skip
 
 
-def options(table: Sequence[Callable[[Any], Any]]) -> Callable[[F], F]:
+def with_options(table: Sequence[Callable[[Any], Any]]) -> Callable[[F], F]:
     """A decorator that adds all of `table`, in this order."""
 
     def decorate(command: F) -> F:
@@ -231,7 +231,7 @@ def options(table: Sequence[Callable[[Any], Any]]) -> Callable[[F], F]:
     return decorate
 
 
-job_options = options(JOB)
+job_options = with_options(JOB)
 
 
 def take(kind: type[S], given: MutableMapping[str, Any]) -> S:

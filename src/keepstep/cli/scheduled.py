@@ -178,7 +178,7 @@ PLACES = (
         "[default: never].",
     ),
 )  # fmt: skip
-place_options = options.options(PLACES)
+place_options = options.with_options(PLACES)
 
 
 def start(cluster: Cluster, job: JobOptions, wanted: PlaceOptions) -> None:

@@ -98,7 +98,7 @@ def _adopting(wanted: PlaceOptions, spare_nodes: int) -> PlaceOptions:
     """Unless it is said, all nodes that are there and are no spares get ranks."""
     found = slurm_cli.read_job(wanted.adopt)
     count = len(slurm_cli.expand(found.get("NodeList", "")))
-    nodes = wanted.nodes or max(1, count - spare_nodes)
+    nodes = max(1, count - spare_nodes) if wanted.nodes is None else wanted.nodes
     return msgspec.structs.replace(wanted, nodes=nodes)
 
 
