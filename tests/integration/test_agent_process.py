@@ -36,11 +36,12 @@ sys.stdin.read()
 """
 
 RUN_AGENT = r"""
-import sys
+import os, sys
 from keepstep.agent.main import main
 worker, store, *arguments = sys.argv[1:]
 sys.exit(
     main(
+        os.environ,
         arguments,
         worker_command=[sys.executable, worker],
         store_command=lambda: [sys.executable, "-c", store],

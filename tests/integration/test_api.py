@@ -11,8 +11,8 @@ import httpx
 import msgspec
 
 from keepstep.model.job import JobSpec, NodeSpec, Submit
-from keepstep.orchestrator.api import BODY_BYTES_MAX
 from keepstep.orchestrator.main import Orchestrator
+from keepstep.orchestrator.rest import BODY_BYTES_MAX
 
 Scenario = Callable[[httpx.AsyncClient, Orchestrator], Awaitable[None]]
 

@@ -6,7 +6,8 @@ from cluster import RESERVED, until
 from control_plane import ControlPlane
 from labs import Lab
 
-from keepstep.adapters.schedule.kubernetes import KubernetesScheduler, Settings
+from keepstep.adapters.schedule.kubernetes import KubernetesScheduler
+from keepstep.adapters.schedule.kubernetes_requests import Settings
 from keepstep.ports.schedule import Scheduler
 
 

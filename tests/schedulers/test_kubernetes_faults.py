@@ -11,8 +11,9 @@ from control_plane import NAMESPACE, ControlPlane, deployed
 from kubernetes_lab import TEMPLATE, KubernetesLab
 from test_conformance import ask, start
 
-from keepstep.adapters.schedule.kubernetes import KubernetesScheduler, Settings
+from keepstep.adapters.schedule.kubernetes import KubernetesScheduler
 from keepstep.adapters.schedule.kubernetes_api import Mirror
+from keepstep.adapters.schedule.kubernetes_requests import Settings
 from keepstep.cli.serve import orchestrator
 from keepstep.errors import NoRight, NoSpare, TransientError, UsageError
 

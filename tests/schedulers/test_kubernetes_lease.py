@@ -17,7 +17,8 @@ from control_plane import NAMESPACE, ControlPlane
 from test_kubernetes_jobs import ALL, KubernetesJob, access, ranks
 from test_slurm_jobs import address, end, run, same_bits
 
-from keepstep.adapters.schedule.kubernetes import KubernetesScheduler, Settings
+from keepstep.adapters.schedule.kubernetes import KubernetesScheduler
+from keepstep.adapters.schedule.kubernetes_requests import Settings
 from keepstep.errors import NoRight, UsageError
 from keepstep.orchestrator import registry
 from keepstep.orchestrator.main import Orchestrator

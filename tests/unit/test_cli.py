@@ -9,10 +9,16 @@ import msgspec
 import pytest
 
 from keepstep.adapters.store.sqlite import SqliteLedger
-from keepstep.cli.home import home
-from keepstep.cli.layout import check_counts, compose_job_id, lay_out, parse_inject
+from keepstep.cli.layout import (
+    check_counts,
+    compose_job_id,
+    count_nodes,
+    lay_out,
+    parse_inject,
+)
 from keepstep.cli.main import COMMANDS, cli, invoke
 from keepstep.cli.output import LogTail, Output
+from keepstep.cli.surroundings import home_in
 from keepstep.errors import UsageError
 from keepstep.model.job import InjectSpec
 from keepstep.model.records import IncidentClosed, JobEnded, Record
@@ -118,17 +124,16 @@ def test_slots_are_laid_out(
 
 def test_several_machines_are_refused_with_a_hint() -> None:
     with pytest.raises(UsageError) as caught:
-        check_counts(nnodes=2, nproc=1, spares=0, local_nodes=None, spare_nodes=0)
+        count_nodes(nnodes=2, local_nodes=None)
     assert "--local-nodes 2" in caught.value.hint
-    assert check_counts(nnodes=2, nproc=1, spares=0, local_nodes=2, spare_nodes=0) == 2
+    assert count_nodes(nnodes=2, local_nodes=2) == 2
 
 
 def test_understudies_without_a_spare_are_refused_with_a_hint() -> None:
-    counts = {"nnodes": 1, "nproc": 2, "local_nodes": None, "spare_nodes": 0}
     with pytest.raises(UsageError) as caught:
-        check_counts(**counts, spares=0, understudies=2)  # type: ignore[arg-type]
+        check_counts(nproc=2, spares=0, spare_nodes=0, understudies=2)
     assert "--spares 1" in caught.value.hint
-    assert check_counts(**counts, spares=1, understudies=2) == 1  # type: ignore[arg-type]
+    check_counts(nproc=2, spares=1, spare_nodes=0, understudies=2)
 
 
 def test_inject_words_become_a_spec() -> None:
@@ -146,9 +151,9 @@ def test_job_id_says_what_runs() -> None:
 
 
 def test_state_directory_follows_the_environment() -> None:
-    assert home({"KEEPSTEP_HOME": "/a/b"}) == Path("/a/b")
-    assert home({"XDG_STATE_HOME": "/x"}) == Path("/x/keepstep")
-    assert home({}).parts[-3:] == (".local", "state", "keepstep")
+    assert home_in({"KEEPSTEP_HOME": "/a/b"}) == Path("/a/b")
+    assert home_in({"XDG_STATE_HOME": "/x"}) == Path("/x/keepstep")
+    assert home_in({}).parts[-3:] == (".local", "state", "keepstep")
 
 
 # --------------------------------------------------------------------------- refusals

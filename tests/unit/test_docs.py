@@ -9,7 +9,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from keepstep.cli.main import cli
 from keepstep.sim.plans.scenario import find_plan
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +24,18 @@ def test_protocol_page_is_what_the_code_says(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.syspath_prepend(INTERNALS)
     generate = importlib.import_module("generate")
     assert generate.PAGE.read_text() == generate.page(), "run `make docs`"
+
+
+def test_the_page_of_commands_is_what_help_prints() -> None:
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text()
+    boxes = re.findall(
+        r"^## keepstep ([^\n]+)\n\n```text\n(.*?)```", page, re.DOTALL | re.MULTILINE
+    )
+    assert len(boxes) > 20
+    for name, box in boxes:
+        words = [*name.split(), "--help"]
+        said = CliRunner().invoke(cli, words, terminal_width=90, prog_name="keepstep")
+        assert said.output == box, f"put what `keepstep {' '.join(words)}` prints into {name}"
 
 
 @cache

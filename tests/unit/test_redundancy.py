@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from keepstep.agent.blobs import BlobServer
 from keepstep.errors import UsageError
-from keepstep.model.messages import Address, Parity
+from keepstep.model.messages import Address, Parity, WorkerSettings
 from keepstep.worker.device import cuda
 from keepstep.worker.state import shards
 from keepstep.worker.state.objects import Registered
@@ -45,6 +46,7 @@ class Place(NamedTuple):
     address: Address
     device: str
     sharded: bool = False
+    settings: WorkerSettings = WorkerSettings()
 
 
 class Now:
@@ -82,7 +84,6 @@ on_gpu = pytest.mark.parametrize(
 
 @pytest.fixture(params=HOW)
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     # What is hung into torch is taken out again.
     inner = nn.utils.clip_grad._clip_grads_with_norm_
     monkeypatch.setattr(nn.utils.clip_grad, "_clip_grads_with_norm_", inner)
@@ -94,10 +95,10 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         device, _, how = request.param.partition("-")
         if device == "staged":
             stage_host_memory(monkeypatch)
+        settings = WorkerSettings()
         if how == "sliced":
-            monkeypatch.setenv("KEEPSTEP_VAULT_LANES", "3")
-            monkeypatch.setenv("KEEPSTEP_VAULT_SLICE", "2000")
-        yield Place(address, "cuda" if device == "cuda" else "cpu")
+            settings = WorkerSettings(vault_lanes="3", vault_slice="2000")
+        yield Place(address, "cuda" if device == "cuda" else "cpu", settings=settings)
     finally:
         server.close()
 
@@ -146,7 +147,8 @@ class Rank:
             state=StateSet(models, self.optimizers, self.objects, replicas),
             channel=SimpleNamespace(inbox=SimpleNamespace(buddy=self.address)),
             aborted=lambda: False,
-            welcome=SimpleNamespace(token="t", blobs=None),
+            welcome=SimpleNamespace(token="t", blobs=None, settings=place.settings),
+            local_world=1,
         )  # fmt: skip
         self.seat: Any = seat
         self.redundancy = Redundancy(self.seat)
@@ -374,7 +376,8 @@ class Members:
 
 @pytest.fixture
 def members(sharded: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Members]:
-    monkeypatch.setenv("KEEPSTEP_REDUNDANCY", "parity")
+    parity = msgspec.structs.replace(sharded.settings, redundancy="parity")
+    sharded = sharded._replace(settings=parity)
     monkeypatch.setattr(early, "PAUSE", 1)
     server = BlobServer("t", lambda rank: [])
     try:

@@ -23,7 +23,7 @@ from keepstep.cli.token import seconds
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.model.messages import Address, BlobOk, BlobReply, TlsFiles
 from keepstep.model.views import JobView, NodeView
-from keepstep.orchestrator.api import Gone, NotFound
+from keepstep.orchestrator.absent import Gone, NotFound
 from keepstep.orchestrator.join import Desk
 from keepstep.orchestrator.requests import Joined, JoinRequest
 from keepstep.worker.line import peers

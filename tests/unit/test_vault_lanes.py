@@ -157,20 +157,16 @@ def test_how_a_unit_is_cut_can_be_said_and_does_not_depend_on_cores(
 ) -> None:
     sizes, parameters = {0: 300, 1: 30}, {0: 100, 1: 10}
     assert sliced(sizes, parameters) == sizes
-    monkeypatch.setenv("KEEPSTEP_VAULT_SLICE", "50")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(1))
-    assert sliced(sizes, parameters) == {0: 150, v.SLICES: 150, 1: 30}
-    monkeypatch.setenv("KEEPSTEP_VAULT_SLICE", "1")
-    assert len(sliced(sizes, parameters)) == 16
-    monkeypatch.setenv("KEEPSTEP_VAULT_SLICE", "0")
+    assert sliced(sizes, parameters, "50") == {0: 150, v.SLICES: 150, 1: 30}
+    assert len(sliced(sizes, parameters, "1")) == 16
     with pytest.raises(UsageError, match="KEEPSTEP_VAULT_SLICE=0 is not a number"):
-        sliced(sizes, parameters)
+        sliced(sizes, parameters, "0")
 
 
-def test_slices_of_one_unit_have_lanes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KEEPSTEP_VAULT_LANES", "4")
+def test_slices_of_one_unit_have_lanes_of_their_own() -> None:
     numbers = sliced({0: 48 * MB, 1: 48 * MB}, {0: 99 * MB, 1: 99 * MB})
-    found = lanes_of(numbers, 1)
+    found = lanes_of(numbers, 1, "4")
     for unit in (0, 1):
         mine = [found[number] for number in numbers if number % v.SLICES == unit]
         assert sorted(mine) == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -210,18 +206,14 @@ def test_lanes_have_about_the_same_bytes(sizes: dict[int, int], ranks: int) -> N
     assert max(load) - min(load) <= max(sizes.values(), default=0)
 
 
-def test_how_many_lanes_there_are_can_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KEEPSTEP_VAULT_LANES", "3")
-    assert set(lanes_of(dict.fromkeys(range(9), 1), 1).values()) == {0, 1, 2}
+def test_how_many_lanes_there_are_can_be_said() -> None:
+    assert set(lanes_of(dict.fromkeys(range(9), 1), 1, "3").values()) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("said", ["", "0", "17", "many", "-1"])
-def test_a_number_of_lanes_that_is_none_is_refused(
-    said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KEEPSTEP_VAULT_LANES", said)
+def test_a_number_of_lanes_that_is_none_is_refused(said: str) -> None:
     with pytest.raises(UsageError, match="from 1 to 16") as refused:
-        lanes_of({0: 1}, 1)
+        lanes_of({0: 1}, 1, said)
     assert refused.value.hint
 
 

@@ -16,7 +16,7 @@ import signal
 import stat
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,6 +76,7 @@ class AgentConfig:
     slots: int
     directory: Path
     stall_timeout_ns: int
+    environ: Mapping[str, str]  # what workers inherit; no secret is in it
     bind: str = "127.0.0.1"
     tls: TlsFiles | None = None  # None: everything is on loopback
     keeper: Path | None = None  # folder of the keeper whose children the workers are
@@ -144,6 +145,7 @@ class Agent:
             stall_timeout_ns=config.stall_timeout_ns,
             logs=config.directory / "logs",
             command=config.worker_command,
+            environ=config.environ,
             network=self._network.path if self._network.open() else None,
         )
         self._workers = Workers(

@@ -1,4 +1,8 @@
-"""The environment a worker starts with: what torchrun sets, plus Keepstep's own names."""
+"""The environment a worker starts with: what torchrun sets, plus what its launch needs.
+
+Settings that only the worker reads go into its Welcome instead (`worker_settings`), also those
+that a user sets as variables.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from keepstep.adapters.transport.tls import is_loopback
-from keepstep.model.messages import StartWorker
+from keepstep.model import trace
+from keepstep.model.messages import StartWorker, WorkerSettings
 from keepstep.net.environment import worker_network
 
 TOKEN = "KEEPSTEP_TOKEN"
@@ -66,6 +71,18 @@ def worker_environment(
         env["RANK"] = str(start.rank)
         env["GROUP_RANK"] = str(start.rank // max(1, start.local_world))
     return env
+
+
+def worker_settings(env: Mapping[str, str], start: StartWorker) -> WorkerSettings:
+    """`env`: what the worker is started with."""
+    steps = env.get(trace.STEPS_MAX, "0")
+    return WorkerSettings(
+        redundancy=start.redundancy,
+        vault_lanes=env.get("KEEPSTEP_VAULT_LANES", "auto"),
+        vault_slice=env.get("KEEPSTEP_VAULT_SLICE", "auto"),
+        trace=env.get(trace.FOLDER, ""),
+        steps_max=int(steps) if steps.isdecimal() else 0,
+    )
 
 
 def interface_of(address: str) -> str | None:

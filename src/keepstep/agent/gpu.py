@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import select
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from keepstep.agent import areas
 from keepstep.agent.tree import inner_pid
 from keepstep.errors import KeepstepError, PermanentError, TransientError
 from keepstep.model.messages import Gpu
+from keepstep.native import libcuda
 
 CHECKPOINT_CALLS = 12_080  # the driver's version of CUDA: 12.8, driver 570
 OTHER_GPUS = 13_000  # restore on other GPUs than before: 13.0, driver 580
@@ -54,16 +54,6 @@ MEANINGS = {
     801: "this GPU, or something that the process uses (UVM, IPC, MIG, MPS), does not support it",
     803: "the kernel's driver and libcuda are of different versions",
 }
-
-
-def library() -> str:
-    """Where the loader does not find it, KEEPSTEP_LIBCUDA says where it is."""
-    return os.environ.get("KEEPSTEP_LIBCUDA", "libcuda.so.1")
-
-
-def present() -> bool:
-    """Whether there is a GPU of NVIDIA's, without starting its driver."""
-    return os.path.exists("/dev/nvidiactl") or "KEEPSTEP_LIBCUDA" in os.environ
 
 
 class CudaError(PermanentError):
@@ -128,7 +118,7 @@ class Driver:
 
     def __init__(self) -> None:
         try:
-            self._cuda = ctypes.CDLL(library())
+            self._cuda = ctypes.CDLL(libcuda.name())
         except OSError as error:
             raise PermanentError(f"there is no CUDA driver: {error}") from error
         self._call("cuInit", 0)

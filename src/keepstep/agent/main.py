@@ -1,4 +1,6 @@
-"""The agent's composition root: arguments, environment and logging become one AgentConfig."""
+"""The agent's composition root: arguments, environment and logging become one AgentConfig.
+
+`__main__` hands the environment over; nothing else of an agent reads it."""
 
 from __future__ import annotations
 
@@ -29,13 +31,14 @@ DEFAULT_WORKER_COMMAND = (sys.executable, "-m", "keepstep.worker")
 
 
 def main(
+    environment: MutableMapping[str, str],
     arguments: Sequence[str] | None = None,
     *,
     worker_command: Sequence[str] = DEFAULT_WORKER_COMMAND,
     store_command: Callable[[], Sequence[str]] = native_store_command,
 ) -> int:
     try:
-        config = _configure(arguments, os.environ, worker_command, store_command)
+        config = _configure(arguments, environment, worker_command, store_command)
         if not leads_session():
             with contextlib.suppress(PermissionError):  # a shell's job leads its group already
                 os.setsid()
@@ -99,6 +102,7 @@ def _configure(
         slots=given.slots,
         directory=given.directory,
         stall_timeout_ns=given.stall_timeout_ns,
+        environ=environment,
         bind=bind,
         keeper=given.keeper,
         network=_network_limits(environment),

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -61,24 +62,25 @@ _replies: msgspec.msgpack.Decoder[i.ImageReply] = msgspec.msgpack.Decoder(i.Imag
 
 
 def image_folder(job: str, worker: str, what: str) -> Path:
-    return preflight.images_folder() / f"keepstep-{job}-{worker}-{what}"
+    return criu.images_folder() / f"keepstep-{job}-{worker}-{what}"
 
 
 def remove_images(job: str, node: str) -> None:
     """What an agent left behind that did not end by itself."""
-    for folder in preflight.images_folder().glob(f"keepstep-{glob.escape(job)}-{node}.*"):
+    for folder in criu.images_folder().glob(f"keepstep-{glob.escape(job)}-{node}.*"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_rank(command: list[str], descriptors: list[int]) -> NoReturn:
+def run_rank(command: list[str], descriptors: list[int], environ: Mapping[str, str]) -> NoReturn:
+    env = {**environ, "KEEPSTEP_SOCKETS": i.NEST}
+    library = env.get("KEEPSTEP_SEGMENTS", "")
+    if library and env.get("KEEPSTEP_OFFLOAD") != "0":
+        env["LD_PRELOAD"] = library  # for the rank only
+
     def enter() -> int:
         Path("/proc/sys/kernel/ns_last_pid").write_text(str(FIRST_PID))
-        os.environ["KEEPSTEP_SOCKETS"] = i.NEST
-        library = os.environ.get("KEEPSTEP_SEGMENTS", "")
-        if library and os.environ.get("KEEPSTEP_OFFLOAD") != "0":
-            os.environ["LD_PRELOAD"] = library  # for the rank only
         # Its own session: CRIU cannot give one that belongs to somebody outside.
-        rank = subprocess.Popen(command, pass_fds=descriptors, start_new_session=True)
+        rank = subprocess.Popen(command, pass_fds=descriptors, env=env, start_new_session=True)
         leave()
         return rank.pid
 
@@ -133,10 +135,11 @@ def _connect(welcome: m.Welcome, address: m.Address) -> socket.socket:
 
 
 class Standby:
-    def __init__(self, control: int, page_fd: int) -> None:
+    def __init__(self, control: int, page_fd: int, slot: int) -> None:
         self._began = time.monotonic_ns()
         self._line = _Line(control)
         self._page = page_fd
+        self._slot = slot
         welcome = self._line.receive()
         if not isinstance(welcome, m.Welcome):
             raise RemoteProtocolError(f"{type(welcome).__name__} came before Welcome")
@@ -201,9 +204,8 @@ class Standby:
         here = preflight.host()
         wrong = preflight.compare(facts, here, memory=memory, room=room, size=preflight.file_size)
         if facts.gpu and not wrong:
-            slot = int(os.environ.get("LOCAL_RANK", "0"))
             try:
-                self._places = gpu.pairs(facts.host.gpus, here.gpus, facts.gpu, slot)
+                self._places = gpu.pairs(facts.host.gpus, here.gpus, facts.gpu, self._slot)
                 self._gpu = self._gpu or gpu.Helper()  # its driver starts while training goes on
                 self._gpu.facts()
             except PermanentError as error:
@@ -432,18 +434,18 @@ def last_error(log: Path) -> str:
     return "; ".join(line.partition("Error ")[2] for line in errors[:2])[:800]
 
 
-def main() -> NoReturn:
+def main(environ: Mapping[str, str]) -> NoReturn:
     own = os.getppid()
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != own or own == 1:
         os._exit(1)
-    control, page_fd = (int(os.environ[f"KEEPSTEP_{name}_FD"]) for name in ("CONTROL", "PAGE"))
-    if "RANK" in os.environ:
-        run_rank(sys.argv[1:], [control, page_fd])
+    control, page_fd = (int(environ[f"KEEPSTEP_{name}_FD"]) for name in ("CONTROL", "PAGE"))
+    if "RANK" in environ:
+        run_rank(sys.argv[1:], [control, page_fd], environ)
     for number in (control, page_fd):
         os.set_inheritable(number, False)
-    Standby(control, page_fd).run()
+    Standby(control, page_fd, int(environ.get("LOCAL_RANK", "0"))).run()
 
 
 if __name__ == "__main__":
-    main()
+    main(os.environ)

@@ -27,7 +27,7 @@ from keepstep.agent.tree import tree
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.model.image import ImageFacts
 from keepstep.model.messages import Host
-from keepstep.native import criu
+from keepstep.native import criu, libcuda
 
 # Bits of CapEff, from linux/capability.h.
 CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_PTRACE": 19, "CAP_SYS_ADMIN": 21}
@@ -54,14 +54,9 @@ SPARE_SHARE = 1.2  # of the image: what is allocated anew on the way
 # --------------------------------------------------------------------------------------------- host
 
 
-def images_folder() -> Path:
-    """Memory, not disk. An operator may name another tmpfs."""
-    return Path(os.environ.get("KEEPSTEP_IMAGES", "/dev/shm"))
-
-
 def free() -> tuple[int, int]:
     """Bytes of memory, and where images land."""
-    room = os.statvfs(images_folder())
+    room = os.statvfs(criu.images_folder())
     return int(psutil.virtual_memory().available), room.f_bavail * room.f_frsize
 
 
@@ -96,7 +91,7 @@ def host() -> Host:
 
 def _driver() -> gpu.Facts:
     """Of NVIDIA's GPUs, if there are any; its `error` says why processes on them cannot move."""
-    if not gpu.present():
+    if not libcuda.present():
         return gpu.Facts()
     helper = gpu.Helper()
     try:

@@ -16,13 +16,12 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from keepstep.agent import gpu
 from keepstep.agent.channel import Channel
-from keepstep.agent.environment import worker_environment
+from keepstep.agent.environment import worker_environment, worker_settings
 from keepstep.agent.keeper import Kept
 from keepstep.agent.page import PageReader
 from keepstep.agent.processes import Order, OwnProcesses, Process, Processes
@@ -39,9 +38,10 @@ from keepstep.model.messages import (
     WorkerCommand,
     WorkerExited,
     WorkerMessage,
+    WorkerSettings,
 )
 from keepstep.model.wire import frame
-from keepstep.native import segments
+from keepstep.native import libcuda, segments
 
 TAIL_LINES = 40
 TAIL_BYTES = 8 << 10
@@ -65,6 +65,7 @@ class Setting:
     stall_timeout_ns: int
     logs: Path
     command: Sequence[str]  # the script and its arguments are appended
+    environ: Mapping[str, str]  # what workers inherit
     network: Path | None = None  # where the network plugin's words are heard
 
 
@@ -102,7 +103,7 @@ class Worker:
 def _segments(start: StartWorker) -> Path | None:
     """What lets a rank move its device memory itself; without it the driver does, more slowly. Also
     where no rank is yet: one that comes has it mapped."""
-    if not (start.transparent and gpu.present()):
+    if not (start.transparent and libcuda.present()):
         return None
     try:
         return segments.ensure()
@@ -156,21 +157,22 @@ class Workers:
         """Raises KeepstepError or OSError if there is no process afterwards."""
         setting = self._setting
         log = setting.logs / f"{check_name(start.worker)}.log"
+        env = worker_environment(
+            setting.environ,
+            start,
+            job=setting.job,
+            bind=setting.bind,
+            network=setting.network,
+            segments=_segments(start),
+        )
         order = Order(
             worker=start.worker,
             slot=start.slot,
             rank=start.rank,
             command=[*self._nest(start), *setting.command, *start.script],
-            env=worker_environment(
-                os.environ,
-                start,
-                job=setting.job,
-                bind=setting.bind,
-                network=setting.network,
-                segments=_segments(start),
-            ),
+            env=env,
             log=str(log),
-            greeting=self._greeting(start),
+            greeting=self._greeting(start, worker_settings(env, start)),
         )
         process = self._processes.start(order)
         worker = self._take(start.worker, start.slot, start.rank, process, log)
@@ -289,7 +291,12 @@ class Workers:
             return False
         return True
 
-    def _welcome(self, worker: str, checkpoints: str = "") -> Welcome:
+    def _welcome(
+        self,
+        worker: str,
+        checkpoints: str = "",
+        settings: WorkerSettings = WorkerSettings(),  # noqa: B008 (frozen)
+    ) -> Welcome:
         setting = self._setting
         return Welcome(
             job=setting.job,
@@ -301,10 +308,11 @@ class Workers:
             interface=setting.bind,
             tls=setting.tls,
             checkpoints=checkpoints,
+            settings=settings,
         )
 
-    def _greeting(self, start: StartWorker) -> bytes:
-        welcome = self._welcome(start.worker, start.checkpoints)
+    def _greeting(self, start: StartWorker, settings: WorkerSettings) -> bytes:
+        welcome = self._welcome(start.worker, start.checkpoints, settings)
         if start.rank < 0:
             return frame(welcome)
         return frame(welcome) + frame(Buddy(address=start.buddy, parity=start.parity))

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ from rich.text import Text
 
 from keepstep.cli import show
 from keepstep.cli.client import Client
+from keepstep.cli.surroundings import surroundings
 from keepstep.errors import KeepstepError, PermanentError
 from keepstep.model.views import IncidentView, JobView
 from keepstep.orchestrator import registry
@@ -167,7 +168,7 @@ class Run:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            env=environment(self._home),
+            env=environment(surroundings().environ, self._home),
             start_new_session=True,
             preexec_fn=_end_with_parent,
         )
@@ -287,8 +288,8 @@ class Run:
         (self._out / "hurry").touch()
 
 
-def environment(where: Path) -> dict[str, str]:
-    environ = {**os.environ, "KEEPSTEP_HOME": str(where)}
+def environment(given: Mapping[str, str], where: Path) -> dict[str, str]:
+    environ = {**given, "KEEPSTEP_HOME": str(where)}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         environ.pop(name, None)
     return environ

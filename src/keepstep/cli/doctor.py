@@ -7,7 +7,7 @@ import msgspec
 
 from keepstep.agent import namespaces, preflight
 from keepstep.cli import find, operate, show
-from keepstep.cli.home import home
+from keepstep.cli.surroundings import home
 from keepstep.errors import UsageError
 from keepstep.model.messages import Examined
 

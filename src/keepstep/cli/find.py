@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -11,6 +10,7 @@ import msgspec
 from keepstep.adapters.identity.tokens import parse
 from keepstep.cli import show
 from keepstep.cli.client import Client, NoJob, checked, fetch_ca
+from keepstep.cli.surroundings import surroundings
 from keepstep.errors import NotActive, TransientError, UsageError
 from keepstep.model.messages import Address
 from keepstep.model.views import JobView
@@ -57,7 +57,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
 def token_in(file: Path | None) -> str:
     if file is None:
-        return os.environ.pop("KEEPSTEP_TOKEN", "")
+        return surroundings().token
     try:
         return file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -23,7 +23,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from keepstep.adapters.schedule.kubernetes import KubernetesScheduler, Settings
+from keepstep.adapters.schedule.kubernetes import KubernetesScheduler
+from keepstep.adapters.schedule.kubernetes_requests import Settings
 from keepstep.adapters.schedule.slurm import SlurmScheduler
 from keepstep.errors import KeepstepError
 from keepstep.model.schedule import Lease
@@ -67,7 +68,7 @@ def hold(home: Path, job: str) -> None:
     fcntl.flock(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), fcntl.LOCK_EX)
 
 
-def main(home: Path, job: str, kubernetes: str = "") -> None:
+def main(home: Path, job: str, kubernetes: str = "", *, slurm_conf: str = "") -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if sys.stdin.buffer.read():
@@ -77,7 +78,7 @@ def main(home: Path, job: str, kubernetes: str = "") -> None:
         settings = msgspec.json.decode(kubernetes, type=Settings)
         give_back(KubernetesScheduler(settings), job, settings.kubeconfig)
     else:
-        give_back(SlurmScheduler(), job, os.environ.get("SLURM_CONF", ""))
+        give_back(SlurmScheduler(), job, slurm_conf)
 
 
 def give_back(scheduler: Scheduler, job: str, configuration: str = "") -> None:
@@ -101,4 +102,4 @@ def _stays(scheduler: Scheduler, lease: Lease) -> bool:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    main(Path(sys.argv[1]), *sys.argv[2:], slurm_conf=os.environ.get("SLURM_CONF", ""))

@@ -2,44 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import click
 
-from keepstep.adapters.schedule.kubernetes import KubernetesScheduler, Settings
-from keepstep.cli.run import check_script
-from keepstep.cli.scheduled import Options, address_towards, check_times, start
-from keepstep.cli.slurm import launch as slurm
+from keepstep.adapters.schedule.kubernetes import KubernetesScheduler
+from keepstep.adapters.schedule.kubernetes_requests import Settings
+from keepstep.cli import options
+from keepstep.cli.options import JobOptions, LaunchCommand, grouped, job_options
+from keepstep.cli.scheduled import PlaceOptions, address_towards, place_options, start
 from keepstep.errors import UsageError
 from keepstep.model.schedule import Lease, Provision
 
-AS_SLURM = {
-    *("nproc", "spare_nodes", "idle", "preempt", "spare_s", "replenish", "within", "priority"),
-    *("yields", "grace_s", "back", "quiet_s", "back_s", "stall_s", "resume", "checkpoint_dir"),
-    *("rebalance", "stragglers", "straggler_factor", "straggler_s", "on_divergence"),
-    *("interval", "job_id", "quiet", "module"),
-}
-F = TypeVar("F", bound=Callable[..., Any])
-OPTIONS = (
-    click.option("--kubeconfig", default="", metavar="FILE", help="As of kubectl."),
-    click.option("--context", default="", metavar="NAME", help="As of kubectl."),
-    click.option(
-        "--namespace", "-n", default="", metavar="NAME", help="Of the pods [default: keepstep]."
+CLUSTER = (
+    grouped(options.NODES, "--kubeconfig", default="", metavar="FILE", help="As of kubectl."),
+    grouped(options.NODES, "--context", default="", metavar="NAME", help="As of kubectl."),
+    grouped(
+        options.NODES, "--namespace", "-n", default="", metavar="NAME",
+        help="Of the pods [default: keepstep].",
     ),
-    click.option(
-        "--pod-template", default="", metavar="FILE",
+    grouped(
+        options.NODES, "--pod-template", default="", metavar="FILE",
         help="What agents' pods are made of: image, volumes and so on. The command is Keepstep's.",
     ),
 )  # fmt: skip
-
-
-def cluster_options(command: F) -> F:
-    for option in reversed(OPTIONS):
-        command = option(command)
-    return command
+cluster_options = options.with_options(CLUSTER)
 
 
 def connect(
@@ -84,45 +73,31 @@ def kubernetes() -> None:
     """Run jobs on a Kubernetes cluster."""
 
 
-@kubernetes.command(context_settings={"allow_interspersed_args": False})
-@click.option("--nodes", "-N", type=int, default=1, show_default=True, help="Nodes with ranks.")
-@click.option(
-    "--adopt", "owner", default="", metavar="KIND/NAME",
+@kubernetes.command(cls=LaunchCommand)
+@grouped(
+    options.NODES, "--nodes", "-N", type=int, default=1, show_default=True,
+    help="Nodes with ranks.",
+)  # fmt: skip
+@grouped(
+    options.NODES, "--adopt", "owner", default="", metavar="KIND/NAME",
     help="Run in pods of this Job, JobSet, TrainJob or PyTorchJob, which run agents.",
 )  # fmt: skip
 @cluster_options
-@click.option(
-    "--selector", "-l", "features", default="", metavar="KEY=VALUE,...", help="Labels of all nodes."
-)
-@click.option("--gpus-per-node", "gpus", metavar="[TYPE:]N", default="", help="For example h200:8.")
-@click.option(
-    "--spare-pool", "reservation", default="", metavar="NAME",
+@grouped(
+    options.NODES, "--selector", "-l", "features", default="", metavar="KEY=VALUE,...",
+    help="Labels of all nodes.",
+)  # fmt: skip
+@grouped(
+    options.NODES, "--gpus-per-node", "gpus", metavar="[TYPE:]N", default="",
+    help="For example h200:8.",
+)  # fmt: skip
+@grouped(
+    options.FURTHER, "--spare-pool", "reservation", default="", metavar="NAME",
     help="Take further spares first from nodes with the taint keepstep.dev/spare=NAME.",
 )  # fmt: skip
-@click.option(
-    "--queue-timeout", "queue_s", type=float, default=None, metavar="S",
-    help="Give up if there are no nodes within this time [default: wait].",
-)  # fmt: skip
-@click.option(
-    "--orchestrator", metavar="URL|ID",
-    help="Use this one, which runs with --scheduler kubernetes; do not embed one.",
-)  # fmt: skip
-@click.option(
-    "--host", default="", metavar="ADDRESS",
-    help="Where pods reach the embedded one [default: as the API server does].",
-)  # fmt: skip
-@click.option("--log-dir", metavar="DIR", help="As of run; all pods must see it.")
-@click.argument("script")
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def launch(
-    script: str,
-    args: tuple[str, ...],
-    kubeconfig: str,
-    context: str,
-    namespace: str,
-    pod_template: str,
-    **given: Any,
-) -> None:
+@place_options
+@job_options
+def launch(kubeconfig: str, context: str, namespace: str, pod_template: str, **given: Any) -> None:
     """Start SCRIPT with ARGS in pods on nodes of Kubernetes; when some are lost, take others."""
     if not pod_template:
         raise UsageError(
@@ -131,20 +106,14 @@ def launch(
     scheduler = connect(
         kubeconfig=kubeconfig, context=context, namespace=namespace, pod_template=pod_template
     )
-    if given["owner"] and not given["orchestrator"]:
+    job = options.take(JobOptions, given)
+    if given["owner"] and not job.orchestrator:
         raise UsageError(
             "--adopt needs --orchestrator",
             hint="pods have to know whom to ask before the job is there",
         )
-    check_script(script, given["module"])
-    options = Options(adopt="", partition=namespace, account="", qos="", **given)
-    check_times(options)
-    words = (["-m", script] if options.module else [script]) + list(args)
-    start(_Kubernetes(scheduler), words, options)
-
-
-# What means the same on every scheduler, before SCRIPT and ARGS.
-launch.params[-2:-2] = [one for one in slurm.params if one.name in AS_SLURM]
+    wanted = PlaceOptions(adopt="", partition=namespace, account="", qos="", **given)
+    start(_Kubernetes(scheduler), job, wanted)
 
 
 class _Kubernetes:

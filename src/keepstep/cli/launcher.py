@@ -1,4 +1,4 @@
-"""Runs one job: submit it, keep its agents, show what happens, leave nothing behind.
+"""Runs one job: submit it, keep its agents, let a narrator say what happens, leave nothing behind.
 
 The launcher talks REST to the orchestrator even when that is embedded in the same event loop, so
 there is one way for a job to be run. It owns what the orchestrator cannot know for sure: the
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shlex
 import signal
 from collections.abc import Coroutine
 from pathlib import Path
@@ -26,14 +25,8 @@ from keepstep.agent import identity, leftovers
 from keepstep.cli.client import AsyncClient
 from keepstep.cli.find import Reached
 from keepstep.cli.join import LOOPBACK, Membership, by_certificate
-from keepstep.cli.output import (
-    LogTail,
-    Output,
-    closed_text,
-    closing_text,
-    opened_text,
-    progress_text,
-)
+from keepstep.cli.narrator import Narrator
+from keepstep.cli.output import Output
 from keepstep.cli.processes import (
     AgentProcess,
     become_subreaper,
@@ -42,9 +35,10 @@ from keepstep.cli.processes import (
     sweep,
     sweep_beside,
 )
+from keepstep.cli.surroundings import Surroundings
 from keepstep.errors import KeepstepError, TransientError, UsageError
 from keepstep.model.job import JobSpec
-from keepstep.model.views import IncidentView, JobView
+from keepstep.model.views import JobView
 from keepstep.orchestrator.main import ENDED, Orchestrator
 from keepstep.orchestrator.requests import CancelRequest, Ok, Watch
 
@@ -75,7 +69,7 @@ class Launcher:
         *,
         client: AsyncClient,
         there: Reached,
-        home: Path,
+        around: Surroundings,
         output: Output,
         embedded: Orchestrator | None,
         agents: bool = True,
@@ -84,7 +78,7 @@ class Launcher:
         self._spec = spec
         self._client = client
         self._there = there
-        self._home = home
+        self._around = around
         self._starts_agents = agents
         self._output = output
         self._embedded = embedded
@@ -92,16 +86,11 @@ class Launcher:
         self._agents: list[AgentProcess] = []
         self._identities: list[Path] = []
         self._ended: set[str] = set()  # nodes whose agent was reaped and swept
-        self._view: JobView | None = None
-        self._incidents: dict[str, IncidentView] = {}
-        self._held_said: set[str] = set()
-        self._noted_ns = 0
-        self._state_before_end = ""
         self._signal: int | None = None
         self._over = asyncio.Event()  # the job has ended, or must be given up
         self._killed = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._tail = LogTail(self._directory / "logs")
+        self._narrator = Narrator(spec, output)
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -170,7 +159,7 @@ class Launcher:
             if there.ca:
                 member = await asyncio.to_thread(
                     by_certificate,
-                    self._home,
+                    self._around.home,
                     urls=there.urls,
                     ca=there.ca,
                     operator=there.token,
@@ -187,7 +176,7 @@ class Launcher:
                 slots=node.slots,
                 directory=self._directory,
                 stall_timeout_ns=self._spec.stall_timeout_ns,
-                environ=os.environ,
+                environ=self._around.environ,
             )
             self._agents.append(agent)
             if member is not None and member.identity is not None:
@@ -281,68 +270,15 @@ class Launcher:
                 continue
             silent = False
             change = seen.change
-            self._learn(seen)
+            self._narrator.learn(seen)
             if seen.job.state in ENDED:
                 self._over.set()
                 return
 
-    def _learn(self, seen: Watch) -> None:
-        self._view = seen.job
-        if seen.job.state not in ENDED:
-            self._state_before_end = seen.job.state
-        self._tail.learn(seen.job)
-        for incident in seen.incidents:
-            before = self._incidents.get(incident.id)
-            if before is None:
-                self._output.words(opened_text(incident))
-            if incident.outcome != "OPEN" and (before is None or before.outcome == "OPEN"):
-                self._output.words(closed_text(incident))
-            self._incidents[incident.id] = incident
-        for note in seen.job.notes:
-            if note.at_ns > self._noted_ns:
-                self._output.words(f"note: {note.text}")
-        self._noted_ns = max((note.at_ns for note in seen.job.notes), default=self._noted_ns)
-        self._say_held(seen.job)
-
-    def _say_held(self, view: JobView) -> None:
-        if view.state != "held":
-            self._held_said.clear()
-            return
-        if view.divergence:
-            self._say_diverged(view)
-            return
-        if "held" not in self._held_said:
-            self._held_said.add("held")
-            spare = f"a spare appears: keepstep agent --job {view.job} --slots 1"
-            if self._spec.provision is not None:
-                spare = f"{self._spec.provision.scheduler} gives a node"
-            self._output.words(
-                f"job {view.job} holds: {view.reason or 'no spare is left'}. Nothing is lost; it "
-                f"goes on when {spare}",
-                always=True,
-            )
-        if view.checkpoint and view.checkpoint not in self._held_said:
-            self._held_said.add(view.checkpoint)
-            self._output.words(f"just-in-time checkpoint: {view.checkpoint}", always=True)
-
-    def _say_diverged(self, view: JobView) -> None:
-        """At once and in any case: whoever does not look has `hold_ns` to."""
-        if view.divergence in self._held_said or self._spec.policy.on_divergence != "hold":
-            return
-        self._held_said.add(view.divergence)
-        hold_s = self._spec.policy.hold_ns / 1e9
-        limit = f"; it ends in {hold_s:g} s if nobody does" if hold_s else ""
-        self._output.words(
-            f"job {view.job} holds, because numbers differ: {view.divergence}. Nothing is lost or "
-            f"written. `keepstep stop --job {view.job}` ends it, `keepstep proceed --job "
-            f"{view.job}` goes on all the same{limit}",
-            always=True,
-        )
-
     async def _follow_logs(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            self._output.lines(self._tail.poll(loop.time()))
+            self._narrator.show_lines(loop.time())
             # Orphans of killed ranks (loader workers) end here, in nobody else's care. Where no
             # agent is ours, other children may be, and whoever started them waits for them.
             if self._starts_agents:
@@ -353,7 +289,7 @@ class Launcher:
         while True:
             try:
                 view = await self._client.get(f"/v1/jobs/{self._spec.job}", JobView)
-                self._output.progress(progress_text(view, self._incidents.get(view.last_incident)))
+                self._narrator.show_progress(view)
             except KeepstepError:
                 pass  # `_watch` says so
             await asyncio.sleep(PROGRESS_S)
@@ -395,45 +331,25 @@ class Launcher:
 
     async def _close(self) -> int:
         self._output.progress("")
-        self._output.lines(self._tail.poll(asyncio.get_running_loop().time(), last=True))
+        self._narrator.show_lines(asyncio.get_running_loop().time(), last=True)
         await self._last_look()
-        view = self._view
-        if view is None:
-            return 128 + self._signal if self._signal else INFRASTRUCTURE_FAILED
-        failed = view.exit_code != 0
-        if view.state == "failed" and view.traceback:
-            self._output.raw_words(view.traceback)
-        self._output.words(closing_text(view, list(self._incidents.values())), always=failed)
-        periodic = view.checkpoints.newest if view.checkpoints is not None else ""
-        if (view.checkpoint or periodic) and failed:
-            command = resume_command(self._spec, view.checkpoint or periodic)
-            # A job that went on after it was held has left its checkpoint behind.
-            exact = self._state_before_end == "held" or view.checkpoint in view.reason
-            older = "" if view.checkpoint and exact else "an older checkpoint exists: "
-            self._output.words(f"hint: {older}{command}", always=True)
+        view = self._narrator.view
+        if view is not None:
+            self._narrator.close(view)
         if self._signal is not None:
             return 128 + self._signal
-        return INFRASTRUCTURE_FAILED if view.exit_code is None else view.exit_code
+        if view is None or view.exit_code is None:
+            return INFRASTRUCTURE_FAILED
+        return view.exit_code
 
     async def _last_look(self) -> None:
         """The end may have come between two looks (a kill at once, a quick cancel)."""
-        if self._view is not None and self._view.state in ENDED:
+        view = self._narrator.view
+        if view is not None and view.state in ENDED:
             return
         try:
             async with asyncio.timeout(CANCEL_POST_S):
                 path = f"/v1/jobs/{self._spec.job}/watch"
-                self._learn(await self._client.get(path, Watch, since=0, wait_s=0))
+                self._narrator.learn(await self._client.get(path, Watch, since=0, wait_s=0))
         except (KeepstepError, TimeoutError):
             pass
-
-
-def resume_command(spec: JobSpec, checkpoint: str) -> str:
-    """The same job again, from where it holds."""
-    command = ["keepstep", "run", "--resume", checkpoint]
-    command += ["--local-nodes", str(spec.world // spec.local_world)]
-    command += ["--nproc-per-node", str(spec.local_world), "--spares", str(spec.spares)]
-    command += ["--understudies", str(spec.understudies)] if spec.understudies else []
-    if spec.checkpoints:
-        command += ["--checkpoint-dir", os.path.dirname(spec.checkpoints)]
-    command += ["--redundancy", spec.redundancy] if spec.redundancy != "auto" else []
-    return shlex.join(command + spec.script)

@@ -34,32 +34,28 @@ def lay_out(*, local_nodes: int, nproc: int, spares: int, spare_nodes: int) -> L
     )
 
 
-def check_counts(
-    *,
-    nnodes: int,
-    nproc: int,
-    spares: int,
-    understudies: int = 0,
-    local_nodes: int | None,
-    spare_nodes: int,
-    external: bool = False,
-) -> int:
-    """Returns the number of nodes that get ranks."""
-    for name, value, least in (
-        ("--nnodes", nnodes, 1),
-        ("--nproc-per-node", nproc, 1),
-        ("--spares", spares, 0),
-        ("--understudies", understudies, 0),
-        ("--local-nodes", 1 if local_nodes is None else local_nodes, 1),
-        ("--spare-nodes", spare_nodes, 0),
-    ):
-        if not least <= value <= RANKS_MAX:
-            raise UsageError(f"{name} is {value}: it must be {least} to {RANKS_MAX}")
+def check_counts(*, nproc: int, spares: int, spare_nodes: int, understudies: int = 0) -> None:
+    """What every launcher is told about ranks and spares."""
+    check_count("--nproc-per-node", nproc, 1)
+    check_count("--spares", spares, 0)
+    check_count("--understudies", understudies, 0)
+    check_count("--spare-nodes", spare_nodes, 0)
     if understudies and not spares and not spare_nodes:
         raise UsageError(
             f"--understudies {understudies} without a spare",
-            hint="understudies are kept beside spares: add --spares 1",
+            hint="understudies are kept beside spares: add --spares 1, or --spare-nodes 1",
         )
+
+
+def check_count(name: str, value: int, least: int) -> None:
+    if not least <= value <= RANKS_MAX:
+        raise UsageError(f"{name} is {value}", hint=f"{least} to {RANKS_MAX} are possible")
+
+
+def count_nodes(*, nnodes: int, local_nodes: int | None, external: bool = False) -> int:
+    """Of `keepstep run`: how many nodes get ranks, here or on other machines."""
+    check_count("--nnodes", nnodes, 1)
+    check_count("--local-nodes", 1 if local_nodes is None else local_nodes, 1)
     if nnodes > 1 and local_nodes is None and not external:
         raise UsageError(
             f"--nnodes {nnodes} needs an orchestrator that the other machines can reach",

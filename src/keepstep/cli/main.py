@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 
 import click
 
+from keepstep.cli import surroundings
 from keepstep.errors import KeepstepError, UsageError
 
 COMMANDS = {
@@ -76,10 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(invoke(arguments))
 
 
-def invoke(arguments: Sequence[str] | None = None) -> int:
+def invoke(
+    arguments: Sequence[str] | None = None, environ: MutableMapping[str, str] = os.environ
+) -> int:
     """Run one command line and return its exit code."""
+    around = surroundings.read(environ)
     try:
-        code = cli.main(arguments, prog_name="keepstep", standalone_mode=False)
+        code = cli.main(arguments, prog_name="keepstep", standalone_mode=False, obj=around)
         return code if isinstance(code, int) else 0
     except UsageError as error:
         return _fail(error.message, error.hint, USAGE_EXIT)

@@ -13,8 +13,8 @@ from typing import Any
 
 from keepstep.cli import history, show
 from keepstep.cli.find import Found
-from keepstep.cli.home import home
 from keepstep.cli.output import closed_text
+from keepstep.cli.surroundings import home
 from keepstep.errors import PermanentError, TransientError
 from keepstep.model.views import IncidentView, PlanView
 from keepstep.orchestrator import registry

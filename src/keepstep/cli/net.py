@@ -8,8 +8,8 @@ import sys
 import click
 
 from keepstep.cli import find, show
-from keepstep.cli.home import home
 from keepstep.cli.operate import json_option, which_options
+from keepstep.cli.surroundings import home
 from keepstep.net.environment import network
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -19,7 +20,6 @@ from keepstep.agent import identity, keeper, leftovers
 from keepstep.agent.agent import EXIT_REFUSED
 from keepstep.cli import find, join, show
 from keepstep.cli.client import AsyncClient, JobEnded, NoJob, checked
-from keepstep.cli.home import home
 from keepstep.cli.join import Membership
 from keepstep.cli.launcher import LaunchNote
 from keepstep.cli.processes import (
@@ -29,6 +29,7 @@ from keepstep.cli.processes import (
     start_agent,
     sweep,
 )
+from keepstep.cli.surroundings import home, surroundings
 from keepstep.errors import KeepstepError, PermanentError, TransientError, UsageError
 from keepstep.model import labels
 from keepstep.orchestrator import registry
@@ -96,8 +97,9 @@ def agent(
     """Join this machine to a live job as one of its nodes, or as one more with spares."""
     if slots is not None and slots < 1:
         raise UsageError(f"--slots is {slots}: it must be at least 1")
+    environ = dict(surroundings().environ)
     if named:
-        os.environ[labels.LABELS] = labels.joined(labels.parse(named))
+        environ[labels.LABELS] = labels.joined(labels.parse(named))
     token = find.token_in(token_file)
     wanted = Wanted(
         orchestrator=orchestrator, token=token, job=job, node=node, place=place, bind=bind
@@ -112,7 +114,7 @@ def agent(
             show.words(ended.message)  # it was a spare that nobody needed
             sys.exit(0)
     folder = identity.folder(home(), member.job, member.node) if adopt else None
-    sys.exit(asyncio.run(Node(member, slots or member.slots or 1, folder).run()))
+    sys.exit(asyncio.run(Node(member, slots or member.slots or 1, folder, environ).run()))
 
 
 def _returning(wanted: Wanted) -> Membership | None:
@@ -185,10 +187,13 @@ class Node:
     user's shell's. With `adopt` the workers are a keeper's, and an agent that ends before they
     do is started again."""
 
-    def __init__(self, member: Membership, slots: int, keeper: Path | None) -> None:
+    def __init__(
+        self, member: Membership, slots: int, keeper: Path | None, environ: Mapping[str, str]
+    ) -> None:
         self._member = member
         self._slots = slots
         self._keeper = keeper
+        self._environ = environ
         self._agent: AgentProcess | None = None
         self._sessions: set[int] = set()
         self._told = False  # to end
@@ -228,7 +233,7 @@ class Node:
         """From its start to its end."""
         member = self._member
         if self._keeper is not None:
-            self._sessions.add(await start_keeper(member, self._keeper))
+            self._sessions.add(await start_keeper(member, self._keeper, self._environ))
         process = self._agent = start_agent(
             streams=member.streams,
             token=member.token,
@@ -237,7 +242,7 @@ class Node:
             slots=self._slots,
             directory=member.directory,
             stall_timeout_ns=member.stall_timeout_ns,
-            environ=os.environ,
+            environ=self._environ,
             bind=member.bind,
             identity=member.identity,
             keeper=self._keeper,
@@ -275,7 +280,7 @@ class Node:
         return 128 - code if code < 0 else code
 
 
-async def start_keeper(member: Membership, folder: Path) -> int:
+async def start_keeper(member: Membership, folder: Path, environ: Mapping[str, str]) -> int:
     """Its session; one that lives is used again."""
     private_folder(folder)
     if (known := keeper.living(folder)) is not None:
@@ -291,7 +296,7 @@ async def start_keeper(member: Membership, folder: Path) -> int:
             stdin=subprocess.DEVNULL,
             stdout=words,
             stderr=words,
-            env={k: v for k, v in os.environ.items() if k != "KEEPSTEP_TOKEN"},
+            env=environ,
             start_new_session=True,
         )
     end = time.monotonic() + KEEPER_START_S

@@ -19,8 +19,8 @@ import click
 from keepstep.adapters.store import sqlite
 from keepstep.adapters.store.chain import VerifyResult
 from keepstep.cli import find, history, moves, show
-from keepstep.cli.home import home
 from keepstep.cli.layout import check_inject
+from keepstep.cli.surroundings import home
 from keepstep.errors import PermanentError, TransientError, UsageError
 from keepstep.model.job import POINTS, InjectSpec
 from keepstep.model.views import IncidentView, JobView

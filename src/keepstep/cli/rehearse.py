@@ -27,8 +27,9 @@ from keepstep import native
 from keepstep.cli import faultplan, rehearsal, rehearse_run, scratch, show
 from keepstep.cli.demo import terminated_as_interrupt
 from keepstep.cli.faultplan import Fault
+from keepstep.cli.jobspec import check_script
 from keepstep.cli.rehearse_run import Outcome, Setup
-from keepstep.cli.run import check_script
+from keepstep.cli.surroundings import surroundings
 from keepstep.cli.verdicts import Played, Verdict, judge
 from keepstep.errors import UsageError
 
@@ -131,7 +132,7 @@ def rehearse(
 def _scratch(
     script: str, module: bool, args: tuple[str, ...], in_place: bool, keep: bool
 ) -> Iterator[scratch.Scratch]:
-    place = scratch.prepare(script, module, args, in_place=in_place)
+    place = scratch.prepare(script, module, args, in_place=in_place, environ=surroundings().environ)
     if place.way == "copy":
         say(f"runs in copies of {place.cwd}: files elsewhere are not protected from the script")
     if place.way == "in-place":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
 import shutil
 import socket
@@ -13,28 +12,33 @@ import time
 from pathlib import Path
 from typing import Literal, Protocol
 
+import click
 import msgspec
 
-from keepstep import native
-from keepstep.adapters.schedule.kubernetes import Settings
-from keepstep.cli import guard, show
-from keepstep.cli.checkpoints import check_periodic, check_resume
+from keepstep.adapters.schedule.kubernetes_requests import Settings
+from keepstep.cli import guard, jobspec, options, show
 from keepstep.cli.find import Reached, external
-from keepstep.cli.home import home
-from keepstep.cli.layout import Layout, check_counts, lay_out
+from keepstep.cli.jobspec import nanoseconds
+from keepstep.cli.layout import check_count
+from keepstep.cli.options import JobOptions, grouped
 from keepstep.cli.output import Output
-from keepstep.cli.policies import check_policy, hold_ns
-from keepstep.cli.run import attend, embed, new_job_id
-from keepstep.core.operator import check_spec
+from keepstep.cli.run import attend, embed
+from keepstep.cli.surroundings import Surroundings, surroundings
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.model.job import JobSpec
 from keepstep.model.schedule import START, Ask, Constraints, Kind, Lease, Policy, Provision
-from keepstep.orchestrator.registry import check_id, prepare_home
 from keepstep.orchestrator.requests import Info
 from keepstep.ports.schedule import Scheduler
 
 FOR_EVER_S = 1e6
-BACK_S = 60.0  # what is well again for so long may stay so
+BACK_NS = 60_000_000_000  # what is well again for so long may stay so
+# What no launcher of a scheduler can honour, and who can.
+CANNOT = {
+    (
+        "mode",
+        "transparent",
+    ): "keepstep run --mode transparent, with `keepstep agent` on each machine"
+}
 
 
 class Cluster(Protocol):
@@ -63,47 +67,29 @@ class Cluster(Protocol):
         """Where its nodes reach this machine."""
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """The command line."""
+class PlaceOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the command line says about nodes of a scheduler. It is a table, as JobOptions."""
 
     nodes: int | None
     adopt: str
-    nproc: int
-    spare_nodes: int
     partition: str
     account: str
     qos: str
     features: str
     gpus: str
     reservation: str
+    owner: str
     idle: bool
     preempt: bool
     spare_s: float
-    back: Literal["immediately", "quiet", "never"] | None
-    back_s: float
-    quiet_s: float
     replenish: bool
-    within: tuple[str, ...]
     priority: int
     yields: bool
     grace_s: float
-    rebalance: Literal["never", "when-free"]
-    stragglers: Literal["off", "report", "move"]
-    straggler_factor: float
-    straggler_s: float
-    on_divergence: Literal["hold", "fall-back", "continue"]
+    back: Literal["immediately", "quiet", "never"] | None
+    back_s: float
     queue_s: float | None
-    stall_s: float
-    orchestrator: str | None
     host: str
-    resume: str | None
-    checkpoint_dir: str | None
-    interval: str
-    log_dir: str | None
-    job_id: str | None
-    quiet: bool
-    module: bool
-    owner: str = ""
 
     def provision(self, scheduler: str) -> Provision:
         """Which nodes will do, and where spares may come from; it has none yet."""
@@ -113,12 +99,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             "idle": self.idle,
             "preempt": self.preempt,
         }
+        back_ns = nanoseconds("--back-after", self.back_s, zero=True)
         return Provision(
             scheduler=scheduler,
             places={},
             kinds=[kind for kind, wanted in allowed.items() if wanted],
-            patience_ns=int(self.spare_s * 1e9),
-            back_after_ns=int((self.back_s or (BACK_S if self.back else 0)) * 1e9),
+            patience_ns=nanoseconds("--spare-timeout", self.spare_s),
+            back_after_ns=back_ns or (BACK_NS if self.back else 0),
             constraints=Constraints(
                 partition=self.partition,
                 reservation=self.reservation,
@@ -131,88 +118,105 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
             ),
         )
 
-    def policy(self) -> Policy:
+    def policy(self, spare_nodes: int) -> Policy:
+        if self.replenish and not spare_nodes:
+            raise UsageError("--replenish: there are no spare nodes", hint="--spare-nodes 1")
         return Policy(
             priority=self.priority,
-            dedicated=self.spare_nodes if self.replenish else 0,
-            within=list(self.within),
+            dedicated=spare_nodes if self.replenish else 0,
             yields=self.yields,
-            grace_ns=int(self.grace_s * 1e9),
+            grace_ns=nanoseconds("--grace", self.grace_s, zero=True),
             back=self.back or "immediately",
-            quiet_ns=int(self.quiet_s * 1e9),
-            rebalance=self.rebalance,
-            stragglers=self.stragglers,
-            straggler_factor=self.straggler_factor,
-            straggler_after_ns=int(self.straggler_s * 1e9),
-            on_divergence=self.on_divergence,
-            hold_ns=hold_ns(self.stall_s),
         )
 
 
-def check_times(options: Options) -> None:
-    for name, value, least in (
-        ("stall-timeout", options.stall_s, 1e-9),
-        ("spare-timeout", options.spare_s, 1e-9),
-        ("back-after", options.back_s, 0.0),
-        ("grace", options.grace_s, 0.0),
-    ):
-        if not least <= value < 1e9:
-            raise UsageError(f"--{name} is {value:g}: seconds, and not below {least:g}")
-    check_policy(options.straggler_factor, options.straggler_s, options.quiet_s)
-    if options.replenish and not options.spare_nodes:
-        raise UsageError("--replenish: there are no spare nodes", hint="--spare-nodes 1")
+# What means the same on every scheduler. Which nodes those are is each one's own to ask.
+PLACES = (
+    grouped(
+        options.NODES, "--queue-timeout", "queue_s", type=float, default=None, metavar="S",
+        help="Give up if the scheduler gives no nodes within this time [default: wait].",
+    ),
+    grouped(
+        options.NODES, "--host", default="", metavar="ADDRESS",
+        help="Where nodes reach the embedded orchestrator [default: as they reach the scheduler].",
+    ),
+    grouped(
+        options.FURTHER, "--idle/--no-idle", default=True,
+        help="Then take idle nodes [default: idle].",
+    ),
+    grouped(
+        options.FURTHER, "--preempt", is_flag=True,
+        help="Then take nodes from jobs of lower priority.",
+    ),
+    grouped(
+        options.FURTHER, "--spare-timeout", "spare_s", type=float, default=120.0, show_default=True,
+        metavar="S", help="How long one request for a spare may take.",
+    ),
+    grouped(
+        options.FURTHER, "--replenish", is_flag=True, help="Replace spare nodes that were used."
+    ),
+    grouped(
+        options.FURTHER, "--priority", type=int, default=0, show_default=True,
+        help="Among the jobs of one orchestrator: who gets spares first.",
+    ),
+    grouped(
+        options.FURTHER, "--yield/--no-yield", "yields", default=True,
+        help="Give nodes up to jobs of higher priority that may --preempt [default: yield].",
+    ),
+    grouped(
+        options.FURTHER, "--grace", "grace_s", type=float, default=30.0, show_default=True,
+        metavar="S", help="Before that, look for another node for so long.",
+    ),
+    grouped(
+        options.FURTHER, "--back", type=click.Choice(("immediately", "quiet", "never")),
+        default=None,
+        help="Whether and when to move back to a node that was lost [default: see --back-after].",
+    ),
+    grouped(
+        options.FURTHER, "--back-after", "back_s", type=float, default=0.0, metavar="S",
+        help="Move back to a node that was lost when it has been idle for so long "
+        "[default: never].",
+    ),
+)  # fmt: skip
+place_options = options.with_options(PLACES)
 
 
-def start(cluster: Cluster, script: list[str], options: Options) -> None:
-    """`script`: with -m and arguments, as it will be run. Ends this process with its exit code."""
-    scheduler = cluster.scheduler
-    layout = _lay_out(options)
-    provision = options.provision(scheduler.name)
-    cluster.check(provision, len(layout.nodes))
-    for sentence in scheduler.capabilities().lacks:
-        show.words(f"note: {sentence}")
-    where = home()
-    prepare_home(where)
-    job = options.job_id or new_job_id(script[1 if options.module else 0])
-    check_id(job)
-    resume = check_resume(options.resume, layout.world)
-    periodic = check_periodic(options.checkpoint_dir, options.interval, None, job, resume)
-    native.store_host_path()
-    named = options.orchestrator
-    there = _named(where, named, cluster) if named is not None else None
-    log_dir = Path(options.log_dir).absolute() if options.log_dir else where / "jobs" / job
-    spec = JobSpec(
-        job=job,
-        world=layout.world,
-        local_world=layout.local_world,
-        nodes=layout.nodes,
-        spares=layout.spares,
-        stall_timeout_ns=int(options.stall_s * 1e9),
-        script=script,
-        directory=str(log_dir),
-        resume=resume,
-        checkpoints=periodic.directory,
-        checkpoint_interval_ns=periodic.interval_ns,
-        provision=provision,
-        policy=options.policy(),
-    )
-    check_spec(spec)
-    cluster.before(where)
-    watcher = guard.begin(where, job, cluster.settings) if there is None else None
+def start(cluster: Cluster, job: JobOptions, wanted: PlaceOptions) -> None:
+    """Ends this process with the job's exit code."""
+    around = surroundings()
+    spec, there = prepare(cluster, job, wanted, around)
+    cluster.before(around.home)
+    watcher = guard.begin(around.home, spec.job, cluster.settings) if there is None else None
     try:
-        names = [node.name for node in layout.nodes]
-        lease = cluster.adopt(job, len(names))
-        lease = lease or _acquire(cluster, provision, job, len(names), options)
+        names = [node.name for node in spec.nodes]
+        lease = cluster.adopt(spec.job, len(names)) or _acquire(cluster, spec, wanted.queue_s)
         places = dict(zip(names, lease.places[: len(names)], strict=True))
-        provision = msgspec.structs.replace(provision, places=places)
+        provision = msgspec.structs.replace(_provision(spec), places=places)
         spec = msgspec.structs.replace(spec, provision=provision)
-        output = Output(quiet=options.quiet)
-        sys.exit(asyncio.run(_run(spec, where, there, options.host, output, cluster)))
+        output = Output(quiet=job.quiet)
+        sys.exit(asyncio.run(_run(spec, around, there, wanted.host, output, cluster)))
     finally:
         with contextlib.suppress(KeepstepError):
-            done = [release(scheduler, left) for left in scheduler.leases(job)]
+            done = [release(cluster.scheduler, left) for left in cluster.scheduler.leases(spec.job)]
             if watcher is not None and all(done):
                 watcher.dismiss()
+
+
+def prepare(
+    cluster: Cluster, job: JobOptions, wanted: PlaceOptions, around: Surroundings
+) -> tuple[JobSpec, Reached | None]:
+    """The job, and the orchestrator that is named; nothing has been asked for yet."""
+    options.refuse(f"keepstep {cluster.scheduler.name} launch", job, CANNOT)
+    nodes = 1 if wanted.nodes is None else wanted.nodes
+    check_count("--nodes", nodes, 1)
+    policy = wanted.policy(job.spare_nodes)
+    checked = jobspec.check(job, nodes, watched=around.watched, policy=policy)
+    provision = wanted.provision(cluster.scheduler.name)
+    cluster.check(provision, len(checked.layout.nodes))
+    for sentence in cluster.scheduler.capabilities().lacks:
+        show.words(f"note: {sentence}")
+    there = _named(around, job.orchestrator, cluster) if job.orchestrator is not None else None
+    return jobspec.build(checked, around.home, provision), there
 
 
 def release(scheduler: Scheduler, lease: Lease) -> bool:
@@ -224,21 +228,6 @@ def release(scheduler: Scheduler, lease: Lease) -> bool:
     return True
 
 
-def _lay_out(options: Options) -> Layout:
-    nodes = options.nodes or 1
-    check_counts(
-        nnodes=nodes,
-        nproc=options.nproc,
-        spares=0,
-        local_nodes=None,
-        spare_nodes=options.spare_nodes,
-        external=True,
-    )
-    return lay_out(
-        local_nodes=nodes, nproc=options.nproc, spares=0, spare_nodes=options.spare_nodes
-    )
-
-
 def _gpus(words: str) -> tuple[int, str]:
     match = re.fullmatch(r"(?:([A-Za-z_][\w.-]*):)?(\d{1,4})", words)
     if words and match is None:
@@ -246,8 +235,8 @@ def _gpus(words: str) -> tuple[int, str]:
     return (int(match[2]), match[1] or "") if match else (0, "")
 
 
-def _named(where: Path, orchestrator: str, cluster: Cluster) -> Reached:
-    there = external(where, orchestrator, os.environ.pop("KEEPSTEP_TOKEN", ""))
+def _named(around: Surroundings, orchestrator: str, cluster: Cluster) -> Reached:
+    there = external(around.home, orchestrator, around.token)
     name = cluster.scheduler.name
     if there.client().get("/v1/orchestrator", Info).scheduler != name:
         raise UsageError(
@@ -257,14 +246,18 @@ def _named(where: Path, orchestrator: str, cluster: Cluster) -> Reached:
     return there
 
 
-def _acquire(
-    cluster: Cluster, provision: Provision, job: str, count: int, options: Options
-) -> Lease:
+def _provision(spec: JobSpec) -> Provision:
+    assert spec.provision is not None, "it was built with one"
+    return spec.provision
+
+
+def _acquire(cluster: Cluster, spec: JobSpec, queue_s: float | None) -> Lease:
+    count = len(spec.nodes)
     show.words(f"waiting for {count} nodes of {cluster.title}")
     began = time.monotonic()
-    limits = provision.constraints
-    ask = Ask(job=job, op=START, constraints=limits, kinds=["queue"], count=count)
-    lease = cluster.scheduler.acquire(ask, options.queue_s or FOR_EVER_S)
+    limits = _provision(spec).constraints
+    ask = Ask(job=spec.job, op=START, constraints=limits, kinds=["queue"], count=count)
+    lease = cluster.scheduler.acquire(ask, queue_s or FOR_EVER_S)
     waited = time.monotonic() - began
     held = cluster.held_by.format(lease.id)
     show.words(f"{held} on {', '.join(lease.places)} after {waited:.1f} s")
@@ -273,19 +266,20 @@ def _acquire(
 
 async def _run(
     spec: JobSpec,
-    where: Path,
+    around: Surroundings,
     there: Reached | None,
     host: str,
     output: Output,
     cluster: Cluster,
 ) -> int:
     if there is not None:
-        return await attend(spec, where, there, output, agents=False)
+        return await attend(spec, around, there, output, agents=False)
+    where = around.home
     host = host or cluster.own_address()
     embedded = await embed(spec.job, where, host=host, scheduler=cluster.scheduler)
     try:
         there = await asyncio.to_thread(external, where, spec.job, "")
-        return await attend(spec, where, there, output, embedded=embedded, agents=False)
+        return await attend(spec, around, there, output, embedded=embedded, agents=False)
     finally:
         shutil.rmtree(where / "authorities" / spec.job, ignore_errors=True)
 

@@ -67,11 +67,12 @@ class Scratch(NamedTuple):
     way: Way
     cwd: Path
     folders: Folders
+    environ: Mapping[str, str]
 
     def environment(self, run: Path) -> dict[str, str]:
         """For one run, whose own folder is `run`."""
         (run / "tmp").mkdir(parents=True, exist_ok=True)
-        env = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
+        env = {name: value for name, value in self.environ.items() if name not in TORCHRUN}
         return env | {
             **TRACKERS_OFF,
             "WANDB_DIR": str(run / "tmp"),
@@ -98,23 +99,30 @@ _UNSHARE: dict[Way, list[str]] = {
 }
 
 
-def prepare(script: str, module: bool, args: Sequence[str], *, in_place: bool) -> Scratch:
+def prepare(
+    script: str,
+    module: bool,
+    args: Sequence[str],
+    *,
+    in_place: bool,
+    environ: Mapping[str, str],
+) -> Scratch:
     """Find a way that works here; the scratch folder is the caller's to remove."""
     cwd = Path.cwd()
     start = cwd if module else Path(script).resolve().parent
-    folders = protected(cwd, start, args, os.environ)
+    folders = protected(cwd, start, args, environ)
     base = Path(tempfile.mkdtemp(prefix="ks-rehearse-", dir=_outside(folders.protected)))
     if in_place:
-        return Scratch(base, "in-place", cwd, folders)
+        return Scratch(base, "in-place", cwd, folders, environ)
     ways: list[Way] = ["mounts", "user-mounts"] if os.geteuid() == 0 else ["user-mounts"]
     try:
         for way in ways:
-            scratch = Scratch(base, way, cwd, folders)
+            scratch = Scratch(base, way, cwd, folders, environ)
             if cwd not in NEVER and _works(scratch):
                 return scratch
         size = _size(cwd)
         if cwd not in NEVER and start.is_relative_to(cwd) and size <= COPY_BYTES_MAX:
-            return Scratch(base, "copy", cwd, folders)
+            return Scratch(base, "copy", cwd, folders, environ)
     except BaseException:
         remove(base)
         raise

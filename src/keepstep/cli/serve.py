@@ -15,8 +15,8 @@ import click
 
 from keepstep.adapters.schedule.slurm import SlurmScheduler
 from keepstep.cli import show
-from keepstep.cli.home import home
 from keepstep.cli.kubernetes import cluster_options, connect
+from keepstep.cli.surroundings import home
 from keepstep.errors import UsageError
 from keepstep.orchestrator.main import LEASE_S, Orchestrator
 from keepstep.ports.election import Election

@@ -15,8 +15,8 @@ import click
 from keepstep.adapters.identity.authority import CA_CERTIFICATE, Authority, fingerprint
 from keepstep.adapters.identity.tokens import Folder, Kept, Role, Tokens
 from keepstep.cli import show
-from keepstep.cli.home import home
 from keepstep.cli.operate import json_option
+from keepstep.cli.surroundings import home
 from keepstep.core.operator import check_node
 from keepstep.errors import UsageError
 

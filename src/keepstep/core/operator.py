@@ -14,6 +14,7 @@ import msgspec
 from keepstep.core import breaker, divergence, processes, stopping
 from keepstep.core.faults import newcomer_failed
 from keepstep.core.incidents import close_incident, end_job, open_incident
+from keepstep.core.placement import parity_trouble
 from keepstep.core.recovery import apply_taint, tell_buddy
 from keepstep.core.state import Job, Node, Out, Worker
 from keepstep.errors import UsageError
@@ -82,12 +83,18 @@ def check_spec(spec: JobSpec) -> None:
         refuse("its script has no steps to inject faults into", "`keepstep inject` while it runs")
     if not 0 < spec.stall_timeout_ns <= STALL_NS_MAX or not 0 <= spec.spares <= SLOTS_MAX:
         refuse("stall timeout or spares are out of range", "give --stall-timeout in seconds")
+    if not 0 <= spec.understudies <= SLOTS_MAX:
+        refuse(f"--understudies is {spec.understudies}", f"0 to {SLOTS_MAX} are possible")
+    if spec.redundancy == "parity" and (trouble := parity_trouble(spec)):
+        refuse(f"--redundancy parity: {trouble}", "--spare-nodes 1, or --redundancy buddy")
     _check_policy(spec, refuse)
     for inject in spec.inject:
         if inject.action != "kill-node" and not 0 <= inject.rank < spec.world:
-            refuse(f"inject {inject.id}: there is no rank {inject.rank}", "ranks count from 0")
+            said = f"inject {inject.id}: there is no rank {inject.rank}"
+            refuse(said, f"ranks are 0 to {spec.world - 1}")
         if inject.action == "kill-node" and inject.node not in names:
-            refuse(f"inject {inject.id}: there is no node {inject.node!r}", f"nodes: {names}")
+            named = inject.node or "without a name"
+            refuse(f"inject {inject.id}: there is no node {named}", f"nodes: {', '.join(names)}")
         _check_inject(inject)
     if len({inject.id for inject in spec.inject}) != len(spec.inject):
         refuse("two injects have the same id", "give each its own id")
@@ -103,9 +110,10 @@ def _check_policy(spec: JobSpec, refuse: Callable[[str, str], None]) -> None:
     if not 0 <= policy.hold_ns <= STALL_NS_MAX:
         refuse("the time to hold for a divergence is out of range", "give it in seconds")
     if policy.on_divergence == "fall-back" and not spec.checkpoints:
-        refuse("it cannot fall back without checkpoints", "--checkpoint-dir DIR")
+        refuse("--on-divergence fall-back: there are no checkpoints", "--checkpoint-dir DIR")
     if not 1.0 < policy.straggler_factor <= 1000.0:
-        refuse(f"a straggler takes {policy.straggler_factor:g} times the median", "more than 1")
+        said = f"--straggler-factor is {policy.straggler_factor:g}: it must be above 1"
+        refuse(said, "at most 1000 times the median are possible")
     if not 0 < policy.straggler_after_ns <= STALL_NS_MAX:
         refuse("the time after which a rank is a straggler is out of range", "give it in seconds")
     cheap = by is not None and any(kind != "preempt" for kind in by.kinds)

@@ -357,6 +357,17 @@ class Buddy(Message, frozen=True):
     parity: Parity | None = None
 
 
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What is set for a job, or for its nodes, and concerns its workers alone. Words are as they
+    were said: who uses them refuses what they cannot be."""
+
+    redundancy: Literal["auto", "buddy", "parity", "off"] = "auto"
+    vault_lanes: str = "auto"  # KEEPSTEP_VAULT_LANES
+    vault_slice: str = "auto"  # KEEPSTEP_VAULT_SLICE
+    trace: str = ""  # model/trace.py: FOLDER, "": no trace
+    steps_max: int = 0  # STEPS_MAX, 0: no end
+
+
 class Welcome(Message, frozen=True):
     """First frame an agent writes on a new worker's socket (the agent itself makes it)."""
 
@@ -369,6 +380,7 @@ class Welcome(Message, frozen=True):
     interface: str  # address to bind state servers to
     tls: TlsFiles | None = None  # of the node; None: everything is on loopback
     checkpoints: str = ""  # directory of the job's periodic checkpoints; "": there are none
+    settings: WorkerSettings = WorkerSettings()
 
 
 class Assign(Message, frozen=True):
@@ -784,6 +796,7 @@ class StartWorker(Message, frozen=True):
     parity: Parity | None = None
     checkpoints: str = ""  # as in Welcome
     transparent: bool = False  # it runs in namespaces of its own, and can be moved as a whole
+    redundancy: Literal["auto", "buddy", "parity", "off"] = "auto"  # as in JobSpec
 
 
 class KillWorker(Message, frozen=True):

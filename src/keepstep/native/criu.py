@@ -57,6 +57,11 @@ def version(command: list[str]) -> tuple[int, ...]:
     return tuple(int(part) for part in found[1].split(".")) if found else ()
 
 
+def images_folder() -> Path:
+    """Where images of processes land: memory, not disk. An operator may name another tmpfs."""
+    return Path(os.environ.get("KEEPSTEP_IMAGES", "/dev/shm"))
+
+
 @cache
 def find() -> tuple[list[str], tuple[int, ...]]:
     """The command that runs CRIU, and its version. UsageError: there is none that is new enough."""

@@ -67,7 +67,7 @@ def main() -> None:
     if transparent:
         _run_transparent(channel, page)
     collectives.front_door.install()
-    process = Process(channel, page)
+    process = Process(channel, page, _read_environment())
     _publish(process)
     if standby:
         _become_standby(process)
@@ -81,8 +81,11 @@ def _run_transparent(channel: Any, page: Any) -> NoReturn:
     from keepstep.worker.step import faults
     from keepstep.worker.transparent import transparent
 
-    runtime = transparent.Runtime(channel, page)
-    runtime.install()
+    runtime = transparent.Runtime(channel, page, _read_environment())
+    runtime.install(
+        sockets=os.environ.get("KEEPSTEP_SOCKETS", ""),
+        segments=os.environ.get("KEEPSTEP_SEGMENTS", ""),
+    )
 
     def failed(text: str, error: BaseException) -> None:
         kind = "user" if isinstance(error, SystemExit) else faults.classify(error)
@@ -98,6 +101,21 @@ def _run_transparent(channel: Any, page: Any) -> NoReturn:
 
     _run_script(sys.argv[1:], failed, runtime.finish)
     os._exit(0)  # what is left of the script's threads has nothing to say any more
+
+
+def _read_environment() -> Any:
+    from keepstep.model.messages import Address
+    from keepstep.worker.line.process import RankEnvironment
+
+    said = os.environ
+    return RankEnvironment(
+        rank=int(said.get("RANK", "-1")),
+        world=int(said["WORLD_SIZE"]),
+        local_rank=int(said["LOCAL_RANK"]),
+        local_world=int(said["LOCAL_WORLD_SIZE"]),
+        generation=int(said.get("KEEPSTEP_GENERATION", "0")),
+        master=Address(said["MASTER_ADDR"], int(said["MASTER_PORT"])),
+    )
 
 
 def _publish(process: Any) -> None:
@@ -128,7 +146,7 @@ def _wait_for_rank(process: Any, where: str) -> None:
     from keepstep.worker.script.collectives import front_door
     from keepstep.worker.state import codec
 
-    cuda.warm_up()
+    cuda.warm_up(process.environment.local_rank)
     process.page.where("parked")
     channel = process.channel
     parked = m.Parked(where=where, warm_ns=time.monotonic_ns() - _STARTED_NS)
@@ -140,12 +158,12 @@ def _wait_for_rank(process: Any, where: str) -> None:
     process.assigned, process.assigned_ns = command, time.monotonic_ns()
     process.page.where("building")
     os.environ["RANK"] = str(command.rank)
-    local_world = int(os.environ["LOCAL_WORLD_SIZE"])
-    os.environ["GROUP_RANK"] = str(command.rank // local_world)
+    os.environ["GROUP_RANK"] = str(command.rank // process.environment.local_world)
     os.environ["ROLE_RANK"] = str(command.rank)
     os.environ["MASTER_ADDR"] = command.master.host
     os.environ["MASTER_PORT"] = str(command.master.port)
     os.environ["KEEPSTEP_GENERATION"] = str(command.generation - 1)
+    process.environment = _read_environment()
     if data is not None:
         process.init_record = data
         process.about = codec.loads_inline(data)

@@ -6,19 +6,13 @@ the agent to start is making that Secret, with the command and the token in it. 
 held without anything running in it, pods need no rights of their own, and no token is in a pod's
 description (decision 24).
 
-A place is taken by name wherever that is possible, so that nobody is preempted by accident: two
-priority classes of equal rank are used, of which only one may preempt. Taints are NoSchedule, never
-NoExecute: a rank has to move before its pod may end.
-
-Deleting the pods of a node by force, behind a taint, is the fence (decision 24).
+How a place is asked for is in kubernetes_requests.py, how one is fenced in kubernetes_taints.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
-from functools import partial
 
 import msgspec
 
@@ -31,11 +25,17 @@ from keepstep.adapters.schedule.kubernetes_api import (
     Object,
 )
 from keepstep.adapters.schedule.kubernetes_lease import LeaseElection
-from keepstep.adapters.schedule.kubernetes_objects import Machine
 from keepstep.adapters.schedule.kubernetes_owners import Owners
 from keepstep.adapters.schedule.kubernetes_pods import LOOK_S, Pods
 from keepstep.adapters.schedule.kubernetes_records import Records
-from keepstep.errors import KeepstepError, NoRight, NoSpare, TransientError, UsageError
+from keepstep.adapters.schedule.kubernetes_requests import (
+    AT_ONCE_S,
+    PlaceRequests,
+    Settings,
+    why_pending,
+)
+from keepstep.adapters.schedule.kubernetes_taints import Taints
+from keepstep.errors import NoSpare, TransientError, UsageError
 from keepstep.model.schedule import (
     START,
     AgentStart,
@@ -50,24 +50,11 @@ from keepstep.model.schedule import (
 )
 from keepstep.ports.ledger import Member
 
-AT_ONCE_S = 5.0  # what is free or reserved is given at once, or somebody was faster
-FENCE_S = 2.0  # a kubelet that lives has ended a pod by then
-CONFLICTS_MAX = 10
-LOST_S = 120.0  # the node controller has noticed by then that a kubelet is silent
 NO_TAINT = (
     "without the right to patch nodes none is tainted: a lost node is given up only when its ranks "
     "must have ended themselves"
 )
 NO_RECORDS = "migrations are not recorded: the custom resources of deploy/kubernetes are missing"
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    kubeconfig: str = ""
-    context: str = ""
-    namespace: str = "keepstep"
-    template: Object = {}  # of a pod: image, volumes and whatever else agents need
-    priority_class: str = "keepstep-train"
-    preempting_class: str = "keepstep-preempt"
 
 
 class KubernetesScheduler:
@@ -79,9 +66,10 @@ class KubernetesScheduler:
         self._pods = Pods(self._api)
         self._owners = Owners(self._api, self._pods)
         self._records = Records(self._api, settings.namespace)
+        self._taints = Taints(self._api, self._pods)
+        self._requests = PlaceRequests(self._api, self._pods, self._owners, settings)
         self._mirrors: tuple[Mirror, Mirror] | None = None
         self._seen: dict[str, Place] = {}
-        self._fenced: dict[str, tuple[str, float]] = {}  # lately: why, and until when it counts
         self._shown: dict[str, dict[str, str]] = {}
 
     @property
@@ -174,7 +162,7 @@ class KubernetesScheduler:
         known = objects.machines(nodes, pods, self._pods.devices.look())
         self._records.pools(known)
         now = {name: one.place for name, one in known.items()}
-        self._fence_again(now)
+        self._taints.fence_again(now)
         news = [place for name, place in now.items() if self._seen.get(name) != place]
         news += [
             msgspec.structs.replace(place, state="down", reason="it is no node any more")
@@ -193,40 +181,8 @@ class KubernetesScheduler:
         return [Spare(place=pod["spec"]["nodeName"], kind="reserved") for pod in theirs] + [
             Spare(place=one, kind=kind)
             for kind in ask.kinds
-            for one in self._free(known, ask, kind)
+            for one in self._requests.free(known, ask, kind)
         ]
-
-    def _free(self, known: dict[str, Machine], ask: Ask, kind: Kind) -> list[str]:
-        """Places that this kind would take, best first."""
-        ok = {name: one for name, one in known.items() if one.suits(ask)}
-        # Those first that share no failure domain with what they replace.
-        shared = {n: len(ask.apart.items() & one.place.labels.items()) for n, one in ok.items()}
-        ok = dict(sorted(ok.items(), key=lambda item: shared[item[0]]))
-        pool = ask.constraints.reservation
-        if kind == "reserved":
-            return [n for n, one in ok.items() if pool and one.pool == pool and _is_free(one)]
-        ok = {name: one for name, one in ok.items() if not one.pool}
-        if kind in ("idle", "queue"):
-            return [name for name, one in ok.items() if _is_free(one)]
-        ours = self._priority() if ok else 0
-        lower = {
-            name: one
-            for name, one in ok.items()
-            if one.place.state == "used"
-            and not any(other.ours or other.priority >= ours for other in one.others)
-        }
-        cost = {
-            name: (max(o.priority for o in one.others), len(one.others))
-            for name, one in lower.items()
-        }
-        return sorted(lower, key=lambda name: cost[name])
-
-    def _priority(self) -> int:
-        try:
-            name = self.settings.preempting_class
-            return int(self._api.call(self._api.scheduling.read_priority_class, name)["value"])
-        except NotThere:
-            return 0  # there is nobody whom nobody may preempt
 
     # ----------------------------------------------------------------------- leases
 
@@ -245,7 +201,7 @@ class KubernetesScheduler:
         tried: list[str] = []
         for kind in ask.kinds:
             limit_s = max(LOOK_S, end - time.monotonic())
-            why = self._try(ask, kind, limit_s)
+            why = self._requests.attempt(ask, kind, self._space(ask.constraints), limit_s)
             if not why:
                 return self._given(ask)
             tried.append(f"{kind}: {why}")
@@ -258,90 +214,6 @@ class KubernetesScheduler:
         to = ", ".join(lease.places)
         self._records.migration(ask.job, ask.op, "Acquired", kind=lease.kind, to=to)
         return lease
-
-    def _try(self, ask: Ask, kind: Kind, limit_s: float) -> str:
-        """Why it came to nothing; empty if it is held now."""
-        known = self._pods.machines()
-        free = self._free(known, ask, kind)
-        if kind == "queue":
-            wanted = ask.constraints.gpu_type.lower()
-            bad = [
-                name
-                for name, one in known.items()
-                if one.place.state in ("degraded", "down")
-                or not ask.near.items() <= one.place.labels.items()
-            ]
-            types = [
-                (key, one.labels[key])
-                for one in known.values()
-                if wanted and one.place.gpu_type == wanted
-                for key in objects.GPU_TYPES
-                if key in one.labels
-            ]
-            avoid = sorted({*ask.avoid, *bad})
-            terms = objects.elsewhere(ask.constraints, sorted(set(types)), avoid)
-        elif len(free) < ask.count:
-            return {"reserved": "all of its nodes are used", "idle": "no node is idle"}.get(
-                kind, "nobody of lower priority has one"
-            )
-        else:
-            terms = objects.on(free[: ask.count])
-        if kind in ("reserved", "idle"):
-            limit_s = min(AT_ONCE_S, limit_s)
-        try:
-            self._create(ask, kind, terms)
-            why = self._await_bound(ask, limit_s)
-        except (NoRight, UsageError):
-            self._take_back(ask)
-            raise
-        except TransientError as error:
-            why = error.message
-        except BaseException:  # Ctrl-C
-            self._take_back(ask)
-            raise
-        if why:
-            self._take_back(ask)
-        return why
-
-    def _take_back(self, ask: Ask) -> None:
-        with contextlib.suppress(KeepstepError):  # whoever cleans up later finds it by its marks
-            self._pods.delete(self._pods.find(ask.job, ask.op))
-
-    def _create(self, ask: Ask, kind: Kind, terms: list[Object]) -> None:
-        preempts = kind == "preempt"
-        named = ask.constraints.qos or self.settings.priority_class
-        space, owner = self._space(ask.constraints), ask.constraints.owner
-        above = self._owners.read(space, owner) if owner else None
-        for index in range(ask.count):
-            pod = objects.agent_pod(
-                self.settings.template,
-                name=objects.name_of("keepstep", ask.job, ask.op, str(index)),
-                job=ask.job,
-                op=ask.op,
-                kind=kind,
-                index=index,
-                priority_class=self.settings.preempting_class if preempts else named,
-                limits=ask.constraints,
-                terms=terms,
-                pool=ask.constraints.reservation if kind == "reserved" else "",
-                owner=above,
-            )
-            self._pods.make(space, pod)
-
-    def _await_bound(self, ask: Ask, limit_s: float) -> str:
-        end = time.monotonic() + limit_s
-        while True:
-            pods = self._pods.find(ask.job, ask.op)
-            if len(pods) < ask.count:
-                return "it was cancelled"
-            if all(pod["spec"].get("nodeName") for pod in pods):
-                break
-            if time.monotonic() > end:
-                return f"nothing within {limit_s:g} s: {_why_pending(pods)}"
-            time.sleep(LOOK_S)
-        for pod in pods:
-            self._pods.note(pod, {objects.HELD: "true"})
-        return ""
 
     def release(self, lease: Lease) -> None:
         pods = self._pods.find(lease.job, lease.op)
@@ -412,64 +284,16 @@ class KubernetesScheduler:
             if now["spec"].get("nodeName"):
                 return now
             if time.monotonic() > end:
-                raise TransientError(
-                    f"{lease.places[0]} cannot be had again: {_why_pending([now])}"
-                )
+                raise TransientError(f"{lease.places[0]} cannot be had again: {why_pending([now])}")
             time.sleep(LOOK_S)
 
     # ----------------------------------------------------------------------- taints
 
     def taint(self, place: str, level: Level, reason: str) -> None:
-        now = self._pods.machines().get(place)
-        if now is None:
-            raise UsageError(f"Kubernetes has no node {place}", hint="see kubectl get nodes")
-        words = " ".join(reason.split())[:200]
-        if level == "degraded":
-            if now.place.state not in ("degraded", "down"):
-                self._change(place, lambda node: objects.with_taint(node, objects.DEGRADED, words))
-            return
-        there = [pod for pod in self._pods.find() if pod["spec"].get("nodeName") == place]
-        if not now.silent and not any(map(objects.may_run, there)):
-            return  # its kubelet has ended them: the agent has failed, or somebody took its pod
-        if not now.place.ours or now.place.state != "down":
-            self._change(place, lambda node: objects.with_taint(node, objects.FENCED, words))
-            self._fenced[place] = (words, time.monotonic() + LOST_S)
-        with contextlib.suppress(TransientError):
-            self._pods.delete(there, grace_s=1, limit_s=FENCE_S)
-        self._pods.delete(there, grace_s=0)
+        self._taints.add(place, level, reason)
 
     def untaint(self, place: str) -> bool:
-        self._fenced.pop(place, None)
-        now = self._pods.machines().get(place)
-        if now is None or not now.place.ours:
-            return False
-        self._change(place, objects.without_taints)
-        return True
-
-    def _fence_again(self, now: dict[str, Place]) -> None:
-        """The node controller of older servers (1.20) writes the list of taints as it has read it,
-        whatever was added since: ours may be gone when it notices that a kubelet is silent. Whoever
-        takes ours away on purpose comes later."""
-        for name, (words, until) in list(self._fenced.items()):
-            if time.monotonic() > until or name not in now:
-                self._fenced.pop(name, None)
-            elif now[name].state != "down":
-                fence = partial(objects.with_taint, key=objects.FENCED, reason=words)
-                with contextlib.suppress(TransientError):
-                    self._change(name, fence)
-
-    def _change(self, place: str, change: Callable[[Object], Object]) -> None:
-        """Read, change, write; again if somebody was faster. Taints are one list: two who write it
-        without looking would lose one of theirs."""
-        core = self._api.core
-        for attempt in range(CONFLICTS_MAX):
-            node = self._api.call(core.read_node, place)
-            try:
-                self._api.call(core.patch_node, place, change(node))
-                return
-            except Conflict:
-                time.sleep(LOOK_S * attempt)
-        raise TransientError(f"node {place} changes too often to be tainted")
+        return self._taints.remove(place)
 
     # ----------------------------------------------------------------------- showing
 
@@ -484,15 +308,3 @@ class KubernetesScheduler:
                 with contextlib.suppress(NotThere):
                     self._pods.note(pod, {}, {objects.RANK: text})
         self._shown[job] = wanted
-
-
-def _is_free(one: Machine) -> bool:
-    return one.place.state == "free"
-
-
-def _why_pending(pods: list[Object]) -> str:
-    for pod in pods:
-        for condition in pod.get("status", {}).get("conditions") or []:
-            if condition["type"] == "PodScheduled" and condition["status"] == "False":
-                return str(condition.get("message") or condition.get("reason") or "")
-    return "its scheduler has said nothing"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +19,7 @@ from keepstep.worker.api.plain import Batch, F, PlainSession
 from keepstep.worker.device import alike, cuda
 from keepstep.worker.groups import groups
 from keepstep.worker.line.process import Process
-from keepstep.worker.script import collectives, results, roots, workers
+from keepstep.worker.script import collectives, results, roots, values, workers
 from keepstep.worker.script.batches import Batches, Loop
 from keepstep.worker.script.collectives import Bare
 from keepstep.worker.script.frames import script_frames
@@ -326,15 +325,17 @@ class Session(PlainSession):
 
 def attach_rank(process: Process, models: dict[str, Any], optimizers: dict[str, Any]) -> Session:
     """A rank or a newcomer of a Keepstep job."""
-    world = int(os.environ["WORLD_SIZE"])
-    rank = int(os.environ["RANK"])
+    environment, settings = process.environment, process.channel.welcome.settings
+    world, rank = environment.world, environment.rank
     if world > 1 and not dist.is_initialized():
         raise UsageError(
             f"attach before init_process_group on rank {rank} of {world}",
             hint="call torch.distributed.init_process_group first",
         )
     seat = Seat(process, rank, world, models, optimizers)
-    seat.generation = int(os.environ.get("KEEPSTEP_GENERATION", "0"))
+    seat.generation = environment.generation
+    values.slot_now = values.slot(environment.local_rank)
+    trace.start(settings)
     return Session(seat)
 
 
@@ -394,8 +395,8 @@ def announce(session: Session, process: Process) -> None:
         seat.page.where("attaching")
         if seat.world > 1:
             groups.build_first_fence(
-                os.environ["MASTER_ADDR"],
-                int(os.environ["MASTER_PORT"]),
+                process.environment.master.host,
+                process.environment.master.port,
                 seat.rank,
                 seat.world,
                 seat.welcome.interface,

@@ -116,12 +116,11 @@ def _give_up(seconds: float, what: str) -> None:
 # --------------------------------------------------------------------------------------- standby
 
 
-def warm_up() -> None:
+def warm_up(slot: int) -> None:
     """A standby's context and math library: seconds that would else be part of a recovery. When it
     parks, not before: until then the script may still choose what it sees of the machine."""
     if not torch.cuda.is_available():
         return
-    slot = int(os.environ.get("LOCAL_RANK", "0"))
     index = slot if slot < torch.cuda.device_count() else 0
     device = torch.device("cuda", torch.cuda.current_device() if _chosen() else index)
     with torch.cuda.device(device):

@@ -239,13 +239,13 @@ script_globals: dict[str, dict[str, Any]] = {}  # namespaces of modules that run
 # ------------------------------------------------------------------ what belongs to the slot
 
 
-def slot() -> list[str]:
+def slot(local_rank: int | None) -> list[str]:
     """What this process has from its place and not from its rank, as text."""
-    local_rank = os.environ.get("LOCAL_RANK", "")
-    return [local_rank, socket.gethostname(), str(os.getpid())]
+    local = "" if local_rank is None else str(local_rank)
+    return [local, socket.gethostname(), str(os.getpid())]
 
 
-slot_now = slot()
+slot_now = slot(None)  # until the process attaches
 
 
 def belongs_to_slot(theirs: Any, mine: Any, their_slot: list[str], my_slot: list[str]) -> bool:

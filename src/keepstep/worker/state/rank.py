@@ -34,6 +34,7 @@ class Rank:
         self.welcome = process.channel.welcome
         self.rank = rank
         self.world = world
+        self.local_world = process.environment.local_world
         self.models = models
         self.optimizers = optimizers
         self.objects: dict[str, Registered] = {}

@@ -19,7 +19,6 @@ script ends, as if it were over, where it would begin step KEEPSTEP_STEPS_MAX.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
@@ -32,6 +31,7 @@ import torch
 import xxhash
 
 from keepstep.model import trace as model
+from keepstep.model.messages import WorkerSettings
 from keepstep.worker.state import rng, values
 from keepstep.worker.state.export import flat
 from keepstep.worker.step.seat import Seat
@@ -191,14 +191,11 @@ def _where(seat: Seat) -> list[int]:
     return [*epochs, loops[-1].yields if loops else 0]
 
 
-def _from_environment() -> Trace | None:
-    folder = os.environ.get(model.FOLDER)
-    if not folder:
-        return None
-    steps_max = 0
-    with contextlib.suppress(ValueError):
-        steps_max = int(os.environ.get(model.STEPS_MAX, "0"))
-    return Trace(Path(folder), steps_max)
+active: Trace | None = None
 
 
-active: Trace | None = _from_environment()
+def start(settings: WorkerSettings) -> None:
+    """At attach."""
+    global active
+    if settings.trace:
+        active = Trace(Path(settings.trace), settings.steps_max)

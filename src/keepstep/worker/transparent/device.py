@@ -33,15 +33,20 @@ NVIDIA = "/dev/nvidia"
 _library = ctypes.CDLL(None)
 _here = hasattr(_library, "keepstep_segments_save")
 _areas: Any = _library if _here else None
-if not _here and "KEEPSTEP_SEGMENTS" in os.environ:
-    # Without being asked for memory: the script wants none from it (KEEPSTEP_OFFLOAD=0).
-    with contextlib.suppress(OSError):
-        _areas = ctypes.CDLL(os.environ["KEEPSTEP_SEGMENTS"])
 _away = False
 _awaited = False
 _clearing: threading.Thread | None = None
 _here_again = threading.Event()
 _here_again.set()
+
+
+def find_library(path: str) -> None:
+    """Where it is not loaded, without being asked for memory: the script wants none from it
+    (KEEPSTEP_OFFLOAD=0)."""
+    global _areas
+    if not _here and path:
+        with contextlib.suppress(OSError):
+            _areas = ctypes.CDLL(path)
 
 
 def kind() -> Literal["", "cuda", "hip"]:

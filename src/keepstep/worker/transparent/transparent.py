@@ -43,6 +43,7 @@ from keepstep.worker.groups import fence, gloo, groups, nccl
 from keepstep.worker.groups.stager import Stager
 from keepstep.worker.line.channel import Channel
 from keepstep.worker.line.page import Page
+from keepstep.worker.line.process import RankEnvironment
 from keepstep.worker.transparent import device
 from keepstep.worker.transparent.stopping import Stopping
 
@@ -53,10 +54,11 @@ NOWHERE = m.Address("127.0.0.1", 0)
 
 
 class Runtime:
-    def __init__(self, channel: Channel, page: Page) -> None:
+    def __init__(self, channel: Channel, page: Page, environment: RankEnvironment) -> None:
         self._channel, self._page = channel, page
-        self._rank, self._world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.generation = int(os.environ.get("KEEPSTEP_GENERATION", "0"))
+        self._rank, self._world = environment.rank, environment.world
+        self._master = environment.master
+        self.generation = environment.generation
         self.steps = 0
         self._pid = os.getpid()
         self._stager = Stager(channel, self._rank, self._world, device.wait_until_back)
@@ -73,8 +75,9 @@ class Runtime:
         channel.on_abort = self._aborted
         channel.on_inspect = self._inspect
 
-    def install(self) -> None:
-        """Before the script runs."""
+    def install(self, *, sockets: str, segments: str) -> None:
+        """Before the script runs. `sockets`: a folder that every place has; `segments`: the library
+        that moves device memory."""
         self._page.where("outside")
         self._page.set("generation", self.generation)
         # "stepping" stays 0: who is in a long evaluation makes no step and does not hang, and a
@@ -85,15 +88,16 @@ class Runtime:
                 generation=self.generation, groups=[], parameters=0, bytes_state=0, redundant=False
             )
         )
-        self._know_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        self._know_store(self._master.host, self._master.port)
+        device.find_library(segments)
         register_optimizer_step_post_hook(self._stepped)
         groups.install_destroy()
         os.register_at_fork(after_in_child=device.after_fork)
         os.register_at_fork(after_in_child=_forget_connections)
         watch_sockets()
         # Loader workers hand tensors over through named sockets: where every place has room.
-        if folder := os.environ.get("KEEPSTEP_SOCKETS"):
-            multiprocessing.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
+        if sockets:
+            multiprocessing.current_process()._config["tempdir"] = sockets  # type: ignore[attr-defined]
 
     def _know_store(self, host: str, port: int) -> None:
         """Forked children drop its connection as they do those of process groups."""

@@ -11,7 +11,6 @@ version, because it may depend on any of them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -29,7 +28,7 @@ from keepstep.worker.vault.units import Unit, described, part_of, view, views
 class Inventory:
     def __init__(self, me: Rank) -> None:
         self._me = me
-        self.mode = os.environ.get("KEEPSTEP_REDUNDANCY", "auto")
+        self.mode = me.welcome.settings.redundancy
         self.units: list[Unit] = []
         self.lanes: dict[int, int] = {}  # unit or slice -> lane of the line
         self.one_version = False  # all bases are of one
@@ -42,7 +41,7 @@ class Inventory:
         me = self._me
         if me.world == 1:
             return  # with its only rank all that could decide how to go on is lost
-        local_world = int(os.environ["LOCAL_WORLD_SIZE"])
+        local_world, settings = me.local_world, me.welcome.settings
 
         def alone(tensor: torch.Tensor) -> bool:
             return not me.replicas.elsewhere(me.replicas.of(tensor), local_world)
@@ -65,10 +64,10 @@ class Inventory:
         for name in objects:
             self._add(Unit(0, f"object/{name}", object=name))
         sizes = {unit.index: unit.size for unit in self.units}
-        # Slices are for GPUs: on CPUs there are none unless the environment says so.
+        # Slices are for GPUs: on CPUs there are none unless the user says so.
         slice_bytes = vault.SLICE_BYTES if cuda.home is not None else 0
-        slices = vault.sliced(sizes, self.gradient_bytes, slice_bytes)
-        self.lanes = vault.lanes_of(slices, local_world)
+        slices = vault.sliced(sizes, self.gradient_bytes, slice_bytes, settings.vault_slice)
+        self.lanes = vault.lanes_of(slices, local_world, settings.vault_lanes)
 
     def _add_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         owners = {

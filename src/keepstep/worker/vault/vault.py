@@ -54,13 +54,13 @@ ALIGN = 64
 _serials = itertools.count(1)  # of this process: a later line drives out an earlier one
 
 
-def lanes_of(sizes: Mapping[int, int], local_ranks: int) -> dict[int, int]:
+def lanes_of(sizes: Mapping[int, int], local_ranks: int, said: str = "auto") -> dict[int, int]:
     """unit -> its lane: as many lanes as there are cores for, with about the same bytes each."""
     hint = "leave it out, and there are as many as the cores allow"
-    said = _said("KEEPSTEP_VAULT_LANES", 0, LANES_SAID_MAX, hint)
+    wanted = _number("KEEPSTEP_VAULT_LANES", said, 0, LANES_SAID_MAX, hint)
     cores = len(os.sched_getaffinity(0)) // max(local_ranks, 1)
     count = min(cores // LANE_CORES, LANES_MAX, sum(sizes.values()) // LANE_BYTES)
-    load = [0] * (said or max(count, 1))
+    load = [0] * (wanted or max(count, 1))
     found = {}
     for unit in sorted(sizes, key=lambda one: (-sizes[one], one % v.SLICES, one)):
         found[unit] = load.index(min(load))
@@ -69,12 +69,16 @@ def lanes_of(sizes: Mapping[int, int], local_ranks: int) -> dict[int, int]:
 
 
 def sliced(
-    sizes: Mapping[int, int], parameters: Mapping[int, int], default: int = SLICE_BYTES
+    sizes: Mapping[int, int],
+    parameters: Mapping[int, int],
+    default: int = SLICE_BYTES,
+    said: str = "auto",
 ) -> dict[int, int]:
     """Bytes of all units, and of the parameters among them -> bytes of all slices. How a unit is
     cut must not depend on the machine, for its next process has to find the same. `default`: bytes
-    of a slice if the environment does not say; 0: nothing is cut."""
-    least = _said("KEEPSTEP_VAULT_SLICE", default, 1 << 40, f"leave it out for {SLICE_BYTES}")
+    of a slice if nothing is `said`; 0: nothing is cut."""
+    hint = f"leave it out for {SLICE_BYTES}"
+    least = _number("KEEPSTEP_VAULT_SLICE", said, default, 1 << 40, hint)
     found: dict[int, int] = {}
     for unit, size in sizes.items():
         most = min(max(parameters.get(unit, 0) // least, 1), SLICES_MAX) if least else 1
@@ -83,8 +87,7 @@ def sliced(
     return found
 
 
-def _said(name: str, default: int, most: int, hint: str) -> int:
-    said = os.environ.get(name, "auto")
+def _number(name: str, said: str, default: int, most: int, hint: str) -> int:
     if said == "auto":
         return default
     if not (said.isdecimal() and 1 <= int(said) <= most):
