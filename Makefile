@@ -9,8 +9,8 @@ export OMP_NUM_THREADS ?= 1
 # What a bare Debian lacks is installed once; without root this fails and names the package.
 APT := DEBIAN_FRONTEND=noninteractive sh -c 'apt-get update -qq && apt-get install -y -qq "$$0"'
 
-.PHONY: setup setup-postgres setup-network setup-slurm setup-criu k8s-control-plane demo test test-all lint unit sim sim-soak \
-  chaos zoo network net-soak schedulers transparent test-gpu bench reports docs clean
+.PHONY: setup setup-postgres setup-network setup-slurm setup-criu k8s-control-plane demo test test-all lint \
+  unit sim sim-soak chaos zoo network net-soak schedulers transparent test-gpu bench reports docs clean
 
 setup: $(VENV)/.ready
 
@@ -103,7 +103,7 @@ network: setup setup-network
 # One long run: make net-soak NET_FAULTS=1000
 NET_FAULTS ?= 1000
 net-soak: setup setup-network
-	$(BIN)/python tests/network/soak.py --faults $(NET_FAULTS) --report benchmarks/results/net-soak.json
+	$(BIN)/python -m tests.network.soak --faults $(NET_FAULTS) --report benchmarks/results/net-soak.json
 
 # Ranks of unmodified scripts moved as images of their processes; a sample.
 transparent: setup setup-criu

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import PLAIN, SCRIPTS, Job, command
+
+from tests.support.commands import PLAIN, SCRIPTS, Job, command
 
 SCRIPT = str(SCRIPTS / "refused.py")
 TENSOR_PARALLEL = str(SCRIPTS / "tensor_parallel.py")

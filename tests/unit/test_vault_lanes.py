@@ -10,13 +10,13 @@ import socket
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_vault import MB, agent, going_on, line, opened, plain
 
 from keepstep.agent.landings import Landings
 from keepstep.errors import PermanentError, RemoteProtocolError, UsageError
 from keepstep.model import vault as v
 from keepstep.worker.vault.lane import VaultLacks
 from keepstep.worker.vault.vault import Fetched, VaultLine, cut, fetch, lanes_of, sliced
+from tests.support.vault import MB, agent, going_on, line, opened, plain
 
 LANES = {0: 0, 1: 1, 2: 2, 3: 0}
 
