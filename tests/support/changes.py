@@ -59,8 +59,8 @@ def _parts(text: str) -> dict[str, list[ast.stmt]]:
     for node in ast.parse(text).body:
         for name in _defines(node):
             found.setdefault(name, []).append(node)
-    for node in ast.walk(ast.Module([n for ns in found.values() for n in ns], [])):
-        body = getattr(node, "body", None)
+    for inner in ast.walk(ast.Module([node for nodes in found.values() for node in nodes], [])):
+        body = getattr(inner, "body", None)
         if isinstance(body, list) and body and _is_text(body[0]) and len(body) > 1:
             del body[0]  # a docstring
     return found

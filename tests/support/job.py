@@ -70,7 +70,11 @@ def inject(*faults: str) -> list[str]:
 
 
 class Job:
-    """One `keepstep run`, watched through its REST interface."""
+    """One `keepstep run`, watched through its REST interface.
+
+    It has many methods because it is the vocabulary of the cases: a line for each thing that they
+    see of a job or do to it.
+    """
 
     def __init__(
         self,
