@@ -34,6 +34,13 @@ def in_parent(path: Path) -> str:
     return git("show", f"HEAD~1:{path.relative_to(ROOT)}")
 
 
+def differing(folder: Path) -> set[Path]:
+    """Files that are new or not as in the commit's parent."""
+    names = git("diff", "--name-only", "HEAD~1", "--", str(folder))
+    names += git("ls-files", "--others", "--exclude-standard", "--full-name", "--", str(folder))
+    return {ROOT / name for name in names.splitlines()}
+
+
 def changed(old: str, new: str) -> dict[str, set[str]]:
     """Names of `new` that are not as in `old`, each with the strings that are new about it."""
     before, after = _parts(old), _parts(new)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from keepstep.native.build import cache_folder
-from tests.support.changes import in_parent
+from tests.support.changes import differing, in_parent
 from tests.support.job import Job
 from tests.support.scripts import ROOT, TESTS
 from tests.support.torchrun import run_plain
@@ -172,8 +172,8 @@ def run_script(case: Case, source: Path | None = None) -> Run:
 
 def changed_names() -> set[str]:
     """Scripts and mutants that the commit has changed, by their own text or by their row."""
-    scripts = {path.stem for path in SCRIPTS.glob("*.py") if in_parent(path) != path.read_text()}
-    found = {case.name for case in cases() if case.script.stem in scripts}
+    scripts = differing(SCRIPTS)
+    found = {case.name for case in cases() if case.script in scripts}
     for table in (EXPECTED, MUTANTS):
         old, new = (tomllib.loads(text) for text in (in_parent(table), table.read_text()))
         found |= {name for name, row in new.items() if old.get(name) != row}
