@@ -13,7 +13,6 @@ share this machine's processors.
 from __future__ import annotations
 
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,11 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-
-sys.path.insert(0, str(report.ROOT / "tests" / "network"))
-
-from faults import Watch
-from rig import Ended, Rig, rig, why_not
+from tests.network.faults import Watch
+from tests.network.rig import Ended, Rig, rig, why_not
 
 RATE_MBIT = 200
 KIB = 1024

@@ -18,14 +18,15 @@ RESULTS = Path(__file__).parent / "results"
 
 _WORKER = ("src/keepstep/worker", "src/keepstep/native", "src/keepstep/model")
 _JOB = ("src/keepstep",)
+_HARNESS = tuple(f"tests/support/{name}.py" for name in ("job", "plain", "torchrun", "verdict"))
 # The first prefix that fits.
 UNDER: dict[str, tuple[str, ...]] = {
-    "chaos": (*_JOB, "tests/chaos"),
-    "zoo": (*_JOB, "tests/zoo"),
-    "mutants": (*_JOB, "tests/zoo"),
+    "chaos": (*_JOB, "tests/chaos", *_HARNESS),
+    "zoo": (*_JOB, "tests/zoo", "tests/support/zoo.py", *_HARNESS),
+    "mutants": (*_JOB, "tests/zoo", "tests/support/zoo.py", *_HARNESS),
     "gpu-overhead": (*_WORKER, "benchmarks/gpu.py", "benchmarks/overhead.py"),
     "gpu-net": ("src/keepstep/native", "tests/gpu"),
-    "gpu": (*_JOB, "tests/gpu"),
+    "gpu": (*_JOB, "tests/gpu", *_HARNESS),
     "net": ("src/keepstep/native", "tests/network", "benchmarks/network.py"),
     "sim": ("src/keepstep/core", "src/keepstep/model", "src/keepstep/sim"),
     "suite-schedulers": (
@@ -34,7 +35,12 @@ UNDER: dict[str, tuple[str, ...]] = {
         "tests/schedulers",
     ),
     "schedulers": ("src/keepstep/adapters", "src/keepstep/orchestrator"),
-    "suite-transparent": ("src/keepstep/agent", "src/keepstep/worker/transparent"),
+    "suite-transparent": (
+        "src/keepstep/agent",
+        "src/keepstep/worker/transparent",
+        "tests/transparent",
+        "tests/support/moving.py",
+    ),
     "transparent": ("src/keepstep/agent", "src/keepstep/worker/transparent"),
     "": _JOB,
 }

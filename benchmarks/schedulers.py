@@ -18,7 +18,6 @@ import contextlib
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +29,6 @@ from keepstep.model.job import JobSpec, NodeSpec, Submit
 from keepstep.model.schedule import Ask, Constraints, Kind
 from keepstep.orchestrator.main import Orchestrator
 
-TESTS = report.ROOT / "tests" / "schedulers"
 KINDS: dict[str, Kind] = {"dedicated": "reserved", "idle": "idle", "floating": "preempt"}
 JOB = "bench"
 LIMIT_S = 60.0
@@ -40,9 +38,7 @@ LOOK_S = 0.005
 @contextlib.contextmanager
 def laboratory(adapter: str, folder: Path) -> Iterator[Any]:
     """A scheduler with six places, and what others do there."""
-    sys.path.insert(0, str(TESTS))
-    import cluster  # type: ignore[import-not-found]
-    import labs  # type: ignore[import-not-found]
+    from tests.schedulers import cluster, labs
 
     if adapter == "local":
         yield labs.LocalLab(folder / "pool")
@@ -61,9 +57,7 @@ def laboratory(adapter: str, folder: Path) -> Iterator[Any]:
 
 
 def _kubernetes() -> Iterator[Any]:
-    import control_plane  # type: ignore[import-not-found]
-    import control_plane_build  # type: ignore[import-not-found]
-    import kubernetes_lab  # type: ignore[import-not-found]
+    from tests.schedulers import control_plane, control_plane_build, kubernetes_lab
 
     if why := control_plane_build.missing():
         raise SystemExit(why)

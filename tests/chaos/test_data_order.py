@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-from data_order import CASES, STEPS
-from harness import DATA_ORDER, Job, Verdict
-from test_kills import fired, inject
+
+from tests.chaos.data_order import CASES, STEPS
+from tests.support.job import Job, inject
+from tests.support.scripts import DATA_ORDER
+from tests.support.torchrun import Reference
+from tests.support.verdict import Verdict
 
 Start = Callable[..., Job]
-Reference = Callable[..., list[dict[str, Any]]]
 
 
 # In the middle of a step, and between the last one of an epoch and the next epoch.
@@ -34,6 +35,5 @@ def test_kill_in_the_second_epoch_of_data_that_is(
         world=2, script=DATA_ORDER, script_args=["--case", case],
     )  # fmt: skip
     job.finish()
-    fired(job, 1)
     expected = reference(2, "--case", case, script=DATA_ORDER)
     verdict.identical(job, expected, faults=1, incidents=1)

@@ -13,25 +13,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import LAYOUTS, Job, Verdict, differences
-from test_layouts import SHAPES
-from test_planned import resolved
+
+from keepstep.model.views import JobView
+from tests.chaos.shards import SHAPES
+from tests.support.job import Job
+from tests.support.scripts import LAYOUTS
+from tests.support.torchrun import Reference, differences
+from tests.support.verdict import Verdict
 
 Start = Callable[..., Job]
-Reference = Callable[..., list[dict[str, Any]]]
 
 ARGS = ["--epochs", "6", "--steps-per-epoch", "20", "--slow", "yes"]
 
 
 def kill_nodes(job: Job, *names: str) -> None:
     """At the same moment: a second one later would find everything rebuilt."""
-    pids = {node["node"]: node["pid"] for node in job.status()["nodes"]}
+    pids = {node.node: node.pid for node in job.status().nodes}
     for name in names:
         os.kill(pids[name], signal.SIGKILL)
 
 
-def saved_step(status: dict[str, Any]) -> int:
-    return int(status["checkpoints"]["step"]) if status.get("checkpoints") else 0
+def saved_step(status: JobView) -> int:
+    return status.checkpoints.step if status.checkpoints is not None else 0
 
 
 def steps_without_a_checkpoint(job: Job) -> None:
@@ -40,7 +43,7 @@ def steps_without_a_checkpoint(job: Job) -> None:
     new = job.until(
         lambda s: saved_step(s) if saved_step(s) >= max(3, before + 1) else 0, "a new checkpoint"
     )
-    job.until(lambda s: s["committed_step"] >= new + 2, "steps that no checkpoint has")
+    job.until(lambda s: s.committed_step >= new + 2, "steps that no checkpoint has")
 
 
 @pytest.mark.cost(45)
@@ -59,16 +62,15 @@ def test_owner_and_buddy_lost_go_back_to_a_checkpoint(
     kill_nodes(job, "n1", "n2")
     job.finish()
     (incident,) = job.incidents()
-    assert incident["outcome"] == "FELL_BACK" and incident["cause"] == "node-lost", incident
-    assert 0 < incident["steps_lost"] < 120, incident
-    assert f"{incident['steps_lost']} steps lost" in job.output()
+    assert incident.outcome == "FELL_BACK" and incident.cause == "node-lost", incident
+    assert 0 < incident.steps_lost < 120, incident
+    assert f"{incident.steps_lost} steps lost" in job.output()
     assert differences(job.results(), reference(3, *ARGS)) == []
     kept = sorted((tmp_path / "saved" / job.job).iterdir())
     assert 1 <= len(kept) <= 3
     assert sum((path / "manifest.json").exists() for path in kept) <= 2
-    verified = job.cli("ledger", "verify")
-    assert verified.returncode == 0, verified.stderr
-    verdict.note(1, f"fell back, {incident['steps_lost']} steps computed again, bit-identical")
+    job.verify_ledger()
+    verdict.note(1, f"fell back, {incident.steps_lost} steps computed again, bit-identical")
 
 
 @pytest.mark.cost(50)
@@ -86,17 +88,17 @@ def test_a_damaged_checkpoint_is_not_the_last_one(
     job.until(lambda s: saved_step(s) > first, "another checkpoint")
     kill_nodes(job, "n1", "n2")
     back = "going back to "
-    bad = job.until(lambda s: s["reason"].partition(back)[2], "a job that goes back")
+    bad = job.until(lambda s: s.reason.partition(back)[2], "a job that goes back")
     for file in Path(bad).glob("state/*.distcp"):  # newcomers are still being built
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
     job.finish()
     (incident,) = job.incidents()
-    assert incident["outcome"] == "FELL_BACK" and f"{bad} cannot be read" in incident["reason"]
-    assert 0 < incident["steps_lost"] < 120, incident
+    assert incident.outcome == "FELL_BACK" and f"{bad} cannot be read" in incident.reason
+    assert 0 < incident.steps_lost < 120, incident
     assert differences(job.results(), reference(3, *ARGS)) == []
-    verdict.note(1, f"fell back twice, {incident['steps_lost']} steps computed again, identical")
+    verdict.note(1, f"fell back twice, {incident.steps_lost} steps computed again, identical")
 
 
 @pytest.mark.cost(45)
@@ -116,8 +118,8 @@ def test_the_newest_checkpoint_of_a_directory_is_resumed(
     )  # fmt: skip
     again.finish()
     (incident,) = again.incidents()
-    assert (incident["cause"], incident["outcome"]) == ("resume", "RESOLVED")
-    used = incident["reason"].split("resumed from ")[1].split(";")[0]
+    assert (incident.cause, incident.outcome) == ("resume", "RESOLVED")
+    used = incident.reason.split("resumed from ")[1].split(";")[0]
     assert json.loads((Path(used) / "manifest.json").read_bytes())["step"] >= 5
     assert differences(again.results(), reference(3, *ARGS)) == []
     verdict.note(1, "resumed from the newest periodic checkpoint, bit-identical")
@@ -140,17 +142,17 @@ def test_shards_come_from_a_checkpoint(
     job.spare_parked(3)
     steps_without_a_checkpoint(job)
     kill_nodes(job, "n1", "n2")
-    resolved(job, 1)
+    job.until_closed(1)
     job.spare_parked()
-    job.until_step(job.status()["committed_step"] + 2)  # the vaults have a base of the new life
+    job.until_step(job.status().committed_step + 2)  # the vaults have a base of the new life
     job.kill_rank(1)
-    resolved(job, 2)
+    job.until_closed(2)
     job.finish()
     first, second = job.incidents()
-    assert first["outcome"] == "FELL_BACK" and first["steps_lost"] > 0, first
-    assert (second["outcome"], second["steps_lost"]) == ("RESOLVED", 0), second
+    assert first.outcome == "FELL_BACK" and first.steps_lost > 0, first
+    assert (second.outcome, second.steps_lost) == ("RESOLVED", 0), second
     assert differences(job.results(), reference(world, *args, script=LAYOUTS)) == []
-    verdict.note(2, f"fell back, {first['steps_lost']} steps computed again, bit-identical")
+    verdict.note(2, f"fell back, {first.steps_lost} steps computed again, bit-identical")
 
 
 HELD = [(layout, "auto") for layout in SHAPES] + [("fsdp", "parity")]
@@ -169,8 +171,8 @@ def test_sharded_ranks_that_hold_write_all_shards(
     job = start(*options, **script)
     job.until_step(7)
     kill_nodes(job, "n1")
-    job.until(lambda s: s["state"] == "held" and s["checkpoint"], "a held job with a checkpoint")
-    checkpoint = Path(job.status()["checkpoint"])
+    job.until(lambda s: s.state == "held" and s.checkpoint, "a held job with a checkpoint")
+    checkpoint = Path(job.status().checkpoint)
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     assert manifest["step"] >= 7
     written = {path.name for path in checkpoint.iterdir()}
@@ -180,6 +182,6 @@ def test_sharded_ranks_that_hold_write_all_shards(
     job.finish(code=143)
     again = start(*options, "--resume", str(checkpoint), **script)
     again.finish()
-    assert f"resumed from {checkpoint}" in again.incidents()[0]["reason"]
+    assert f"resumed from {checkpoint}" in again.incidents()[0].reason
     assert differences(again.results(), reference(world, *args, script=LAYOUTS)) == []
     verdict.note(1, f"held at step {manifest['step']}, resumed there, bit-identical")

@@ -6,14 +6,15 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from typing import Any
 
 import psutil
 import pytest
-from harness import Job, Verdict
+
+from tests.support.job import Job
+from tests.support.torchrun import Reference
+from tests.support.verdict import Verdict
 
 Start = Callable[..., Job]
-Reference = Callable[..., list[dict[str, Any]]]
 
 STALL_S = 8
 STOP_S_MAX = 3.0
@@ -40,7 +41,7 @@ def test_a_hundred_short_stalls_cost_nobody_the_seat(
     )  # fmt: skip
     job.until_step(5)
     job.spare_parked()
-    before = [rank["pid"] for rank in job.status()["ranks"]]
+    before = [rank.pid for rank in job.status().ranks]
     stalls = 0
     for _ in range(ROUNDS):
         chosen = chance.sample(everybody(job), AT_ONCE)
@@ -55,8 +56,8 @@ def test_a_hundred_short_stalls_cost_nobody_the_seat(
             for process in chosen:
                 process.send_signal(signal.SIGCONT)
         step = job.step()
-        job.until(lambda s, step=step: s["committed_step"] > step, "a step in between")
+        job.until(lambda s, step=step: s.committed_step > step, "a step in between")
     assert stalls >= 100
-    assert [rank["pid"] for rank in job.status()["ranks"]] == before
+    assert [rank.pid for rank in job.status().ranks] == before
     job.finish()
     verdict.identical(job, reference(4, *ARGS), faults=stalls, incidents=0)

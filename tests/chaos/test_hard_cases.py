@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from harness import Job, Verdict, wait_for
-from test_kills import fired, inject
+
+from keepstep.model.views import JobView
+from tests.support.job import Job, inject, wait_for
+from tests.support.torchrun import Reference
+from tests.support.verdict import Verdict
 
 Start = Callable[..., Job]
-Reference = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.mark.cost(30)
@@ -29,11 +32,10 @@ def test_node_with_rank_0_and_the_store_dies(
         world=4,
     )  # fmt: skip
     job.finish()
-    fired(job, 1)
     seen = verdict.identical(job, reference(4), faults=1, incidents=1)
-    assert seen[0]["victims"] == [0, 1]
-    assert seen[0]["cause"] == "node-lost"
-    assert "buddy" in seen[0]["source"]
+    assert seen[0].victims == [0, 1]
+    assert seen[0].cause == "node-lost"
+    assert "buddy" in seen[0].source
 
 
 @pytest.mark.cost(25)
@@ -45,7 +47,7 @@ def test_node_killed_from_outside(start: Start, reference: Reference, verdict: V
     )
     job.until_step(5)
     job.spare_parked()
-    session = next(n["session"] for n in job.status()["nodes"] if n["node"] == "n1")
+    session = next(n.session for n in job.status().nodes if n.node == "n1")
     for process in psutil.process_iter():
         try:
             if os.getsid(process.pid) == session:
@@ -72,22 +74,22 @@ def test_understudies_spare_the_pause_a_long_construction(
         job.until_step(step + 14)  # in another epoch
         used.append(understudy(job.status(), victim))
         job.kill_rank(victim)
-        job.until(lambda s, v=victim: s["ranks"][v]["pid"] == used[-1], "the understudy's seat")
-        job.until(lambda s: s["state"] == "running", "training")
+        job.until(lambda s, v=victim: s.ranks[v].pid == used[-1], "the understudy's seat")
+        job.until(lambda s: s.state == "running", "training")
     job.finish(deadline_s=240)
     seen = verdict.identical(job, reference(3, *args), faults=2, incidents=2)
-    assert all(one["pause_ms"] < 6000 for one in seen), [one["pause_ms"] for one in seen]
-    assert all("newcomer_build" not in one["timings_ms"] for one in seen)
+    assert all(one.pause_ms < 6000 for one in seen), [one.pause_ms for one in seen]
+    assert all("newcomer_build" not in one.timings_ms for one in seen)
 
 
-def ready_for(status: dict[str, Any]) -> list[int]:
-    found = [one for spare in status["spares"] for one in spare["understudies"]]
-    return sorted(one["rank"] for one in found if one["state"] == "ready")
+def ready_for(status: JobView) -> list[int]:
+    found = [one for spare in status.spares for one in spare.understudies]
+    return sorted(one.rank for one in found if one.state == "ready")
 
 
-def understudy(status: dict[str, Any], rank: int) -> int:
-    found = [one for spare in status["spares"] for one in spare["understudies"]]
-    return next(int(one["pid"]) for one in found if one["rank"] == rank)
+def understudy(status: JobView, rank: int) -> int:
+    found = [one for spare in status.spares for one in spare.understudies]
+    return next(one.pid for one in found if one.rank == rank)
 
 
 @pytest.mark.cost(28)
@@ -96,12 +98,12 @@ def test_two_ranks_die_at_once(start: Start, reference: Reference, verdict: Verd
     job = start("--nproc-per-node", "3", "--spares", "2", script_args=args)
     job.until_step(4)
     job.spare_parked(2)
-    pids = [job.rank(r)["pid"] for r in (0, 2)]
+    pids = [job.rank(r).pid for r in (0, 2)]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     job.finish()
     seen = verdict.identical(job, reference(3, *args), faults=2)
-    assert {v for i in seen for v in i["victims"]} == {0, 2}
+    assert {v for i in seen for v in i.victims} == {0, 2}
 
 
 @pytest.mark.cost(30)
@@ -116,16 +118,16 @@ def test_second_death_while_the_first_is_replaced(
     job.spare_parked(3)
     job.kill_rank(1)
     assigned = job.until(
-        lambda s: [x for x in s["spares"] if x["state"] == "assigned"] if s["spares"] else None,
+        lambda s: [x for x in s.spares if x.state == "assigned"],
         "an assigned newcomer",
     )
     if second == "survivor":
         job.kill_rank(2)
     else:
-        os.kill(assigned[0]["pid"], signal.SIGKILL)
+        os.kill(assigned[0].pid, signal.SIGKILL)
     job.finish()
     seen = verdict.identical(job, reference(3, *args), faults=2, incidents=1)
-    assert seen[0]["attempts"] >= (2 if second == "survivor" else 1)
+    assert seen[0].attempts >= (2 if second == "survivor" else 1)
 
 
 @pytest.mark.cost(30)
@@ -137,7 +139,7 @@ def test_source_dies_while_copying(start: Start, reference: Reference, verdict: 
     job.spare_parked(3)
     job.kill_rank(0)
     job.until(
-        lambda s: all(r["state"] == "holding" for r in s["ranks"] if r["rank"] in (1, 2)),
+        lambda s: all(r.state == "holding" for r in s.ranks if r.rank in (1, 2)),
         "survivors that hold",
     )
     job.kill_rank(1)
@@ -168,8 +170,8 @@ def test_no_spare_holds_writes_a_checkpoint_and_resumes(
     args = ["--epochs", "2", "--steps-per-epoch", "12", "--slow", "yes"]
     options = ["--local-nodes", "3", "--nproc-per-node", "1"]
     job = start(*options, *inject("kill-node:node=n1,step=7"), script_args=args)
-    job.until(lambda s: s["state"] == "held" and s["checkpoint"], "a held job with a checkpoint")
-    checkpoint = job.status()["checkpoint"]
+    job.until(lambda s: s.state == "held" and s.checkpoint, "a held job with a checkpoint")
+    checkpoint = job.status().checkpoint
     manifest = json.loads((Path(checkpoint) / "manifest.json").read_text())
     assert manifest["step"] >= 7
     job.process.send_signal(signal.SIGTERM)
@@ -192,14 +194,14 @@ def test_second_death_at_the_moment_of_the_swap(
     )
     job.until_step(4)
     job.spare_parked(2)
-    generation = job.status()["generation"]
-    pid = job.rank(victim)["pid"]
+    generation = job.status().generation
+    pid = job.rank(victim).pid
     job.kill_rank(0)
-    job.until(lambda s: s["generation"] > generation, "the commit of the new generation")
+    job.until(lambda s: s.generation > generation, "the commit of the new generation")
     os.kill(pid, signal.SIGKILL)
     job.finish()
     seen = verdict.identical(job, reference(4, *args), faults=2)
-    assert {v for i in seen for v in i["victims"]} == {0, victim}
+    assert {v for i in seen for v in i.victims} == {0, victim}
 
 
 @pytest.mark.cost(60)
@@ -208,19 +210,16 @@ def test_spare_that_appears_later_continues_a_held_job(
     hold_s: int, start: Start, reference: Reference, verdict: Verdict
 ) -> None:
     """Also after a hold of several stall timeouts: who holds does not hang."""
-    import subprocess
-    import sys
-
     args = ["--epochs", "2", "--steps-per-epoch", "12", "--slow", "yes"]
     job = start(
         "--local-nodes", "3", "--nproc-per-node", "1", *inject("kill-node:node=n2,step=5"),
         "--stall-timeout", "4", script_args=args,
     )  # fmt: skip
-    job.until(lambda s: s["state"] == "held" and s["checkpoint"], "a held job")
-    pids = [job.rank(rank)["pid"] for rank in (0, 1)]
+    job.until(lambda s: s.state == "held" and s.checkpoint, "a held job")
+    pids = [job.rank(rank).pid for rank in (0, 1)]
     time.sleep(hold_s)  # longer than the stall timeout: the point of the test
-    assert [job.rank(rank)["pid"] for rank in (0, 1)] == pids
-    assert job.status()["state"] == "held"
+    assert [job.rank(rank).pid for rank in (0, 1)] == pids
+    assert job.status().state == "held"
     joined = subprocess.Popen(
         [sys.executable, "-m", "keepstep", "agent", "--job", job.job, "--slots", "1"],
         env=job.env,
@@ -241,13 +240,13 @@ def test_all_ranks_die_at_once_is_said_and_has_its_own_code(start: Start, verdic
         "--nproc-per-node", "3", "--spares", "1", script_args=["--epochs", "9", "--step-ms", "20"]
     )
     job.until_step(3)
-    node = job.status()["nodes"][0]["node"]
+    node = job.status().nodes[0].node
     done = job.cli("inject", "kill-node", "--node", node)
     assert done.returncode == 0, done.stderr
     job.finish(code=4)
     assert "fell back" in job.output()
-    assert job.incidents()[-1]["outcome"] == "FELL_BACK"
-    assert job.incidents()[-1]["steps_lost"] >= 3
+    assert job.incidents()[-1].outcome == "FELL_BACK"
+    assert job.incidents()[-1].steps_lost >= 3
     verdict.note(1, "fell back, exit code 4")
 
 
@@ -275,7 +274,7 @@ def test_long_stop_is_a_hang_and_the_rank_is_fenced(
     job.finish()
     assert not stopped.is_running()
     seen = verdict.identical(job, reference(3, *args), faults=1, incidents=1)
-    assert (seen[0]["cause"], seen[0]["victims"]) == ("hang", [1])
+    assert (seen[0].cause, seen[0].victims) == ("hang", [1])
 
 
 @pytest.mark.cost(30)
@@ -288,7 +287,7 @@ def test_busy_loop_that_never_reaches_a_collective_is_a_hang(
     )  # fmt: skip
     job.finish()
     seen = verdict.identical(job, reference(3), faults=1, incidents=1)
-    assert (seen[0]["cause"], seen[0]["victims"]) == ("hang", [2])
+    assert (seen[0].cause, seen[0].victims) == ("hang", [2])
 
 
 @pytest.mark.cost(40)
@@ -310,9 +309,8 @@ def test_device_error_replaces_the_rank(
         *inject("device-error:rank=1,step=6,point=before_forward"),
     )  # fmt: skip
     job.finish()
-    fired(job, 1)
     seen = verdict.identical(job, reference(3), faults=1, incidents=1)
-    assert (seen[0]["cause"], seen[0]["victims"]) == ("device-error", [1])
+    assert (seen[0].cause, seen[0].victims) == ("device-error", [1])
 
 
 @pytest.mark.cost(18)
@@ -321,7 +319,7 @@ def test_user_exception_ends_the_job_with_its_traceback(start: Start, verdict: V
     job.finish(code=1)
     assert "ValueError: a bug in the training script" in job.output()
     assert "RESOLVED" not in job.output()
-    assert not [i for i in job.incidents() if i["moves"]]
+    assert not [i for i in job.incidents() if i.moves]
     verdict.note(1, "user error: exit code 1, traceback shown, nothing migrated")
 
 
@@ -376,9 +374,6 @@ def test_orchestrator_killed_and_restarted_is_not_noticed(
     start: Start, reference: Reference, verdict: Verdict, tmp_path: Path
 ) -> None:
     """Training goes on without it; a migration asked for afterwards works."""
-    import subprocess
-    import sys
-
     args = ["--epochs", "8", "--steps-per-epoch", "12", "--slow", "yes"]
     home = tmp_path / "home"
     home.mkdir()
@@ -401,8 +396,8 @@ def test_orchestrator_killed_and_restarted_is_not_noticed(
         brain.kill()
         brain.wait()
         brain = begin()
-        job.until(lambda s: s["committed_step"] > before["committed_step"] + 5, "more steps")
-        assert job.rank(0)["pid"] == before["pid"]
+        job.until(lambda s: s.committed_step > before.committed_step + 5, "more steps")
+        assert job.rank(0).pid == before.pid
         job.kill_rank(0)
         job.finish()
         verdict.identical(job, reference(3, *args), faults=2, incidents=1)

@@ -12,12 +12,13 @@ from typing import Any
 
 import psutil
 import pytest
-from harness import Job, Verdict, environment, wait_for
 
 from keepstep.orchestrator import registry
+from tests.support.job import Job, environment, wait_for
+from tests.support.torchrun import Reference
+from tests.support.verdict import Verdict
 
 Start = Callable[..., Job]
-Reference = Callable[..., list[dict[str, Any]]]
 
 LEASE_S = 4
 ARGS = ["--epochs", "8", "--steps-per-epoch", "12", "--slow", "yes"]
@@ -130,7 +131,7 @@ def test_active_orchestrator_killed_during_a_planned_move(
     pair.start("a")  # and the killed one is the next standby
     job.finish()
     seen = verdict.identical(job, reference(3, *ARGS), faults=1)
-    assert seen[0]["outcome"] == "RESOLVED" and seen[0]["trigger"] == "planned"
+    assert seen[0].outcome == "RESOLVED" and seen[0].trigger == "planned"
     pair.verify()
 
 
@@ -146,7 +147,7 @@ def test_stopped_orchestrator_wakes_after_another_took_over(
     wait_for(lambda: pair.token() == 2, "the standby takes over")
     wait_for(lambda: pair.records("IncidentClosed"), "the recovery is finished")
     pair.hit("a", signal.SIGCONT)
-    job._client = None  # it may have been asked for the status while it was stopped
+    job.disconnect()  # it may have been asked for the status while it was stopped
     step = job.step()
     job.until_step(step + 5)
     assert pair.token() == 2, "it steps down instead of fighting"
@@ -160,12 +161,12 @@ def test_store_goes_away_and_a_rank_dies_meanwhile(
     start: Start, reference: Reference, verdict: Verdict, pair: Pair, postgres: Any
 ) -> None:
     job = begin(start, pair)
-    victim = psutil.Process(int(job.rank(1)["pid"]))
+    victim = psutil.Process(int(job.rank(1).pid))
     step = job.step()
     postgres.stop()
     pair.db.close()
     try:
-        wait_for(lambda: job.status().get("control"), "status says so")
+        wait_for(lambda: job.status().control, "status says so")
         words = job.cli("status").stdout
         assert "training goes on, migrations wait" in words, words
         refused = job.cli("migrate", "--rank", "2")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-from harness import Job, Verdict
+
+from tests.support.job import Job, inject
+from tests.support.torchrun import Reference
+from tests.support.verdict import Verdict
 
 Start = Callable[..., Job]
-Reference = Callable[..., list[dict[str, Any]]]
 
 POINTS = [
     "before_forward",
@@ -22,14 +23,6 @@ POINTS = [
     "after_step",
     "in_section",
 ]
-
-
-def inject(*faults: str) -> list[str]:
-    return [word for fault in faults for word in ("--inject", fault)]
-
-
-def fired(job: Job, count: int) -> None:
-    assert len(job.last["injects_fired"]) == count, job.last["injects_fired"]
 
 
 @pytest.mark.cost(32)
@@ -43,9 +36,8 @@ def test_kill_each_rank_at(
         "--nproc-per-node", "3", "--spares", "2", *inject(*faults), script_args=["--epochs", "3"]
     )
     job.finish()
-    fired(job, 3)
     seen = verdict.identical(job, reference(3, "--epochs", "3"), faults=3, incidents=3)
-    assert {v for i in seen for v in i["victims"]} == {0, 1, 2}
+    assert {v for i in seen for v in i.victims} == {0, 1, 2}
 
 
 @pytest.mark.cost(22)
@@ -60,7 +52,6 @@ def test_kill_in_the_first_steps(
         *inject(f"kill:rank={(step + 1) % 3},step={step},point={point}"),
     )  # fmt: skip
     job.finish()
-    fired(job, 1)
     verdict.identical(job, reference(3), faults=1, incidents=1)
 
 
@@ -74,7 +65,6 @@ def test_kill_in_the_last_step(
         *inject(f"kill:rank=2,step=15,point={point}"),
     )  # fmt: skip
     job.finish()
-    fired(job, 1)
     verdict.identical(job, reference(3), faults=1, incidents=1)
 
 
@@ -91,8 +81,8 @@ def test_random_kills_from_outside(
         job.until_step(2 + 11 * number + dice.randrange(6))
         time.sleep(dice.uniform(0, 0.06))  # the moment inside the step: the point of the test
         job.kill_rank(dice.randrange(3))
-        job.until(lambda s, n=number: s["last_incident"].endswith(f"-{n + 1}"), "the incident")
-        job.until(lambda s: s["state"] != "recovering", "recovery")
+        job.until(lambda s, n=number: s.last_incident.endswith(f"-{n + 1}"), "the incident")
+        job.until(lambda s: s.state != "recovering", "recovery")
     job.finish()
     verdict.identical(job, reference(3, *args), faults=3, incidents=3)
 
@@ -109,5 +99,4 @@ def test_kill_with_other_loaders(
         script_args=args,
     )  # fmt: skip
     job.finish()
-    fired(job, 2)
     verdict.identical(job, reference(3, *args), faults=2, incidents=2)

@@ -8,25 +8,17 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-from harness import LAYOUTS, Job, Verdict
-from test_kills import fired, inject
-from test_planned import resolved
+
+from keepstep.model.views import IncidentView
+from tests.chaos.shards import SHAPES
+from tests.support.job import Job, inject
+from tests.support.scripts import LAYOUTS
+from tests.support.torchrun import Reference
+from tests.support.verdict import Verdict
 
 Start = Callable[..., Job]
-Reference = Callable[..., list[dict[str, Any]]]
-
-# ranks, and whether another rank has the same shards
-SHAPES = {
-    "ddp-groups": (4, True),
-    "hsdp": (4, True),
-    "fsdp": (3, False),
-    "tp": (4, False),
-    "fsdp-tp": (4, False),
-    "pipeline": (3, False),
-}
 
 KILLS = {
     "early": ["0,step=0,point=in_backward", "1,step=1,point=in_fence"],
@@ -55,10 +47,10 @@ def several_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEEPSTEP_VAULT_SLICE", "200")
 
 
-def came_from(incidents: list[dict[str, Any]], replicas: bool) -> None:
+def came_from(incidents: list[IncidentView], replicas: bool) -> None:
     for incident in incidents:
-        vault = "vault" in incident["source"] or "as the script builds" in incident["source"]
-        assert vault != replicas, incident["source"]
+        vault = "vault" in incident.source or "as the script builds" in incident.source
+        assert vault != replicas, incident.source
 
 
 @pytest.mark.cost(30)
@@ -75,7 +67,6 @@ def test_kill_in_the_layout(
         script=LAYOUTS, script_args=args, world=world,
     )  # fmt: skip
     job.finish()
-    fired(job, len(faults))
     expected = reference(world, *args, script=LAYOUTS)
     seen = verdict.identical(job, expected, faults=len(faults), incidents=len(faults))
     came_from(seen, replicas)
@@ -111,7 +102,6 @@ def test_kill_with(
         script=LAYOUTS, script_args=args, world=world,
     )  # fmt: skip
     job.finish()
-    fired(job, 2)
     expected = reference(world, *args, script=LAYOUTS)
     came_from(verdict.identical(job, expected, faults=2, incidents=2), replicas)
 
@@ -127,7 +117,6 @@ def test_kill_with_several_connections_to_each_vault(
         script=LAYOUTS, script_args=args, world=3,
     )  # fmt: skip
     job.finish()
-    fired(job, len(faults))
     expected = reference(3, *args, script=LAYOUTS)
     seen = verdict.identical(job, expected, faults=len(faults), incidents=len(faults))
     came_from(seen, replicas=False)
@@ -143,9 +132,9 @@ def test_loss_of_a_node(layout: str, start: Start, reference: Reference, verdict
     for victim, step in ((1, 4), (0, 12)):
         job.until_step(step)
         job.spare_parked()
-        node = job.rank(victim)["node"]
-        job.post("inject", {"id": f"x{victim}", "action": "kill-node", "node": node})
-        resolved(job, 1 if victim else 2)
+        node = job.rank(victim).node
+        job.kill_node(node)
+        job.until_closed(1 if victim else 2)
     job.hurry()
     job.finish()
     expected = reference(world, *args, script=LAYOUTS)
@@ -162,13 +151,13 @@ def test_planned_move(layout: str, start: Start, reference: Reference, verdict: 
     job.until_step(3)
     job.spare_parked()
     job.post("migrate", {"ranks": [1]}).raise_for_status()
-    resolved(job, 1)
+    job.until_closed(1)
     job.hurry()
     job.finish()
     expected = reference(world, *args, script=LAYOUTS)
     seen = verdict.identical(job, expected, faults=1, incidents=1)
     # What all ranks have may come from others as well.
-    assert "rank 1" in seen[0]["source"] and "vault" not in seen[0]["source"]
+    assert "rank 1" in seen[0].source and "vault" not in seen[0].source
 
 
 @pytest.mark.cost(30)
@@ -180,7 +169,7 @@ def test_one_node_keeps_the_shards_in_its_agent(
     job.until_step(4)
     job.spare_parked()
     job.kill_rank(2, signal.SIGKILL)
-    resolved(job, 1)
+    job.until_closed(1)
     job.hurry()
     job.finish()
     expected = reference(3, *args, script=LAYOUTS)
@@ -211,10 +200,9 @@ def test_kill_with_parity(
         script=LAYOUTS, script_args=args, world=world,
     )  # fmt: skip
     job.finish()
-    fired(job, len(faults))
     expected = reference(world, *args, script=LAYOUTS)
     for incident in verdict.identical(job, expected, faults=2, incidents=2):
-        assert "from the vault of its own agent" in incident["source"], incident["source"]
+        assert "from the vault of its own agent" in incident.source, incident.source
 
 
 @pytest.mark.cost(35)
@@ -236,14 +224,14 @@ def test_loss_of_a_node_with_parity(
     for count, (victim, step) in enumerate(((1, 5), (0, 14)), 1):
         job.until_step(step)
         job.spare_parked()
-        node = job.rank(victim)["node"]
-        job.post("inject", {"id": f"x{victim}", "action": "kill-node", "node": node})
-        resolved(job, count)
+        node = job.rank(victim).node
+        job.kill_node(node)
+        job.until_closed(count)
     job.hurry()
     job.finish()
     expected = reference(world, *args, script=LAYOUTS)
     for incident in verdict.identical(job, expected, faults=2, incidents=2):
-        assert "from the parity at" in incident["source"], incident["source"]
+        assert "from the parity at" in incident.source, incident.source
 
 
 @pytest.mark.cost(30)
@@ -253,8 +241,8 @@ def test_loss_of_two_nodes_of_one_parity_falls_back(start: Start, verdict: Verdi
     job.until_step(5)
     job.spare_parked(2)
     for node in ("n0", "n2"):  # side states are on n1 and n3
-        job.post("inject", {"id": f"x-{node}", "action": "kill-node", "node": node})
+        job.kill_node(node)
     job.finish(code=4)
-    reason = job.incidents()[-1]["reason"]
+    reason = job.incidents()[-1].reason
     assert "a parity makes up for the loss of one member" in reason, reason
     verdict.note(2, "fell back, and said why")

@@ -7,59 +7,22 @@ migration; the result is bit-identical either way.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-from harness import HERE, Job, Verdict, environment, wait_for
+
+from tests.support.brain import Brain
+from tests.support.job import Job, wait_for
+from tests.support.torchrun import Reference
+from tests.support.verdict import Verdict
 
 Start = Callable[..., Job]
-Reference = Callable[..., list[dict[str, Any]]]
 
 ARGS = ["--epochs", "80", "--steps-per-epoch", "12", "--slow", "yes"]
 APPENDS_MAX = 30
 DOWN_S = 30.0
-
-
-class Brain:
-    """An orchestrator that can be told when to die."""
-
-    script = "crashing_orchestrator.py"
-
-    def __init__(self, folder: Path) -> None:
-        self.home = folder / "home"
-        self.home.mkdir()
-        self.plan = folder / "plan"
-        self.death = folder / "died-at"
-        self.log = (folder / "brain.log").open("ab")
-        self.start()
-        wait_for((self.home / "orchestrators" / "brain.json").exists, "the orchestrator")
-
-    def start(self) -> None:
-        command = [sys.executable, str(HERE / self.script), "orchestrator"]
-        env = {**environment(self.home), "BRAIN_PLAN": str(self.plan)}
-        self.process = subprocess.Popen([*command, "--id", "brain"], env=env, stderr=self.log)
-
-    def die_at(self, when: str, append: int) -> None:
-        self.death.unlink(missing_ok=True)
-        self.give_plan(f"{when} {append}")
-
-    def give_plan(self, text: str) -> None:
-        temporary = self.plan.with_suffix(".new")
-        temporary.write_text(text)
-        temporary.rename(self.plan)
-
-    def died(self) -> bool:
-        return self.process.poll() is not None
-
-    def end(self) -> None:
-        self.process.terminate()
-        self.process.wait(20)
-        self.log.close()
 
 
 @pytest.fixture
@@ -76,13 +39,13 @@ def begin(start: Start, brain: Brain) -> Job:
 
 def calm(job: Job) -> None:
     job.spare_parked()
-    job.until(lambda s: s["state"] == "running", "training")
+    job.until(lambda s: s.state == "running", "training")
     step = job.step()
     job.until_step(step + 2)
 
 
 def generation(job: Job) -> int:
-    return int(job.status()["generation"])
+    return job.status().generation
 
 
 def hit(job: Job, kind: str, rank: int) -> None:
@@ -118,28 +81,24 @@ def test_killed_at_every_record_of_a_migration(
         brain.process.wait()
         brain.start()
         if kind == "unplanned":
-            job.until(lambda s, b=before: s["generation"] > b, "the recovery")
+            job.until(lambda s, b=before: s.generation > b, "the recovery")
     else:
         raise AssertionError("no migration takes so many records")
     job.finish(deadline_s=300)
     assert len(deaths) >= 3, deaths  # at least: opened and begun, committed, closed
     seen = verdict.identical(job, reference(3, *ARGS), faults=2 * len(deaths) + 1)
-    assert any(i["outcome"] == "RESOLVED" for i in seen)
+    assert any(i.outcome == "RESOLVED" for i in seen)
     print(f"died at: {deaths}")
 
 
 def _over(job: Job, before: int) -> bool:
     status = job.status()
-    return status["generation"] > before and status["state"] == "running" and _closed(job)
+    return status.generation > before and status.state == "running" and _closed(job)
 
 
 def _closed(job: Job) -> bool:
-    client = job._connect()
-    try:
-        answer = client.get(f"/v1/jobs/{job.job}/incidents") if client is not None else None
-    except httpx.HTTPError:
-        return False
-    return answer is not None and all(one["outcome"] != "OPEN" for one in answer.json())
+    seen = job.live_incidents()
+    return seen is not None and all(one.outcome != "OPEN" for one in seen)
 
 
 @pytest.mark.cost(60)
@@ -176,7 +135,7 @@ def test_held_ranks_wait_for_the_orchestrator_and_lose_nothing(
     job = start(*options, "--orchestrator", "brain", script_args=ARGS, home=brain.home)
     job.until_step(5)
     calm(job)
-    pids = [rank["pid"] for rank in job.status()["ranks"]]
+    pids = [rank.pid for rank in job.status().ranks]
     brain.die_at("after", 3)
     job.kill_rank(1)
     wait_for(brain.died, "the orchestrator's death")
@@ -185,8 +144,8 @@ def test_held_ranks_wait_for_the_orchestrator_and_lose_nothing(
         wait_for(lambda: _steps(job) > held + 3, "nothing: it must not train", DOWN_S)
     brain.process.wait()
     brain.start()
-    job.until(lambda s: s["generation"] > 0 and s["state"] == "running", "the recovery")
-    now = [rank["pid"] for rank in job.status()["ranks"]]
+    job.until(lambda s: s.generation > 0 and s.state == "running", "the recovery")
+    now = [rank.pid for rank in job.status().ranks]
     assert (now[0], now[2]) == (pids[0], pids[2])
     job.finish(deadline_s=300)
     verdict.identical(job, reference(3, *ARGS), faults=2, incidents=1)

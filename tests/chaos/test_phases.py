@@ -18,22 +18,26 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import psutil
 import pytest
-from harness import HERE, Job, Verdict, wait_for
-from test_orchestrator_crash import Brain
 
+from keepstep.model.views import JobView
 from keepstep.sim.plans.scenario import find_plan
 from keepstep.sim.plans.table import ACTORS, KINDS, MIGRATIONS, PHASES
+from tests.support.brain import Brain
+from tests.support.job import Job, wait_for
+from tests.support.scripts import CHAOS, ROOT
+from tests.support.torchrun import Reference
+from tests.support.verdict import Verdict
 
 Start = Callable[..., Job]
-Reference = Callable[..., list[dict[str, Any]]]
 
 ARGS = ["--epochs", "3", "--steps-per-epoch", "160", "--evaluate-every", "10", "--slow", "yes"]
 STALL_S = 8
 PAUSE_S = 3.0
 HANG_S = 12.0  # of agents and orchestrators, which nobody fences: longer than any answer may take
-PAGE = HERE.parents[1] / "docs" / "internals" / "simulation.md"
+PAGE = ROOT / "docs" / "internals" / "simulation.md"
 RANK = 1  # that is moved, or dies first
 
 ONE_NODE = ("--nproc-per-node", "3", "--spares", "2")
@@ -210,10 +214,17 @@ TABLE: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
 ]
 
 
+class Struck(msgspec.Struct):
+    """What striking_orchestrator.py tells of its blow."""
+
+    phase: str
+    pid: int
+
+
 class Striker(Brain):
     """An orchestrator that can be told whom to strike when."""
 
-    script = "striking_orchestrator.py"
+    program = CHAOS / "striking_orchestrator.py"
 
     def arm(self, cell: str) -> None:
         name, _, agent_of = cell.partition(" ")
@@ -234,19 +245,9 @@ def striker(tmp_path: Path) -> Iterator[Striker]:
     made.end()
 
 
-def incidents(job: Job) -> list[dict[str, Any]] | None:
-    client = job._connect()
-    try:
-        answer = client.get(f"/v1/jobs/{job.job}/incidents") if client is not None else None
-    except httpx.HTTPError:
-        job._client = None
-        return None
-    return answer.json() if answer is not None and answer.status_code == 200 else None
-
-
 def begin_migration(job: Job, kind: str) -> str:
     """Returns what is tainted for it. It may be the orchestrator's last request."""
-    slot = job.rank(RANK)["slot"]
+    slot = job.rank(RANK).slot
     try:
         if kind == "planned":
             job.post("migrate", {"ranks": [RANK], "reason": "test"}).raise_for_status()
@@ -255,47 +256,48 @@ def begin_migration(job: Job, kind: str) -> str:
         else:
             job.kill_rank(RANK)
     except httpx.TransportError:
-        job._client = None
+        job.disconnect()
     return slot if kind == "pre-emptive" else ""
 
 
 def play(job: Job, striker: Striker, cell: str) -> None:
     phase, kind, actor, fault = cell.partition(" ")[0].split("/")
-    before = len(incidents(job) or [])
+    before = len(job.live_incidents() or [])
     striker.arm(cell)
     tainted = begin_migration(job, kind)
     wait_for(striker.report.exists, f"the fault of {cell}")
-    struck = json.loads(striker.report.read_text())
-    assert struck["phase"] == phase
+    struck = msgspec.json.decode(striker.report.read_bytes(), type=Struck)
+    assert struck.phase == phase
     if actor == "orchestrator" and fault == "crash":
         striker.process.wait(30)
         striker.start()
     elif fault == "pause" or (fault == "hang" and actor in ("agent", "orchestrator")):
         time.sleep(PAUSE_S if fault == "pause" else HANG_S)  # the length of the fault
-        os.kill(struck["pid"], signal.SIGCONT)
+        os.kill(struck.pid, signal.SIGCONT)
     else:
-        job.until(lambda status: replaced(status, struck["pid"]), f"a successor of {struck}")
+        job.until(lambda status: replaced(status, struck.pid), f"a successor of {struck}")
     settle(job, before)
     if fault == "pause":  # nobody has lost the seat for it
-        assert len(incidents(job) or []) == before + 1, incidents(job)
+        assert len(job.live_incidents() or []) == before + 1, job.live_incidents()
     if tainted:
         job.post("untaint", {"target": tainted}).raise_for_status()
 
 
-def replaced(status: dict[str, Any], pid: int) -> bool:
+def replaced(status: JobView, pid: int) -> bool:
     """It is gone, and nobody counts on it any more."""
-    nodes = [node for node in status["nodes"] if node["state"] != "dead"]
-    there = [one["pid"] for one in status["ranks"] + status["spares"] + nodes]
+    nodes = [node for node in status.nodes if node.state != "dead"]
+    ranks, spares = {one.pid for one in status.ranks}, {one.pid for one in status.spares}
+    there = ranks | spares | {node.pid for node in nodes}
     return pid not in there and not runs(pid)
 
 
 def settle(job: Job, before: int) -> None:
     def closed() -> bool:
-        seen = incidents(job) or []
-        return len(seen) > before and all(one["outcome"] != "OPEN" for one in seen)
+        seen = job.live_incidents() or []
+        return len(seen) > before and all(one.outcome != "OPEN" for one in seen)
 
     wait_for(closed, "the end of the migration")
-    job.until(lambda status: status["state"] == "running", "training")
+    job.until(lambda status: status.state == "running", "training")
     job.until_step(job.step() + 2)
     wait_for(closed, "the end of what followed")
 
@@ -334,12 +336,12 @@ def test_fault_in_a_phase(
         print(f"{cell}: {time.monotonic() - began:.1f} s")
     job.finish()
     seen = verdict.identical(job, reference(3, *ARGS), faults=2 * len(cells))
-    assert all(incident["outcome"] == "RESOLVED" for incident in seen), seen
+    assert all(incident.outcome == "RESOLVED" for incident in seen), seen
 
 
 def spares_possible(job: Job, options: tuple[str, ...]) -> int:
     """Nodes that died have taken their slots with them."""
-    slots = sum(n["slots"] for n in job.status()["nodes"] if n["state"] != "dead")
+    slots = sum(n.slots for n in job.status().nodes if n.state != "dead")
     return min(0 if options is NO_SPARE else 2, slots - job.world)
 
 

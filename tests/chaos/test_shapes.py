@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-from harness import SHAPES, Job, Verdict
-from test_kills import fired, inject
-from test_planned import resolved
+
+from tests.support.job import Job, inject
+from tests.support.scripts import SHAPES
+from tests.support.torchrun import Reference
+from tests.support.verdict import Verdict
 
 Start = Callable[..., Job]
-Reference = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.mark.cost(28)
@@ -38,7 +38,6 @@ def test_kill_in_a_step_that(
         script=SHAPES, script_args=["--shape", shape],
     )  # fmt: skip
     job.finish()
-    fired(job, 2)
     expected = reference(3, "--shape", shape, script=SHAPES)
     verdict.identical(job, expected, faults=2, incidents=2)
 
@@ -55,7 +54,6 @@ def test_static_graph_and_a_kill_in_the_first_steps(
         script=SHAPES, script_args=["--shape", "static"],
     )  # fmt: skip
     job.finish()
-    fired(job, 1)
     expected = reference(3, "--shape", "static", script=SHAPES)
     verdict.identical(job, expected, faults=1, incidents=1)
 
@@ -70,7 +68,7 @@ def test_kill_between_micro_batches(
     job.finish()
     expected = reference(3, *args, script=SHAPES)
     seen = verdict.identical(job, expected, faults=1, incidents=1)
-    assert (seen[0]["victims"], seen[0]["decision"]) == ([victim], "RETRY")
+    assert (seen[0].victims, seen[0].decision) == ([victim], "RETRY")
 
 
 @pytest.mark.cost(25)
@@ -86,7 +84,7 @@ def test_lost_connections_without_a_victim_are_built_again(
     job.finish()
     expected = reference(3, *args, script=SHAPES)
     seen = verdict.identical(job, expected, faults=1, incidents=1)
-    assert (seen[0]["cause"], seen[0]["victims"], seen[0]["moves"]) == ("connection", [], [])
+    assert (seen[0].cause, seen[0].victims, seen[0].moves) == ("connection", [], [])
 
 
 @pytest.mark.cost(35)
@@ -101,8 +99,8 @@ def test_drain_while_steps_pull_their_batches(
     job.until_step(3)
     job.spare_parked()
     job.post("drain", {"node": "n1"}).raise_for_status()
-    resolved(job, 1)
+    job.until_closed(1)
     job.finish()
     expected = reference(3, *args, script=SHAPES)
     seen = verdict.identical(job, expected, faults=1, incidents=1)
-    assert seen[0]["outcome"] == "RESOLVED" and seen[0]["moves"]
+    assert seen[0].outcome == "RESOLVED" and seen[0].moves

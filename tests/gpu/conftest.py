@@ -3,11 +3,7 @@ happened. CI has no GPU, so reports of runs by hand are kept under benchmarks/re
 
 from __future__ import annotations
 
-import json
 import os
-import platform
-import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -17,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "chaos"))
-
-from harness import Job, Verdict, ending, report, run_plain
+from tests.support import reporting
+from tests.support.job import Job, Result
+from tests.support.torchrun import run_plain
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "train.py"
@@ -32,10 +28,6 @@ NCCL = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_MAX_NCHANNELS": "2",
 }
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--gpu-report", default="", help="write a JSON report here")
 
 
 def _missing() -> str:
@@ -65,18 +57,19 @@ def nccl_on_one_gpu() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def reference(
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Callable[..., Future[list[dict[str, Any]]]]]:
+) -> Iterator[Callable[..., Future[list[Result]]]]:
     """What plain torchrun computes for the same arguments: once per set of arguments, and beside
     the job that will be held against it."""
-    known: dict[tuple[Any, ...], Future[list[dict[str, Any]]]] = {}
+    known: dict[tuple[Any, ...], Future[list[Result]]] = {}
     pool = ThreadPoolExecutor(1)
 
-    def get(world: int, *script_args: str) -> Future[list[dict[str, Any]]]:
+    def get(world: int, *script_args: str) -> Future[list[Result]]:
         words = iter(script_args)
-        key = (world, *(w for w in words if not (w == "--slow" and next(words))))
+        kept = [word for word in words if not (word == "--slow" and next(words))]
+        key = (world, *kept)
         if key not in known:
             folder = tmp_path_factory.mktemp("plain")
-            known[key] = pool.submit(run_plain, folder, world, list(key[1:]), SCRIPT)
+            known[key] = pool.submit(run_plain, folder, world, kept, SCRIPT)
         return known[key]
 
     yield get
@@ -84,37 +77,21 @@ def reference(
 
 
 @pytest.fixture
-def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., Job]]:
-    with ending(request) as jobs:
+def start(jobs: list[Job]) -> Callable[..., Job]:
+    def begin(*options: str, **kwargs: Any) -> Job:
+        jobs.append(Job(*options, script=SCRIPT, **kwargs))
+        return jobs[-1]
 
-        def begin(*options: str, **kwargs: Any) -> Job:
-            jobs.append(Job(*options, script=SCRIPT, **kwargs))
-            return jobs[-1]
-
-        yield begin
-
-
-@pytest.fixture
-def verdict(request: pytest.FixtureRequest) -> Verdict:
-    return Verdict(request.node.name)
+    return begin
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    path = session.config.getoption("--gpu-report", default="")
-    if not path or not report:
-        return
-    summary = {
-        "date": time.strftime("%Y-%m-%d"),
-        "command": "make test-gpu",
-        "machine": f"{torch.cuda.get_device_name()}, {os.cpu_count()} cores",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "cells": len(report),
-        "faults": sum(e["faults"] for e in report),
-        "bit_identical": sum(1 for e in report if not e["different"]),
-        "exit_status": int(exitstatus),
-        "report": report,
-    }
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(summary, indent=1) + "\n")
+    path = session.config.getoption("--gpu-report")
+    if path:
+        about = {
+            "command": "make test-gpu",
+            "machine": f"{torch.cuda.get_device_name()}, {os.cpu_count()} cores",
+            "torch": torch.__version__,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        }
+        reporting.write_verdicts(path, exitstatus, **about)

@@ -9,15 +9,16 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
 
 import pytest
-from harness import Job, Verdict
 
+from keepstep.model.views import IncidentView
 from keepstep.net.environment import plugin_environment
+from tests.support.job import Job, Result
+from tests.support.verdict import Verdict
 
 Start = Callable[..., Job]
-Reference = Callable[..., Future[list[dict[str, Any]]]]
+Reference = Callable[..., Future[list[Result]]]
 
 STEPS = ["--epochs", "3"]
 # Where, and in which step; sections come after every fifth.
@@ -35,7 +36,7 @@ POINTS = {
 def hurt(
     start: Start, reference: Reference, verdict: Verdict, world: int, faults: list[str],
     *script_args: str,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[IncidentView]:  # fmt: skip
     args = [*STEPS, *script_args]
     expected = reference(world, *args)
     options = [word for fault in faults for word in ("--inject", fault)]
@@ -44,7 +45,6 @@ def hurt(
         script_args=args, world=world,
     )  # fmt: skip
     job.finish()
-    assert len(job.last["injects_fired"]) == len(faults), job.last["injects_fired"]
     guarded = "foreach" not in script_args
     assert any(found["guarded"] for found in job.results()) == guarded
     return verdict.identical(job, expected.result(), faults=len(faults), incidents=len(faults))
@@ -85,7 +85,7 @@ def test_device_errors_replace_the_rank(
         "device-error:rank=2,step=12,point=in_backward",
     ]
     seen = hurt(start, reference, verdict, 3, faults, "--layout", "ddp")
-    assert [(i["cause"], i["victims"]) for i in seen] == [
+    assert [(i.cause, i.victims) for i in seen] == [
         ("device-error", [1]),
         ("device-error", [2]),
     ]
@@ -102,11 +102,11 @@ def test_planned_migration(
     )
     job.until_step(3)
     job.spare_parked()
-    moved = job.cli_json("migrate", "--rank", "1")
-    assert (moved["outcome"], moved["victims"]) == ("RESOLVED", [1])
+    moved = job.cli_as(IncidentView, "migrate", "--rank", "1")
+    assert (moved.outcome, moved.victims) == ("RESOLVED", [1])
     job.finish()
     seen = verdict.identical(job, expected.result(), faults=1, incidents=1)
-    assert [i["trigger"] for i in seen] == ["planned"]
+    assert [i.trigger for i in seen] == ["planned"]
 
 
 @pytest.mark.parametrize(
@@ -134,16 +134,16 @@ def test_shards_of_a_process_and_of_a_node_that_are_lost(
         "--local-nodes", "3", "--nproc-per-node", "1", "--spare-nodes", "2", "--redundancy", keep,
         "--inject", "kill:rank=1,step=5,point=in_backward", script_args=args,
     )  # fmt: skip
-    job.until(lambda status: len(job.incidents()) == 1, "the first incident")
+    job.until(lambda status: len(job.live_incidents() or []) == 1, "the first incident")
     job.until_step(9)
     job.spare_parked()
-    node = job.rank(0)["node"]
-    job.post("inject", {"id": "x", "action": "kill-node", "node": node}).raise_for_status()
-    job.until(lambda status: len(job.incidents()) == 2, "the second incident")
+    node = job.rank(0).node
+    job.kill_node(node)
+    job.until(lambda status: len(job.live_incidents() or []) == 2, "the second incident")
     job.hurry()
     job.finish()
     seen = verdict.identical(job, expected.result(), faults=2, incidents=2)
-    assert all(one in i["source"] for one, i in zip(sources, seen, strict=True)), seen
+    assert all(one in i.source for one, i in zip(sources, seen, strict=True)), seen
 
 
 def test_a_network_that_gives_up_costs_no_step(
@@ -164,7 +164,7 @@ def test_a_network_that_gives_up_costs_no_step(
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         for path in range(2):
             sock.sendto(f"cut {path}".encode(), str(control))
-    job.until(lambda status: job.incidents(), "an incident")
+    job.until(lambda status: job.live_incidents(), "an incident")
     job.finish()
     assert verdict.identical(job, expected.result(), faults=1)
 
@@ -175,8 +175,8 @@ def test_a_newcomer_with_another_batch_on_its_device_is_stopped(start: Start) ->
         "--inject", "kill:rank=1,step=6,point=in_fence", script_args=["--other"], world=2,
     )  # fmt: skip
     job.finish()
-    assert job.last["injects_fired"]
-    (reason,) = [i["reason"] for i in job.incidents() if i["outcome"] == "DIVERGED"]
+    assert not job.unfired()
+    (reason,) = [i.reason for i in job.incidents() if i.outcome == "DIVERGED"]
     assert "other inputs on the newcomer of rank 1" in reason and "argument 1 " in reason
 
 
@@ -186,7 +186,7 @@ def test_a_batch_that_is_changed_on_the_device_is_not_tried_again(start: Start) 
         "--inject", "kill:rank=1,step=6,point=in_backward", script_args=["--in-place"], world=2,
     )  # fmt: skip
     job.finish(code=1)
-    assert job.last["injects_fired"]
+    assert not job.unfired()
     assert "argument 1 was changed in 'train_step:" in job.output()
 
 

@@ -6,46 +6,35 @@ the same device. Needs CRIU and root besides.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from harness import Verdict, ending, run_plain
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "transparent"))
-
-from moving import SCRIPT, Faults, Transparent, missing, no_images_left
 
 from keepstep.native import criu
+from tests.support.job import Job, Result
+from tests.support.moving import SCRIPT, Faults, Transparent, launching, missing
+from tests.support.torchrun import run_plain
+from tests.support.verdict import Verdict
 
 Launch = Callable[..., Transparent]
-Reference = Callable[..., Future[list[dict[str, Any]]]]
+Reference = Callable[..., Future[list[Result]]]
 PHASES = {"gpu-offload", "gpu-lock", "gpu-checkpoint", "gpu-stow", "dump", "stream", "restore"}
 PHASES |= {"gpu-fetch", "gpu-restore"}
 WORDS = ("--device", "cuda")
 
 
 @pytest.fixture
-def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Launch]:
+def launch(tmp_path: Path, jobs: list[Job]) -> Iterator[Launch]:
     if reason := missing():
         pytest.skip(reason)
-    with ending(request) as jobs:
-
-        def begin(*words: str, **more: Any) -> Transparent:
-            started = Transparent(tmp_path, *WORDS, *words, **more)
-            jobs.append(started.job)
-            return started
-
-        yield begin
-    no_images_left(jobs)
+    yield from launching(tmp_path, jobs, *WORDS)
 
 
 def moved(it: Transparent, rank: int) -> None:
-    timings = it.moved(rank)["timings_ms"]
+    timings = it.moved(rank).timings_ms
     assert set(timings) >= PHASES, timings
     print({name: round(ms) for name, ms in timings.items()})
 
@@ -113,7 +102,7 @@ def test_two_ranks_under_nccl(
     faults.set("restore-fails")
     it.job.spare_parked()
     incident = it.migrate(0)
-    assert incident["outcome"] == "ABORTED" and incident["steps_lost"] == 0, incident["reason"]
+    assert incident.outcome == "ABORTED" and incident.steps_lost == 0, incident.reason
     faults.clear()
     moved(it, 0)
     it.job.finish()

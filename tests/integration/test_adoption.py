@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -10,17 +9,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
+import msgspec
 import psutil
 import pytest
-from jobs import environment
 
 from keepstep.agent import identity, keeper
+from keepstep.model.views import IncidentView, JobView, NodeView
+from tests.support.commands import environment
+from tests.support.job import results
+from tests.support.scripts import SCRIPT
+from tests.support.torchrun import differences, run_plain
 
-CHAOS = Path(__file__).parents[1] / "chaos"
 STEPS = ["--epochs", "2", "--steps-per-epoch", "150"]
 DEADLINE_S = 120.0
+T = TypeVar("T")
 PYTHON = sys.executable
 
 
@@ -40,7 +44,7 @@ class Lab:
         options = ("--out", str(self.out), *STEPS, "--slow", str(self.slow))
         self.run = self.start(
             *("run", *words, "1", "--stall-timeout", str(stall_s), "--job-id", "job"),
-            *(str(CHAOS / "train.py"), *options),
+            *(str(SCRIPT), *options),
         )
         self.nodes = {name: self.agent(name) for name in ("n0", "n1")}
 
@@ -60,7 +64,7 @@ class Lab:
         where = ("--orchestrator", "main", "--job", "job", "--node", name)
         return self.start("agent", *where, "--adopt", "--wait")
 
-    def cli(self, *words: str) -> Any:
+    def cli(self, kind: type[T], *words: str) -> T:
         done = subprocess.run(
             [PYTHON, "-m", "keepstep", *words, "--job", "job", "--json"],
             env=environment(self.home),
@@ -68,38 +72,43 @@ class Lab:
             text=True,
             timeout=DEADLINE_S,
         )
-        return json.loads(done.stdout) if done.stdout else []
+        return msgspec.json.decode(done.stdout or "[]", type=kind)
 
-    def view(self) -> dict[str, Any]:
+    def incidents(self) -> list[IncidentView]:
+        return self.cli(list[IncidentView], "incidents")
+
+    def view(self) -> JobView | None:
         for process in [p for p in self.started if p.poll() is None]:
             for child in psutil.Process(process.pid).children(recursive=True):
                 self.seen.setdefault(child.pid, child)
-        found = self.cli("status")
-        return dict(found[0]) if found else {}
+        found = self.cli(list[JobView], "status")
+        return found[0] if found else None
 
-    def node(self, name: str) -> dict[str, Any]:
-        return next((n for n in self.view().get("nodes", []) if n["node"] == name), {})
+    def node(self, name: str) -> NodeView | None:
+        view = self.view()
+        return next((n for n in (view.nodes if view else []) if n.node == name), None)
 
-    def until(self, condition: Callable[[], Any], what: str) -> Any:
+    def until(self, condition: Callable[[], T | None], what: str) -> T:
         end = time.monotonic() + DEADLINE_S
         while not (value := condition()):
             assert time.monotonic() < end, f"waited for {what}\n{self.logs()}"
             time.sleep(0.05)
         return value
 
-    def until_step(self, step: int) -> dict[str, Any]:
-        def there() -> Any:
+    def until_step(self, step: int) -> JobView:
+        def there() -> JobView | None:
             view = self.view()
-            return view if view.get("committed_step", 0) >= step else None
+            return view if view is not None and view.committed_step >= step else None
 
-        return dict(self.until(there, f"step {step}"))
+        return self.until(there, f"step {step}")
 
-    def until_back(self, name: str, pid: int) -> dict[str, Any]:
-        def there() -> Any:
+    def until_back(self, name: str, pid: int) -> NodeView:
+        def there() -> NodeView | None:
             node = self.node(name)
-            return node if node.get("state") == "connected" and node["pid"] != pid else None
+            back = node is not None and node.state == "connected" and node.pid != pid
+            return node if back else None
 
-        return dict(self.until(there, f"another agent of {name} than {pid}"))
+        return self.until(there, f"another agent of {name} than {pid}")
 
     def logs(self) -> str:
         paths = [*self.base.glob("*.log"), *self.home.rglob("*.log")]
@@ -125,8 +134,8 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
 @pytest.mark.timeout(290)
 def test_agents_are_killed_and_replaced_under_living_ranks(lab: Lab, tmp_path: Path) -> None:
     view = lab.until_step(3)
-    pids = {seat["rank"]: seat["pid"] for seat in view["ranks"]}
-    agents = {node["node"]: node["pid"] for node in view["nodes"]}
+    pids = {seat.rank: seat.pid for seat in view.ranks}
+    agents = {node.node: node.pid for node in view.nodes}
 
     # The agent alone: its parent starts the next one.
     os.kill(agents["n1"], signal.SIGKILL)
@@ -139,27 +148,24 @@ def test_agents_are_killed_and_replaced_under_living_ranks(lab: Lab, tmp_path: P
     lab.agent("n0")
     lab.until_back("n0", agents["n0"])
 
-    view = lab.until_step(lab.view()["committed_step"] + 3)
-    assert {seat["rank"]: seat["pid"] for seat in view["ranks"]} == pids
-    assert lab.cli("incidents") == []
+    view = lab.until_step(view.committed_step + 3)
+    assert {seat.rank: seat.pid for seat in view.ranks} == pids
+    assert lab.incidents() == []
 
     # Adopted ranks can be lost and moved as any others, even with all agents at once: what is
     # needed of the dead rank is in its page, which comes back with its agent.
     os.kill(pids[1], signal.SIGKILL)
-    for node in view["nodes"]:
-        os.kill(node["pid"], signal.SIGKILL)
-    lab.until(lambda: [i for i in lab.cli("incidents") if i["outcome"] == "RESOLVED"], "recovery")
-    assert lab.cli("migrate", "--rank", "2")["outcome"] == "RESOLVED"
+    for node in view.nodes:
+        os.kill(node.pid, signal.SIGKILL)
+    lab.until(lambda: [i for i in lab.incidents() if i.outcome == "RESOLVED"], "recovery")
+    assert lab.cli(IncidentView, "migrate", "--rank", "2").outcome == "RESOLVED"
     lab.slow.unlink()
     assert lab.run.wait(DEADLINE_S) == 0, lab.logs()
-    seen = lab.cli("incidents")
-    assert sorted(i["cause"] for i in seen) == ["migrate", "process-exit"]
-    assert sum(i["steps_lost"] for i in seen) == 0
+    seen = lab.incidents()
+    assert sorted(i.cause for i in seen) == ["migrate", "process-exit"]
+    assert sum(i.steps_lost for i in seen) == 0
     _, left = psutil.wait_procs(list(lab.seen.values()), timeout=20)
     assert left == []
-
-    sys.path.insert(0, str(CHAOS))
-    from harness import differences, results, run_plain
 
     plain = run_plain(tmp_path / "plain", 4, STEPS)
     assert differences(results(lab.out, 4), plain) == []

@@ -12,7 +12,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
-from test_agent_process import (
+
+from keepstep.agent import keeper
+from keepstep.agent.processes import Order
+from keepstep.model import messages as m
+from tests.support.agents import (
     DEADLINE_S,
     FAKE_STORE,
     FAKE_WORKER,
@@ -24,10 +28,6 @@ from test_agent_process import (
     session_of,
     until,
 )
-
-from keepstep.agent import keeper
-from keepstep.agent.processes import Order
-from keepstep.model import messages as m
 
 
 class KeptNode(Node):

@@ -24,7 +24,6 @@ import httpx
 import msgspec
 import psutil
 import pytest
-from jobs import SCRIPTS, Job, command
 
 from keepstep.adapters.store.sqlite import SqliteLedger
 from keepstep.cli.checkpoints import check_resume
@@ -34,6 +33,7 @@ from keepstep.model import messages as m
 from keepstep.model.records import Tainted
 from keepstep.model.wire import FRAME_BYTES_MAX, HEADER, frame
 from keepstep.orchestrator import registry
+from tests.support.commands import SCRIPTS, Job, command
 
 SCRIPT = str(SCRIPTS / "mistakes.py")
 

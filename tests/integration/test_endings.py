@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jobs
 import pytest
-from jobs import SCRIPTS, Job
+
+from tests.support import commands as jobs
+from tests.support.commands import SCRIPTS, Job
 
 Start = Callable[..., Job]
 DEADLINE_S = 240.0  # of a job that starts twice, on a machine with too much to do

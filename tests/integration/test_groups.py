@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from test_groups_worker import STEPS, main
 
 from keepstep import native
+from tests.integration.groups_worker import STEPS, main
 
 WORLD = 3
 SOON_S = 5.0  # generous: the machine may be busy; what it excludes are timeouts of 20 s and more

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import PLAIN, SCRIPTS, Job, command
+
+from tests.support.commands import PLAIN, SCRIPTS, Job, command
+from tests.support.job import inject
 
 SCRIPT = str(SCRIPTS / "refused.py")
 TENSOR_PARALLEL = str(SCRIPTS / "tensor_parallel.py")
@@ -159,20 +161,19 @@ def tensor_parallel(output: str) -> dict[int, Any]:
     return {one["rank"]: one for one in found}
 
 
-@pytest.mark.parametrize("point", ["in_optimizer", "in_backward"])
 def test_gradients_placed_otherwise_than_parameters_cause_no_collective_behind_the_fence(
-    tmp_path: Path, point: str
+    tmp_path: Path,
 ) -> None:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = command([*words, PLAIN, TENSOR_PARALLEL], tmp_path)
     expected = tensor_parallel(done.stdout)
     assert expected[0]["unlike"], "all gradients are placed as their parameters: nothing is tested"
-    kill = ["--inject", f"kill:rank=1,step=4,point={point}"]
-    job = Job(tmp_path, "--nproc-per-node", "2", "--spares", "1", *kill, TENSOR_PARALLEL)
+    kills = inject("kill:rank=1,step=2,point=in_optimizer", "kill:rank=1,step=4,point=in_backward")
+    job = Job(tmp_path, "--nproc-per-node", "2", "--spares", "2", *kills, TENSOR_PARALLEL)
     try:
         job.end(0)
-        (incident,) = job.cli_json("incidents")
-        assert (incident["outcome"], incident["steps_lost"]) == ("RESOLVED", 0)
+        ended = [(one["outcome"], one["steps_lost"]) for one in job.cli_json("incidents")]
+        assert ended == [("RESOLVED", 0)] * 2
         assert tensor_parallel(job.out) == expected
     finally:
         job.kill()

@@ -12,7 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
-from jobs import SCRIPTS, environment
+
+from tests.support.commands import SCRIPTS, environment
 
 DEADLINE_S = 850.0  # takes a minute; a machine that does much else may need ten
 pytestmark = pytest.mark.timeout(900)

@@ -7,18 +7,25 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from machines import DEADLINE_S, Lab, Machine, laboratory, why_not
 
-CHAOS = Path(__file__).parents[1] / "chaos"
-SCRIPT = CHAOS / "train.py"
-STEPS = ["--epochs", "2", "--steps-per-epoch", "100"]
-STALL_S = "40"
+from tests.support.job import results
+from tests.support.machines import (
+    DEADLINE_S,
+    STALL_S,
+    STEPS,
+    Cluster,
+    Lab,
+    Machine,
+    laboratory,
+    why_not,
+)
+from tests.support.scripts import SCRIPT
+from tests.support.torchrun import differences, run_plain
 
 
 @pytest.fixture
@@ -29,66 +36,7 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
         yield it
 
 
-class Cluster:
-    """An orchestrator on the first machine, and what it takes to use it from the others."""
-
-    def __init__(self, lab: Lab, *, jobs_at: Path) -> None:
-        self.lab = lab
-        self.head, *self.others = lab.machines
-        self.out = jobs_at
-        words = ("orchestrator", "--id", "main", "--host", self.head.address)
-        self.orchestrator = self.head.start("orchestrator", *words)
-        entry = self.head.home / "orchestrators" / "main.json"
-        lab.until(entry.exists, "the orchestrator")
-        self.entry = json.loads(entry.read_text())
-        self.url = self.entry["url"]
-        self.operator = self.token("--operator")
-        self.join = self.head.home / "join-token"
-        self.join.write_text(self.token())
-
-    def token(self, *words: str) -> str:
-        done = self.head.run("token", "create", "--json", *words)
-        assert done.returncode == 0, done.stderr
-        return str(json.loads(done.stdout)["token"])
-
-    def job(self, *words: str, steps: list[str] = STEPS, slow: Path | None = None) -> Any:
-        self.out.mkdir(parents=True, exist_ok=True)
-        options = ["--out", str(self.out), *steps]
-        if slow is not None:
-            slow.touch()
-            options += ["--slow", str(slow)]
-        run = ("run", "--orchestrator", self.url, "--stall-timeout", STALL_S, "--job-id", "job")
-        return self.head.start(
-            "run", *run, *words, str(SCRIPT), *options, KEEPSTEP_TOKEN=self.operator
-        )
-
-    def agent(self, machine: Machine, node: str, *words: str) -> Any:
-        where = ("--orchestrator", self.url, "--token-file", str(self.join))
-        return machine.start(f"agent-{node}", "agent", *where, "--node", node, "--wait", *words)
-
-    def status(self) -> dict[str, Any]:
-        done = self.head.run("status", "--json", "--job", "job")
-        return json.loads(done.stdout)[0] if done.returncode == 0 else {}
-
-    def incidents(self) -> list[dict[str, Any]]:
-        done = self.head.run("incidents", "--json", "--job", "job")
-        return list(json.loads(done.stdout)) if done.returncode == 0 else []
-
-    def until_step(self, step: int) -> dict[str, Any]:
-        def reached() -> dict[str, Any]:
-            view = self.status()
-            return view if view.get("committed_step", 0) >= step else {}
-
-        return dict(self.lab.until(reached, f"step {step}"))
-
-    def end(self, process: subprocess.Popen[str]) -> None:
-        code = process.wait(DEADLINE_S)
-        assert code == 0, self.lab.logs()
-
-
 def identical(out: Path, world: int, tmp_path: Path, steps: list[str]) -> None:
-    sys.path.insert(0, str(CHAOS))
-    from harness import differences, results, run_plain
 
     expected = run_plain(tmp_path / "plain", world, steps)
     assert differences(results(out, world), expected) == []
@@ -103,12 +51,12 @@ def test_a_job_on_two_machines_outlives_a_rank_and_shows_nothing(lab: Lab, tmp_p
     agent = cluster.agent(second, "n1", "--adopt")
     run = cluster.job("--nnodes", "2", "--nproc-per-node", "2", "--spares", "1", slow=slow)
     view = cluster.until_step(3)
-    lab.until(lambda: [s for s in cluster.status()["spares"] if s["state"] == "parked"], "a spare")
-    homes = {seat["rank"]: seat["node"] for seat in view["ranks"]}
+    lab.until(lambda: [s for s in cluster.status().spares if s.state == "parked"], "a spare")
+    homes = {seat.rank: seat.node for seat in view.ranks}
     assert homes == {0: "n0", 1: "n0", 2: "n1", 3: "n1"}
     restart_agent(cluster, agent, "n1")
-    os.kill(view["ranks"][1]["pid"], signal.SIGKILL)
-    lab.until(lambda: any(i["outcome"] == "RESOLVED" for i in cluster.incidents()), "recovery")
+    os.kill(view.ranks[1].pid, signal.SIGKILL)
+    lab.until(lambda: any(i.outcome == "RESOLVED" for i in cluster.incidents()), "recovery")
     moved = cluster.head.run("migrate", "--rank", "2", "--json", "--job", "job")
     assert moved.returncode == 0, moved.stderr + lab.logs()
     notes = [note for m in cluster.others for note in m.home.glob("nodes/*/node.json")]
@@ -119,8 +67,8 @@ def test_a_job_on_two_machines_outlives_a_rank_and_shows_nothing(lab: Lab, tmp_p
     lab.until(lambda: not any(m.pids() for m in cluster.others), "the agents to end", 20)
     assert not any(note.exists() for note in notes)  # keys of what is no more
     seen = cluster.incidents()
-    assert [i["outcome"] for i in seen] == ["RESOLVED", "RESOLVED"]
-    assert sum(i["steps_lost"] for i in seen) == 0
+    assert [i.outcome for i in seen] == ["RESOLVED", "RESOLVED"]
+    assert sum(i.steps_lost for i in seen) == 0
     identical(cluster.out, 4, tmp_path, STEPS)
     nothing_in_the_clear(cluster, [one[name] for one in known for name in ("token", "job_token")])
 
@@ -129,7 +77,7 @@ def restart_agent(cluster: Cluster, agent: subprocess.Popen[str], node: str) -> 
     """Killed, and started again without a token: its ranks live, and it has its certificate."""
 
     def pids() -> dict[str, int]:
-        return {n["node"]: n["pid"] for n in cluster.status()["nodes"] if n["state"] == "connected"}
+        return {n.node: n.pid for n in cluster.status().nodes if n.state == "connected"}
 
     before = pids()
     agent.kill()
@@ -225,7 +173,7 @@ def test_two_orchestrators_share_an_authority_and_operators_are_elsewhere(
 
     def step() -> int:
         seen = pair.operate("status", at=pair.urls[1])
-        return int(seen[0]["committed_step"]) if isinstance(seen, list) and seen else 0
+        return int(seen[0].committed_step) if isinstance(seen, list) and seen else 0
 
     lab.until(lambda: step() >= 3, "the first steps")
     pair.running[0].kill()
@@ -233,9 +181,9 @@ def test_two_orchestrators_share_an_authority_and_operators_are_elsewhere(
     lab.until(lambda: pair.connected() == ["n0", "n1"], "both nodes at the other one")
     pair.agent("n2", ",".join(pair.urls))
     lab.until(lambda: pair.connected() == ["n0", "n1", "n2"], "a node that joins the other one")
-    lab.until(lambda: [s for s in pair.operate("spares") if s["state"] == "parked"], "a spare")
+    lab.until(lambda: [s for s in pair.operate("spares") if s.state == "parked"], "a spare")
     moved = pair.operate("migrate", "--rank", "1")
-    assert moved["outcome"] == "RESOLVED", moved
+    assert moved.outcome == "RESOLVED", moved
     assert "no live job x" in pair.operate("drain", "n1", "--job", "x")
     slow.unlink()
     assert run.wait(DEADLINE_S) == 0, lab.logs()
@@ -243,9 +191,9 @@ def test_two_orchestrators_share_an_authority_and_operators_are_elsewhere(
     pair.running[1].wait()
     assert "no orchestrator answers" in pair.operate("status")
     after = pair.third.run("status", "--json", KEEPSTEP_STORE=pair.store)
-    assert [(one["job"], one["state"]) for one in json.loads(after.stdout)] == [("job", "done")]
+    assert [(one.job, one.state) for one in json.loads(after.stdout)] == [("job", "done")]
     after = pair.third.run("incidents", "--json", "--store", pair.store)
-    assert [one["outcome"] for one in json.loads(after.stdout)] == ["RESOLVED"]
+    assert [one.outcome for one in json.loads(after.stdout)] == ["RESOLVED"]
     assert b"PRIVATE KEY" not in lab.sniffer.seen()
 
 
@@ -291,5 +239,5 @@ class Pair:
 
     def connected(self) -> list[str]:
         seen = self.operate("status")
-        nodes = seen[0]["nodes"] if isinstance(seen, list) and seen else []
-        return [one["node"] for one in nodes if one["state"] == "connected"]
+        nodes = seen[0].nodes if isinstance(seen, list) and seen else []
+        return [one.node for one in nodes if one.state == "connected"]

@@ -16,21 +16,20 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
+import msgspec
 import psutil
 import pytest
 
 from keepstep.cli.client import Client
+from keepstep.model.views import IncidentView
 from keepstep.model.wire import FRAME_BYTES_MAX, HEADER
 from keepstep.orchestrator import registry
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
-
-from harness import Job, differences, ending, run_plain, wait_for
+from tests.support.job import Job, wait_for
+from tests.support.torchrun import differences, run_plain
 
 DESCRIPTORS = 1024
 STRANGERS = 500  # at each port of the orchestrator and of agents
@@ -186,34 +185,33 @@ def worker_ports(job: Job) -> set[int]:
     return listening([one for one in family(job) if one.pid not in agents])
 
 
-def incidents(job: Job) -> list[dict[str, Any]]:
+def incidents(job: Job) -> list[IncidentView]:
     """Over a connection of its own: whoever has the token gets in, whoever stands at the door."""
-    client = job._connect()
-    assert client is not None
+    client = job.reached()
     headers = {"Authorization": client.headers["Authorization"]}
     url = f"{client.base_url}/v1/jobs/{job.job}/incidents"
-    found: list[dict[str, Any]] = httpx.get(url, headers=headers).raise_for_status().json()
-    return sorted(found, key=lambda one: int(one["opened_at_ns"]))
+    answer = httpx.get(url, headers=headers).raise_for_status()
+    found = msgspec.json.decode(answer.content, type=list[IncidentView])
+    return sorted(found, key=lambda one: one.opened_at_ns)
 
 
-def migrate(job: Job, rank: int) -> dict[str, Any]:
+def migrate(job: Job, rank: int) -> IncidentView:
     """Kill `rank`; the incident, when it is over."""
     before = len(incidents(job))
     job.kill_rank(rank)
     ended = wait_for(
-        lambda: [i for i in incidents(job)[before:] if i["outcome"] != "OPEN"], "an outcome"
+        lambda: [i for i in incidents(job)[before:] if i.outcome != "OPEN"], "an outcome"
     )
-    assert [i["outcome"] for i in ended] == ["RESOLVED"], ended
-    return dict(ended[0])
+    assert [i.outcome for i in ended] == ["RESOLVED"], ended
+    return ended[0]
 
 
 @pytest.fixture
-def job(request: pytest.FixtureRequest) -> Iterator[Job]:
-    with ending(request) as jobs:
-        job = Job("--nproc-per-node", "2", "--spares", "1", script_args=SCRIPT_ARGS, world=2)
-        jobs.append(job)
-        resource.prlimit(job.process.pid, resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
-        yield job
+def job(jobs: list[Job]) -> Job:
+    job = Job("--nproc-per-node", "2", "--spares", "1", script_args=SCRIPT_ARGS, world=2)
+    jobs.append(job)
+    resource.prlimit(job.process.pid, resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
+    return job
 
 
 def test_strangers_at_every_port_cost_a_migration_nothing(job: Job, tmp_path: Path) -> None:
@@ -221,9 +219,9 @@ def test_strangers_at_every_port_cost_a_migration_nothing(job: Job, tmp_path: Pa
     job.until_step(3)
     for attempt in (1, 2):  # a pause that others on this machine made longer is not so twice
         job.spare_parked()
-        quiet = migrate(job, 1)["pause_ms"]
+        quiet = migrate(job, 1).pause_ms
         job.spare_parked()
-        loud = migrate_among_strangers(job, 0)["pause_ms"]
+        loud = migrate_among_strangers(job, 0).pause_ms
         print(f"attempt {attempt}: a pause of {quiet:.0f} ms, among strangers {loud:.0f} ms")
         if loud <= quiet + PAUSE_GROWS_MS_MAX:
             break
@@ -233,14 +231,12 @@ def test_strangers_at_every_port_cost_a_migration_nothing(job: Job, tmp_path: Pa
     assert differences(job.results(), expected) == []
 
 
-def migrate_among_strangers(job: Job, rank: int) -> dict[str, Any]:
+def migrate_among_strangers(job: Job, rank: int) -> IncidentView:
     orchestrator, agents = psutil.Process(job.process.pid), agents_of(job)
     watched = [orchestrator, *agents]
     assert all(one.rlimit(resource.RLIMIT_NOFILE)[0] == DESCRIPTORS for one in watched)
     before = [one.num_fds() for one in watched]
-    client = job._connect()
-    assert client is not None
-    rest = int(str(client.base_url).rstrip("/").rpartition(":")[2])
+    rest = int(str(job.reached().base_url).rstrip("/").rpartition(":")[2])
     own = {port: HTTP if port == rest else FRAMES for port in listening(watched)}
     assert len(agents) == 1 and len(own) == 3 and rest in own, "REST, agents' streams, blobs"
     with Crowd(own, lambda: worker_ports(job)) as crowd:

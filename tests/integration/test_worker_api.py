@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import PLAIN, SCRIPTS, Job, command
 
 from keepstep.worker.script.batches import Batches, Loop
 from keepstep.worker.script.position import Tracker
 from keepstep.worker.script.tree import MISSING
+from tests.support.commands import PLAIN, SCRIPTS, Job, command
 
 SCRIPT = "worker_api.py"
 WORLD = 3

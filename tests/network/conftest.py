@@ -3,7 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rig import why_not
+
+from tests.network.rig import why_not
 
 
 @pytest.fixture(scope="session")

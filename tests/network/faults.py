@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rig import Harness, Rig, wait_until
+from tests.network.rig import Harness, Rig, wait_until
 
 # A silent loss shows after the kernel's first retransmission timeout; a shorter one may not.
 NOTICED_S = 1.2
@@ -162,3 +162,42 @@ class Watch:
         for event in self.rig.heard("path-up", "path-down", "path-suspect"):
             up[event["harness"], event["path"]] = event["event"] == "path-up"
         return len(up) == 2 * self.rig.paths and all(up.values())
+
+
+QUICK = {"KEEPSTEP_NET_HOLD_MS": "20"}  # a flapping path comes back soon: more faults per minute
+
+
+@dataclass(frozen=True)
+class Soaked:
+    fired: dict[str, int]
+    messages: int
+    bytes: int
+    corrupt: int
+    missing: int
+
+
+def soak(made: Rig, faults: int, seed: int, *words: str, helpers: str) -> Soaked:
+    """So many faults on one pair; then everything has arrived, once and right."""
+    stop = made.folder / "stop"
+    env = {**QUICK, "KEEPSTEP_NET_HELPERS": helpers}
+    ends = made.pair("--size", "mix", "--stop", str(stop), *words, **env)
+    watch = Watch(made, ends)
+    choose = random.Random(seed)
+    watch.settle()
+    for _ in range(faults):
+        # Half of the faults meet paths that have not recovered from the last one.
+        settled = choose.random() < 0.5
+        if settled:
+            watch.settle()
+        watch.inject(draw(made, ends, choose), settled)
+    watch.settle()
+    stop.touch()
+    sender, receiver = ends
+    sent, received = sender.result(), receiver.result()
+    sent.assert_clean()
+    received.assert_clean()
+    assert sent.lane("send")["messages"] == received.lane("receive")["messages"]
+    assert sender.close() == 0 and receiver.close() == 0
+    lane = received.lane("receive")
+    missing = abs(sent.lane("send")["messages"] - lane["messages"])
+    return Soaked(watch.fired, lane["messages"], lane["bytes"], lane["corrupt"], missing)

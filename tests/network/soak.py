@@ -11,10 +11,8 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from rig import rig, why_not
-from test_faults import soak
+from tests.network.faults import soak
+from tests.network.rig import rig, why_not
 
 # Paths, family, switched, ABI, helpers: each gets an equal share of the faults.
 SHAPES = [
@@ -58,7 +56,7 @@ def main() -> int:
             traffic["resent_chunks"] += sum(latest.values())
         runs += 1
         report = {
-            "command": f"python tests/network/soak.py --faults {given.faults} --seed {given.seed}",
+            "command": f"python -m tests.network.soak --faults {given.faults} --seed {given.seed}",
             "commit": commit,
             "machine": f"{platform.machine()}, Linux {platform.release()}",
             "faults": sum(fired.values()),

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from rig import rig
 
-CHAOS = Path(__file__).parents[1] / "chaos"
-sys.path.insert(0, str(CHAOS))
-
-from harness import Job, differences, ending, run_plain  # noqa: E402
+from keepstep.model.network import PathView
+from tests.network.rig import rig
+from tests.support.job import Job
+from tests.support.torchrun import differences, run_plain
 
 ARGS = ["--epochs", "4", "--steps-per-epoch", "25", "--evaluate-every", "10", "--slow", "yes"]
-
-
-def incidents_of(job: Job) -> list[dict[str, Any]]:
-    client = job._connect()
-    assert client is not None
-    found: list[dict[str, Any]] = client.get(f"/v1/jobs/{job.job}/incidents").json()
-    return found
-
-
-@pytest.fixture
-def jobs(request: pytest.FixtureRequest) -> Iterator[list[Job]]:
-    with ending(request) as started:
-        yield started
 
 
 @pytest.mark.timeout(300)
@@ -46,9 +29,7 @@ def test_a_flapping_path_moves_the_rank_before_anything_is_lost(
         job.until_step(2)
         job.spare_parked()
         # What the ranks' plugins would be told by their agents; here two harnesses speak for them.
-        agents = [
-            psutil.Process(job.rank(r)["pid"]).environ()["KEEPSTEP_NET_AGENT"] for r in (0, 1)
-        ]
+        agents = [psutil.Process(job.rank(r).pid).environ()["KEEPSTEP_NET_AGENT"] for r in (0, 1)]
         assert agents[0] != agents[1]
         handle, stop = str(folder / "handle"), folder / "stop"
         common = ("--size", "65536", "--stop", str(stop))
@@ -58,31 +39,29 @@ def test_a_flapping_path_moves_the_rank_before_anything_is_lost(
         sender = made.start(a, "--connect", handle, *common, KEEPSTEP_NET_AGENT=agents[0], **quick)
         receiver.ready()
         sender.ready()
-        job.until(
-            lambda s: all(len(node["paths"]) == 2 for node in s["nodes"][:2]), "paths to be shown"
-        )
+        job.until(lambda s: all(len(node.paths) == 2 for node in s.nodes[:2]), "paths to be shown")
         flaps = 0
         end = time.monotonic() + 60
-        while not incidents_of(job):
+        while not job.live_incidents():
             assert time.monotonic() < end, f"{flaps} flaps and no incident: {job.status()}"
             made.link(b, 1, False)
             time.sleep(0.2)  # the length of a flap
             made.link(b, 1, True)
             time.sleep(0.3)
             flaps += 1
-        job.until(lambda s: s["ranks"][1]["node"] == "n2", "rank 1 to be on the spare node")
-        shown = job.cli_json("net", "status", "--job", job.job)
-        assert {path["interface"] for path in shown["n1"]} == {"p0", "p1"}
-        assert sum(path["received_bytes"] for path in shown["n1"]) > 0
+        job.until(lambda s: s.ranks[1].node == "n2", "rank 1 to be on the spare node")
+        shown = job.cli_as(dict[str, list[PathView]], "net", "status", "--job", job.job)
+        assert {path.interface for path in shown["n1"]} == {"p0", "p1"}
+        assert sum(path.received_bytes for path in shown["n1"]) > 0
         stop.touch()
         sender.result().assert_clean()
         receiver.result().assert_clean()
         job.finish()
         incidents = job.incidents()
-        assert [(i["trigger"], i["cause"], i["victims"]) for i in incidents] == [
+        assert [(i.trigger, i.cause, i.victims) for i in incidents] == [
             ("pre-emptive", "taint", [1])
         ], incidents
-        assert incidents[0]["outcome"] == "RESOLVED" and incidents[0]["steps_lost"] == 0
-        assert "p1 failed 3 times" in incidents[0]["reason"]
+        assert incidents[0].outcome == "RESOLVED" and incidents[0].steps_lost == 0
+        assert "p1 failed 3 times" in incidents[0].reason
         expected = run_plain(folder / "plain", 2, [*ARGS[:-2]])
         assert differences(job.results(), expected) == []

@@ -7,7 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from rig import binaries, library, rig, run
+
+from tests.network.rig import binaries, library, rig, run
 
 ASAN = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 TSAN = ("-O1", "-fsanitize=thread")

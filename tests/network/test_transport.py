@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from rig import Harness, Rig, rig, wait_until
+
+from tests.network.rig import Harness, Rig, rig, wait_until
+from tests.support.scripts import ROOT
 
 pytestmark = pytest.mark.usefixtures("can_make_networks")
 
@@ -295,14 +297,13 @@ def test_one_path_only_works_and_warns(folder: Path) -> None:
 def test_a_namespace_goes_when_the_test_is_killed(folder: Path) -> None:
     script = (
         "import os, signal, sys, pathlib\n"
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from rig import rig\n"
+        "from tests.network.rig import rig\n"
         "with rig(pathlib.Path(sys.argv[1])) as made:\n"
         "    print(made.machines[0], flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", script, str(folder)], capture_output=True, text=True
+        [sys.executable, "-c", script, str(folder)], capture_output=True, text=True, cwd=ROOT
     )
     name = ended.stdout.strip()
     assert ended.returncode == -signal.SIGKILL and name, ended.stderr

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, missing
-from control_plane import ControlPlane
-from control_plane_build import missing as no_plane
-from kubernetes_lab import KubernetesLab
-from labs import Lab, LocalLab, SlurmLab
+
+from tests.schedulers.cluster import Cluster, missing
+from tests.schedulers.control_plane import ControlPlane
+from tests.schedulers.control_plane_build import missing as no_plane
+from tests.schedulers.kubernetes_lab import KubernetesLab
+from tests.schedulers.labs import Lab, LocalLab, SlurmLab
 
 
 @pytest.fixture(scope="session")

@@ -21,8 +21,9 @@ from typing import Any
 import httpx
 import psutil
 import yaml
-from cluster import GUARD, RACKS, free_ports, until
-from control_plane_build import folder as programs
+
+from tests.schedulers.cluster import GUARD, RACKS, free_ports, until
+from tests.schedulers.control_plane_build import folder as programs
 
 NODES = 6
 NAMESPACE = "keepstep"

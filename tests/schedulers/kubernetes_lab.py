@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from cluster import RESERVED, until
-from control_plane import ControlPlane
-from labs import Lab
-
 from keepstep.adapters.schedule.kubernetes import KubernetesScheduler
 from keepstep.adapters.schedule.kubernetes_requests import Settings
 from keepstep.ports.schedule import Scheduler
+from tests.schedulers.cluster import RESERVED, until
+from tests.schedulers.control_plane import ControlPlane
+from tests.schedulers.labs import Lab
 
 
 class KubernetesLab(Lab):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster import RACKS, RESERVED, Cluster, until
-
 from keepstep.adapters.schedule.local import LocalScheduler
 from keepstep.adapters.schedule.slurm import SlurmScheduler
-from keepstep.model.schedule import Place
+from keepstep.model.schedule import Ask, Constraints, Kind, Lease, Place
 from keepstep.ports.schedule import Scheduler
+from tests.schedulers.cluster import RACKS, RESERVED, Cluster, until
 
 
 class Lab:
@@ -98,3 +97,21 @@ class SlurmLab(Lab):
     def taint(self, place: str) -> None:
         words = [f"NodeName={place}", "State=DRAIN", "Reason=theirs"]
         self.cluster.ask("scontrol", "update", *words)
+
+
+GPUS = Constraints(gpus=4, gpu_type="h200")
+
+
+def ask(op: str, *kinds: Kind, count: int = 1, avoid: list[str] | None = None) -> Ask:
+    return Ask(
+        job="job-1",
+        op=op,
+        constraints=GPUS,
+        kinds=list(kinds) or ["idle"],
+        avoid=avoid or [],
+        count=count,
+    )
+
+
+def start(lab: Lab, count: int = 3) -> Lease:
+    return lab.scheduler.acquire(ask("start", "queue", count=count), 20)

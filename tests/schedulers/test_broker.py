@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from labs import LocalLab
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-
-from test_core_support import World, job_spec
 
 from keepstep.errors import NoRight, TransientError
 from keepstep.model.job import AgentGone, Cancel, Drain, Untaint
 from keepstep.model.schedule import START, AgentStart, Ask, Constraints, Place, Policy, Provision
 from keepstep.orchestrator.broker import Broker
+from tests.schedulers.labs import LocalLab
+from tests.support.core import World, job_spec
 
 WAIT_S = 20.0
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
-from cluster import until
-from control_plane import NAMESPACE, ControlPlane, deployed
+
+from tests.schedulers.cluster import until
+from tests.schedulers.control_plane import NAMESPACE, ControlPlane, deployed
 
 CHART = Path(__file__).parents[2] / "charts" / "keepstep"
 HELM = shutil.which("helm", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import psutil
-from cluster import GUARD, until
+
+from tests.schedulers.cluster import GUARD, until
 
 # Starts the guard and, through it, a process that leaves its parent; then waits to be killed.
 TEST_RUN = """

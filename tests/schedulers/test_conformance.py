@@ -8,28 +8,11 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from cluster import RACKS, until
-from labs import Lab
 
 from keepstep.errors import NoSpare, TransientError, UsageError
-from keepstep.model.schedule import AgentStart, Ask, Constraints, Kind, Lease
-
-GPUS = Constraints(gpus=4, gpu_type="h200")
-
-
-def ask(op: str, *kinds: Kind, count: int = 1, avoid: list[str] | None = None) -> Ask:
-    return Ask(
-        job="job-1",
-        op=op,
-        constraints=GPUS,
-        kinds=list(kinds) or ["idle"],
-        avoid=avoid or [],
-        count=count,
-    )
-
-
-def start(lab: Lab, count: int = 3) -> Lease:
-    return lab.scheduler.acquire(ask("start", "queue", count=count), 20)
+from keepstep.model.schedule import AgentStart, Ask, Constraints, Kind
+from tests.schedulers.cluster import RACKS, until
+from tests.schedulers.labs import GPUS, Lab, ask, start
 
 
 def agent(folder: Path, node: str) -> AgentStart:

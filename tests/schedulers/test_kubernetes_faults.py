@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import yaml
-from cluster import until
-from control_plane import NAMESPACE, ControlPlane, deployed
-from kubernetes_lab import TEMPLATE, KubernetesLab
-from test_conformance import ask, start
 
 from keepstep.adapters.schedule.kubernetes import KubernetesScheduler
 from keepstep.adapters.schedule.kubernetes_api import Mirror
 from keepstep.adapters.schedule.kubernetes_requests import Settings
 from keepstep.cli.serve import orchestrator
 from keepstep.errors import NoRight, NoSpare, TransientError, UsageError
+from tests.schedulers.cluster import until
+from tests.schedulers.control_plane import NAMESPACE, ControlPlane, deployed
+from tests.schedulers.kubernetes_lab import TEMPLATE, KubernetesLab
+from tests.schedulers.labs import ask, start
 
 ROLE = "/apis/rbac.authorization.k8s.io/v1/clusterroles/keepstep"
 

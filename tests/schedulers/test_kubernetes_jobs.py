@@ -4,8 +4,6 @@ training goes on, bit for bit. Kubelets are simulated (see kubelet.py); agents a
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,61 +11,26 @@ from typing import Any
 
 import psutil
 import pytest
-from cluster import until
-from control_plane import NAMESPACE, ControlPlane
-from kubernetes_lab import TEMPLATE, KubernetesLab
-from test_slurm_jobs import SCRIPT, STEPS, WORLD, SlurmJob, address, end, run, same_bits
 
-from keepstep.cli.client import Client
 from keepstep.cli.main import invoke
 from keepstep.orchestrator import registry
-from keepstep.orchestrator.requests import Asked, DrainRequest, SignalRequest, SignalTaken
-
-ALL = pytest.mark.skipif("KEEPSTEP_ALL" not in os.environ, reason="only make test-all has the time")
-
-
-def access(plane: ControlPlane, folder: Path) -> list[str]:
-    """Options that every command takes."""
-    template = folder / "pod.json"
-    template.write_text(json.dumps(TEMPLATE))
-    return ["--kubeconfig", str(plane.kubeconfig()), "--pod-template", str(template)]
-
-
-class KubernetesJob(SlurmJob):
-    """One `keepstep kubernetes launch` with three nodes."""
-
-    def __init__(
-        self, folder: Path, plane: ControlPlane, *options: str, orchestrator: str = "job"
-    ) -> None:
-        self.out, self.slow, self._log = folder / "out", folder / "slow", folder / "launch.log"
-        self._home, self._id, self.id = folder / "home", orchestrator, "job"
-        self.world, self.seen, self._plane = WORLD, {}, plane
-        self.out.mkdir()
-        self.slow.touch()
-        command = ["-m", "keepstep", "kubernetes", "launch", "-N", str(WORLD)]
-        command += ["--gpus-per-node", "h200:4", "--job-id", "job", *access(plane, folder)]
-        command += ["--stall-timeout", "6", "--host", address(), *options]
-        command += [str(SCRIPT), "--out", str(self.out), *STEPS]
-        command += ["--slow", str(self.slow), "--slow-s", "1"]
-        self.process = run(self._log, self._home, *command)
-
-    def held(self) -> str:
-        return f"pods: {ranks(self._plane)}"
-
-    def drain(self, node: str) -> None:
-        entry = registry.read(self._home, self._id)
-        assert entry is not None
-        Client.of(entry).post("/v1/jobs/job/drain", DrainRequest(node=node, reason="asked"), Asked)
-
-    def signal(self, slot: str, kind: str, reason: str) -> None:
-        entry = registry.read(self._home, self._id)
-        assert entry is not None
-        said = SignalRequest(job=self.id, kind=kind, reason=reason, slot=slot)
-        Client.of(entry).post("/v1/signals", said, SignalTaken)
-
-    def moves(self, count: int) -> list[list[str]]:
-        self.until(lambda: len(self.resolved()) == count, f"{count} moves")
-        return [one.moves for one in self.resolved()]
+from tests.schedulers.cluster import until
+from tests.schedulers.control_plane import NAMESPACE, ControlPlane
+from tests.schedulers.jobs import (
+    ALL,
+    WORLD,
+    KubernetesJob,
+    access,
+    address,
+    end,
+    migrations,
+    ranks,
+    run,
+    same_bits,
+    taints,
+)
+from tests.schedulers.kubernetes_lab import KubernetesLab
+from tests.support.scripts import SCRIPT
 
 
 @pytest.fixture
@@ -77,31 +40,9 @@ def job(tmp_path: Path, plane: ControlPlane) -> Iterator[KubernetesJob]:
     end(started.process)
 
 
-def ranks(plane: ControlPlane) -> dict[str, str]:
-    """Places of our pods and what `kubectl get pods -L keepstep.dev/rank` says of them."""
-    return {
-        pod["spec"].get("nodeName", ""): pod["metadata"]["labels"].get("keepstep.dev/rank", "")
-        for pod in plane.pods("keepstep.dev/job")
-    }
-
-
-def migrations(plane: ControlPlane) -> dict[str, tuple[str, str, str, str]]:
-    path = f"/apis/keepstep.dev/v1alpha1/namespaces/{NAMESPACE}/migrations"
-    found = plane.ask("GET", path)["items"]
-    names = ("phase", "kind", "from", "to")
-    return {
-        one["metadata"]["name"]: tuple(one.get("status", {}).get(name, "") for name in names)
-        for one in found
-    }
-
-
 def events(plane: ControlPlane) -> list[str]:
     found = plane.ask("GET", f"/api/v1/namespaces/{NAMESPACE}/events")["items"]
     return [one["message"] for one in found]
-
-
-def taints(plane: ControlPlane, node: str) -> set[str]:
-    return {one["key"] for one in plane.node(node)["spec"].get("taints") or []}
 
 
 def replica_set() -> dict[str, Any]:

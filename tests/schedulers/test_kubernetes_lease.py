@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import until
-from control_plane import NAMESPACE, ControlPlane
-from test_kubernetes_jobs import ALL, KubernetesJob, access, ranks
-from test_slurm_jobs import address, end, run, same_bits
 
 from keepstep.adapters.schedule.kubernetes import KubernetesScheduler
 from keepstep.adapters.schedule.kubernetes_requests import Settings
 from keepstep.errors import NoRight, UsageError
 from keepstep.orchestrator import registry
 from keepstep.orchestrator.main import Orchestrator
+from tests.schedulers.cluster import until
+from tests.schedulers.control_plane import NAMESPACE, ControlPlane
+from tests.schedulers.jobs import ALL, KubernetesJob, access, address, end, ranks, run, same_bits
 
 LEASE_S = 4.0
 PATH = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/keepstep"

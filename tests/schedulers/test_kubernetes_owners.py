@@ -11,17 +11,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import until
-from control_plane import NAMESPACE, ControlPlane
-from kubernetes_lab import KubernetesLab
-from test_kubernetes_jobs import ALL, KubernetesJob, access, migrations, ranks
-from test_slurm_jobs import SCRIPT, address, end, run, same_bits
-from workloads import Workload, workload
 
 from keepstep.cli.main import invoke
 from keepstep.errors import NoSpare, UsageError
 from keepstep.model.schedule import Ask, Constraints
 from keepstep.orchestrator import registry
+from tests.schedulers.cluster import until
+from tests.schedulers.control_plane import NAMESPACE, ControlPlane
+from tests.schedulers.jobs import (
+    ALL,
+    KubernetesJob,
+    access,
+    address,
+    end,
+    migrations,
+    ranks,
+    run,
+    same_bits,
+)
+from tests.schedulers.kubernetes_lab import KubernetesLab
+from tests.schedulers.workloads import Workload, workload
+from tests.support.scripts import SCRIPT
 
 KINDS = ["Job", *(pytest.param(kind, marks=ALL) for kind in ("JobSet", "TrainJob", "PyTorchJob"))]
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import until
-from control_plane import ControlPlane
-from test_kubernetes_jobs import ALL, KubernetesJob, ranks, taints
-from test_slurm_jobs import end, same_bits
+
+from tests.schedulers.cluster import until
+from tests.schedulers.control_plane import ControlPlane
+from tests.schedulers.jobs import ALL, KubernetesJob, end, ranks, same_bits, taints
 
 GROUP = "resource.k8s.io"
 

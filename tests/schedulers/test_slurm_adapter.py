@@ -12,14 +12,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster import RESERVED, Cluster, until
-from test_slurm_jobs import SCRIPT, SlurmJob, allocations
 
 from keepstep.adapters.schedule.slurm import SlurmScheduler
 from keepstep.cli import guard
 from keepstep.cli.main import invoke
 from keepstep.errors import NoSpare, TransientError, UsageError
 from keepstep.model.schedule import START, AgentStart, Ask, Constraints, Kind, Lease
+from tests.schedulers.cluster import RESERVED, Cluster, until
+from tests.schedulers.jobs import SlurmJob, allocations, nodes_of
+from tests.support.scripts import SCRIPT
 
 slow = pytest.mark.skipif(
     "KEEPSTEP_ALL" not in os.environ, reason="only make test-all has the time"
@@ -61,11 +62,6 @@ def users_own(cluster: Cluster, *words: str) -> str:
     cluster.ask(*words, *options, *(["--wrap", "sleep 600"] if words[0] == "sbatch" else []))
     until(lambda: cluster.jobs() and "mine|c" in cluster.jobs()[0], "an allocation")
     return cluster.ask("squeue", "-h", "-n", "mine", "-o", "%i")
-
-
-def nodes_of(cluster: Cluster, allocation: str) -> list[str]:
-    said = cluster.ask("squeue", "-h", "-j", allocation, "-o", "%N")
-    return cluster.ask("scontrol", "show", "hostnames", said).split()
 
 
 @slow

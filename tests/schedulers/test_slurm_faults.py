@@ -7,9 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, until
-from labs import SlurmLab
-from test_slurm_jobs import SlurmJob, allocations, end, same_bits
+
+from tests.schedulers.cluster import Cluster, until
+from tests.schedulers.jobs import SlurmJob, allocations, end, same_bits
+from tests.schedulers.labs import SlurmLab
 
 pytestmark = [
     pytest.mark.skipif("KEEPSTEP_ALL" not in os.environ, reason="only make test-all has the time"),

@@ -6,134 +6,31 @@ machine has an address beyond loopback.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from cluster import RACKS, Cluster, until
-from labs import SlurmLab
 
 from keepstep.adapters.schedule import slurm_cli
 from keepstep.adapters.schedule.slurm import SlurmScheduler
-from keepstep.cli.client import Client
 from keepstep.cli.main import invoke
-from keepstep.errors import KeepstepError, NoRight
+from keepstep.errors import NoRight
 from keepstep.model.schedule import START, AgentStart, Ask, Constraints
-from keepstep.model.views import IncidentView, JobView
 from keepstep.orchestrator import registry
-
-CHAOS = Path(__file__).parents[1] / "chaos"
-SCRIPT = CHAOS / "train.py"
-STEPS = ["--epochs", "2", "--steps-per-epoch", "100"]
-WORLD = 3
-JOB_S = 150.0
-
-
-def address() -> str:
-    """Of this machine, beyond loopback if it has one."""
-    for found in psutil.net_if_addrs().values():
-        for one in found:
-            if one.family == socket.AF_INET and not one.address.startswith("127."):
-                return str(one.address)
-    return "127.0.0.1"
-
-
-def run(log: Path, home: Path, *words: str) -> subprocess.Popen[bytes]:
-    env = {**os.environ, "KEEPSTEP_HOME": str(home), "OMP_NUM_THREADS": "1"}
-    with log.open("ab") as file:
-        return subprocess.Popen([sys.executable, *words], env=env, stdout=file, stderr=file)
-
-
-class SlurmJob:
-    """One `keepstep slurm launch`, with three nodes unless it is said."""
-
-    def __init__(
-        self,
-        folder: Path,
-        *options: str,
-        orchestrator: str = "",
-        job: str = "job",
-        world: int = WORLD,
-        home: Path | None = None,
-    ) -> None:
-        """`orchestrator`: the id of the one that is asked; by default it is embedded."""
-        self.out, self.slow, self._log = folder / "out", folder / "slow", folder / "launch.log"
-        self._home, self._id, self.id = home or folder / "home", orchestrator or job, job
-        self.world = world
-        self.seen: dict[str, None] = {}  # what was to be seen while it was waited for, in order
-        self.out.mkdir(parents=True)
-        self.slow.touch()  # until `finish` it takes its time: what is done to it happens meanwhile
-        command = [sys.executable, "-m", "keepstep", "slurm", "launch", "-N", str(world)]
-        command += ["-p", "train", "--gpus-per-node", "h200:4", "--job-id", job]
-        command += ["--stall-timeout", "6", "--host", address(), *options]
-        command += [str(SCRIPT), "--out", str(self.out), *STEPS]
-        command += ["--slow", str(self.slow), "--slow-s", "1"]
-        self.process = run(self._log, self._home, *command[1:])
-
-    def words(self) -> str:
-        seen = "\n".join(list(self.seen)[-20:])
-        return f"{self._log.read_text()[-6000:]}\nseen meanwhile:\n{seen}"
-
-    def _look(self) -> None:
-        view = self.view()
-        self.seen |= {f"note: {note.text}": None for note in (view.notes if view else ())}
-        with contextlib.suppress(Exception):  # it may be away, too
-            self.seen[self.held()] = None
-
-    def held(self) -> str:
-        """What the scheduler itself says of the job."""
-        command = ["squeue", "-h", "-o", "%i %T %N %k"]
-        rows = subprocess.run(command, capture_output=True, text=True, timeout=2)
-        return f"squeue: {rows.stdout.strip()}"
-
-    def _ask(self, path: str, kind: Any) -> Any:
-        entry = registry.read(self._home, self._id)
-        try:
-            return Client.of(entry).get(path, kind) if entry is not None else None
-        except KeepstepError:
-            return None
-
-    def view(self) -> JobView | None:
-        seen: JobView | None = self._ask(f"/v1/jobs/{self.id}", JobView)
-        return seen
-
-    def resolved(self) -> list[IncidentView]:
-        seen = self._ask(f"/v1/jobs/{self.id}/incidents", list[IncidentView]) or []
-        return [one for one in seen if one.outcome == "RESOLVED"]
-
-    def until(self, condition: Callable[[], Any], what: str) -> Any:
-        def check() -> Any:
-            assert self.process.poll() is None, f"it ended before {what}\n{self.words()}"
-            if not (found := condition()):
-                self._look()
-            return found
-
-        try:
-            return until(check, what, JOB_S)
-        except TimeoutError as error:
-            raise AssertionError(f"{error}\n{self.words()}") from error
-
-    def until_step(self, step: int) -> None:
-        self.until(lambda: (v := self.view()) and v.committed_step >= step, f"step {step}")
-
-    def finish(self) -> None:
-        self.slow.unlink()
-        assert self.process.wait(JOB_S) == 0, self.words()
-        assert ", 0 steps lost" in self.words()
-
-
-def end(*processes: subprocess.Popen[bytes]) -> None:
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+from tests.schedulers.cluster import RACKS, Cluster, until
+from tests.schedulers.jobs import (
+    SlurmJob,
+    address,
+    allocations,
+    end,
+    run,
+    same_bits,
+)
+from tests.schedulers.labs import SlurmLab
+from tests.support.scripts import SCRIPT
 
 
 @pytest.fixture
@@ -141,27 +38,6 @@ def job(tmp_path: Path, cluster: Cluster) -> Iterator[SlurmJob]:
     started = SlurmJob(tmp_path, "--preempt")
     yield started
     end(started.process)
-
-
-def same_bits(job: SlurmJob, folder: Path) -> None:
-    """As an undisturbed run of the same script under torchrun."""
-    sys.path.insert(0, str(CHAOS))
-    from harness import differences, results, run_plain
-
-    plain = run_plain(folder / f"plain-{job.id}", job.world, STEPS)
-    assert differences(results(job.out, job.world), plain) == []
-
-
-def allocations(cluster: Cluster, job: str = "job") -> dict[str, list[str]]:
-    """Ours: what their comments say, and their nodes."""
-    lines = cluster.ask("squeue", "-h", "-t", "RUNNING", "-o", "%k|%N").splitlines()
-    rows = [line.split("|") for line in lines if line.startswith(f"keepstep:{job}:")]
-    return {
-        comment.removeprefix(f"keepstep:{job}:"): cluster.ask(
-            "scontrol", "show", "hostnames", nodes
-        ).split()
-        for comment, nodes in rows
-    }
 
 
 @pytest.mark.timeout(290)

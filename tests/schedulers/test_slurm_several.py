@@ -11,11 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, until
-from test_slurm_adapter import nodes_of
-from test_slurm_jobs import SlurmJob, address, allocations, end, run, same_bits
 
 from keepstep.orchestrator import registry
+from tests.schedulers.cluster import Cluster, until
+from tests.schedulers.jobs import SlurmJob, address, allocations, end, nodes_of, run, same_bits
 
 pytestmark = [
     pytest.mark.skipif("KEEPSTEP_ALL" not in os.environ, reason="only make test-all has the time"),

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cluster import until
-from control_plane import NAMESPACE, ControlPlane, path_of
+from tests.schedulers.cluster import until
+from tests.schedulers.control_plane import NAMESPACE, ControlPlane, path_of
 
 COUNT = 3
 NAME = "train"

@@ -8,10 +8,10 @@ import tomllib
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-import mutants
 import pytest
 
 from keepstep.sim.many import run_task
+from tests.sim import mutants
 
 WORLDS_MAX = 400
 SEEDS = Path(__file__).with_name("seeds.toml")

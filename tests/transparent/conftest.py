@@ -10,75 +10,57 @@ import itertools
 import os
 import shutil
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
-
-from harness import Verdict, ending, run_plain
-from moving import FAKE_CUDA, SCRIPT, Cuda, Faults, Transparent, missing, no_images_left
-
 from keepstep.errors import UsageError
 from keepstep.native import criu
+from tests.support import sampling
+from tests.support.job import Job
+from tests.support.moving import (
+    FAKE_CUDA,
+    SCRIPT,
+    Cuda,
+    Faults,
+    Launch,
+    launching,
+    missing,
+)
+from tests.support.torchrun import Reference, once_each
 
 NUMBERS = ("--layout", "--workers", "--accumulate", "--optimizers", "--epochs")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--transparent-all", action="store_true", help="every cell, not a sample")
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    mine = [item for item in items if item.path.parent == Path(__file__).parent]
+    mine = sampling.of_folder(items, Path(__file__).parent)
     if mine and (reason := missing()):
         for item in mine:
             item.add_marker(pytest.mark.skip(reason=f"SKIPPED: {reason}"))
-    by_hand = config.getoption("-k") or any("::" in arg for arg in config.args)
-    if config.getoption("--transparent-all", default=False) or by_hand:
+    if config.getoption("--transparent-all") or sampling.chosen_by_hand(config):
         return
     dropped = [item for item in mine if not item.get_closest_marker("always")]
-    items[:] = [item for item in items if item not in dropped]
+    sampling.drop(config, items, dropped)
     if dropped:
-        config.hook.pytest_deselected(items=dropped)
+        count = f"transparent: {len(mine) - len(dropped)} of {len(mine)} tests"
+        sampling.say(config, f"{count}; --transparent-all runs every one")
+
+
+def _of_numbers(words: tuple[str, ...]) -> list[str]:
+    pairs = (pair for pair in itertools.pairwise(words) if pair[0] in NUMBERS)
+    return [word for pair in pairs for word in pair]
 
 
 @pytest.fixture(scope="session")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """What plain torchrun computes with the options that change numbers."""
-    known: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-
-    def get(world: int, *words: str) -> list[dict[str, Any]]:
-        pairs = (pair for pair in itertools.pairwise(words) if pair[0] in NUMBERS)
-        chosen = [word for pair in pairs for word in pair]
-        key = (world, *chosen)
-        if key not in known:
-            known[key] = run_plain(tmp_path_factory.mktemp("plain"), world, chosen, SCRIPT)
-        return known[key]
-
-    return get
+    return once_each(tmp_path_factory, _of_numbers, SCRIPT)
 
 
 @pytest.fixture
-def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Transparent]]:
-    with ending(request) as jobs:
-
-        def begin(*words: str, **more: Any) -> Transparent:
-            started = Transparent(tmp_path, *words, **more)
-            jobs.append(started.job)
-            return started
-
-        yield begin
-    no_images_left(jobs)
-
-
-@pytest.fixture
-def verdict(request: pytest.FixtureRequest) -> Verdict:
-    return Verdict(request.node.name)
+def launch(tmp_path: Path, jobs: list[Job]) -> Iterator[Launch]:
+    yield from launching(tmp_path, jobs)
 
 
 @pytest.fixture

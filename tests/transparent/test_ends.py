@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from jobs import command
+
+from tests.support.commands import command
 
 SCRIPT = """
 import os, signal

@@ -7,32 +7,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from harness import Verdict
-from test_orchestrator_crash import Brain
 
-Launch = Callable[..., Any]
-Reference = Callable[..., list[dict[str, Any]]]
-
-
-def undone(it: Any, incident: dict[str, Any], words: str) -> None:
-    assert incident["outcome"] == "ABORTED", incident
-    assert incident["steps_lost"] == 0
-    assert words in incident["reason"], incident["reason"]
-    # Ranks that held for it have connected again, all of them.
-    for other in it.incidents():
-        assert other["outcome"] in ("ABORTED", "RESOLVED"), other
-        assert other["steps_lost"] == 0
-
-
-def holders(it: Any) -> list[int]:
-    """Processes of the ranks, which must stay the same."""
-    return [int(seat["pid"]) for seat in it.job.status()["ranks"]]
+from tests.support.brain import Brain
+from tests.support.moving import Faults, Launch, Transparent
+from tests.support.torchrun import Reference
+from tests.support.verdict import Verdict
 
 
 @pytest.mark.timeout(290)
@@ -45,15 +28,15 @@ def holders(it: Any) -> list[int]:
     ],
 )
 def test_criu_fails(
-    fault: str, words: str, launch: Launch, reference: Reference, verdict: Verdict, faults: Any
+    fault: str, words: str, launch: Launch, reference: Reference, verdict: Verdict, faults: Faults
 ) -> None:
     it = launch(options=("--stall-timeout", "10"))
     it.train()
-    before = holders(it)
+    before = it.holders()
     faults.set(fault)
-    undone(it, it.migrate(1), words)
+    it.undone(it.migrate(1), words)
     faults.clear()
-    assert holders(it) == before
+    assert it.holders() == before
     it.moved(1)
     it.job.finish()
     verdict.identical(it.job, reference(2), faults=1)
@@ -61,24 +44,24 @@ def test_criu_fails(
 
 @pytest.mark.timeout(290)
 def test_no_room_for_the_image(
-    launch: Launch, reference: Reference, verdict: Verdict, faults: Any, small_tmpfs: Path
+    launch: Launch, reference: Reference, verdict: Verdict, faults: Faults, small_tmpfs: Path
 ) -> None:
     it = launch("--workers", "1")
     it.train()
-    before = holders(it)
+    before = it.holders()
     faults.set("full")
-    undone(it, it.migrate(0), "could not dump")
+    it.undone(it.migrate(0), "could not dump")
     faults.clear()
-    assert holders(it) == before
+    assert it.holders() == before
     assert list(small_tmpfs.iterdir()) == []
     it.moved(0)
     it.job.finish()
     verdict.identical(it.job, reference(2, "--workers", "1"), faults=1)
 
 
-def nest_of_newcomer(it: Any) -> int:
+def nest_of_newcomer(it: Transparent) -> int:
     """The process that was given the rank, in the spare node."""
-    agent = next(n["pid"] for n in it.job.status()["nodes"] if n["node"] == "n2")
+    agent = next(n.pid for n in it.job.status().nodes if n.node == "n2")
     nests = [p for p in psutil.Process(agent).children() if "keepstep.agent.nest" in p.cmdline()]
     return nests[0].pid
 
@@ -87,12 +70,12 @@ def nest_of_newcomer(it: Any) -> int:
 @pytest.mark.parametrize("when", ["restore-hangs", "restored-late"])
 @pytest.mark.parametrize("who", ["process", "agent"])
 def test_target_dies(
-    who: str, when: str, launch: Launch, reference: Reference, verdict: Verdict, faults: Any
+    who: str, when: str, launch: Launch, reference: Reference, verdict: Verdict, faults: Faults
 ) -> None:
     """Before the image came to life there, and after it."""
     it = launch("--workers", "2")
     it.train()
-    before, known = holders(it), len(it.incidents())
+    before, known = it.holders(), len(it.incidents())
     faults.set(when)
     assert it.job.post("migrate", {"ranks": [1], "reason": "test"}).status_code < 300
     faults.until_struck()
@@ -101,11 +84,11 @@ def test_target_dies(
     os.kill(nest if who == "process" else psutil.Process(nest).ppid(), signal.SIGKILL)
     if who == "process":
         incident = it.ended(known)
-        assert incident["outcome"] == "RESOLVED" and incident["attempts"] == 2, incident
+        assert incident.outcome == "RESOLVED" and incident.attempts == 2, incident
     else:
         step = it.job.step()
         it.job.until_step(step + 3)  # it waits for another spare, and trains
-        assert holders(it) == before
+        assert it.holders() == before
     it.job.finish()
     verdict.identical(it.job, reference(2, "--workers", "2"), faults=1)
 
@@ -123,11 +106,11 @@ def test_scripts_that_cannot_be_moved_are_named_and_left_alone(
 ) -> None:
     it = launch(option)
     it.train()
-    before = holders(it)
+    before = it.holders()
     incident = it.migrate(0)
-    undone(it, incident, words)
-    assert [phase["phase"] for phase in incident["phases"]] == ["RESERVE"]  # nobody was held
-    assert holders(it) == before
+    it.undone(incident, words)
+    assert [phase.phase for phase in incident.phases] == ["RESERVE"]  # nobody was held
+    assert it.holders() == before
     it.job.finish()
     verdict.identical(it.job, reference(2), faults=1, incidents=1)
 
@@ -138,9 +121,9 @@ def test_ranks_that_step_unevenly_train_on(
 ) -> None:
     it = launch("--uneven", options=("--stall-timeout", "10"))
     it.train()
-    before = holders(it)
-    undone(it, it.migrate(0), "do not call their optimizers equally often")
-    assert holders(it) == before
+    before = it.holders()
+    it.undone(it.migrate(0), "do not call their optimizers equally often")
+    assert it.holders() == before
     it.job.finish()
     verdict.identical(it.job, reference(2), faults=1)
 
@@ -152,14 +135,14 @@ def test_orchestrator_is_started_anew(
     launch: Launch,
     reference: Reference,
     verdict: Verdict,
-    faults: Any,
+    faults: Faults,
     tmp_path: Path,
 ) -> None:
     brain = Brain(tmp_path)
     try:
         it = launch(options=("--orchestrator", "brain"), home=brain.home)
         it.train()
-        before = holders(it)
+        before = it.holders()
         faults.set(when)
         assert it.job.post("migrate", {"ranks": [1], "reason": "test"}).status_code < 300
         faults.until_struck()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from harness import differences, results
-from machines import Lab, laboratory, why_not
-from test_several_machines import STALL_S, Cluster
 
-Reference = Callable[..., list[dict[str, Any]]]
+from tests.support.job import results
+from tests.support.machines import STALL_S, Cluster, Lab, laboratory, why_not
+from tests.support.torchrun import Reference, differences
 
 
 @pytest.fixture
@@ -47,7 +45,7 @@ def test_ranks_move_to_other_machines_and_their_memory_is_never_seen(
     for rank in (1, 0):
         moved = cluster.head.run("migrate", "--rank", str(rank), "--json", "--job", "job")
         assert moved.returncode == 0, moved.stderr + lab.logs()
-    places = {seat["rank"]: seat["node"] for seat in cluster.status()["ranks"]}
+    places = {seat.rank: seat.node for seat in cluster.status().ranks}
     assert places == {0: "n1", 1: "n2"}
     slow.unlink()
     cluster.end(run)

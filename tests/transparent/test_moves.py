@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
-from harness import Verdict
 
-Launch = Callable[..., Any]
-Reference = Callable[..., list[dict[str, Any]]]
+from tests.support.moving import Launch
+from tests.support.torchrun import Reference
+from tests.support.verdict import Verdict
 
 
 @pytest.mark.always
@@ -40,7 +37,7 @@ def test_loader_workers_and_what_taints_bring(
     it.job.spare_parked()
     assert it.job.post("taint", {"target": old, "reason": "test"}).status_code < 300
     incident = it.ended(before)
-    assert (incident["trigger"], incident["outcome"]) == ("pre-emptive", "RESOLVED"), incident
+    assert (incident.trigger, incident.outcome) == ("pre-emptive", "RESOLVED"), incident
     assert it.node(0) != old
     it.job.finish()
     verdict.identical(it.job, reference(2, *words), faults=0, incidents=2)
@@ -88,7 +85,7 @@ def test_a_drained_node_gives_two_processes_away_at_once(
     before = len(it.incidents())
     assert it.job.post("drain", {"node": "n0"}).status_code < 300
     incident = it.ended(before)
-    assert incident["outcome"] == "RESOLVED" and len(incident["moves"]) == 2, incident
+    assert incident.outcome == "RESOLVED" and len(incident.moves) == 2, incident
     assert [it.node(rank) for rank in range(4)] == ["n2", "n2", "n1", "n1"]
     it.job.finish()
     verdict.identical(it.job, reference(4), faults=0, incidents=1)

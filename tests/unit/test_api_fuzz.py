@@ -14,8 +14,6 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from test_core_support import World, job_spec
-from test_stream_fuzz import of, texts
 
 from keepstep.adapters.identity.authority import Authority
 from keepstep.adapters.identity.tokens import Folder, Tokens
@@ -26,6 +24,8 @@ from keepstep.orchestrator import api
 from keepstep.orchestrator import requests as bodies
 from keepstep.orchestrator.join import Desk
 from keepstep.runtime.driver import Driver
+from tests.support.core import World, job_spec
+from tests.support.fuzz import of, texts
 
 fuzz = settings(
     max_examples=120,

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_cli import incident, view
 
 from keepstep.adapters.store.sqlite import SqliteLedger
 from keepstep.cli import find, moves
@@ -19,6 +18,7 @@ from keepstep.model.records import IncidentClosed, JobEnded
 from keepstep.model.views import IncidentView, MoveView, OfferView, PlanView, RejectedView
 from keepstep.orchestrator import registry
 from keepstep.orchestrator.requests import Asked, Watch
+from tests.support.views import incident, view
 
 Captured = pytest.CaptureFixture[str]
 

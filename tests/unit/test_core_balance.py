@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from test_core_support import SECOND, World, job_spec
 
 from keepstep.core import balance
 from keepstep.errors import UsageError
 from keepstep.model.job import Drain, Migrate, Rebalance
 from keepstep.model.schedule import Policy
+from tests.support.core import SECOND, World, job_spec
 
 
 def crowded(spares: int = 1, **policy: object) -> World:

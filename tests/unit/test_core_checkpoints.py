@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_core_support import SECOND, FakeWorker, World, job_spec
 
 from keepstep.model import messages as m
 from keepstep.model import records as r
 from keepstep.model.job import Migrate, Wake
+from tests.support.core import SECOND, FakeWorker, World, job_spec
 
 NODES = "n0:1 n1:1 n2:1 n3:1 n4:1"
 

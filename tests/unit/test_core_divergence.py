@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_core_support import SECOND, World, job_spec
 
 from keepstep.core.differences import SENTENCES_MAX, describe, differences
 from keepstep.errors import UsageError
@@ -15,6 +14,7 @@ from keepstep.model import records as r
 from keepstep.model.job import Cancel, Migrate, ProceedAnyway, Wake
 from keepstep.model.schedule import Policy
 from keepstep.model.views import IncidentView
+from tests.support.core import SECOND, World, job_spec
 
 COMMON = {"all|weight": "ab", "all|bias": "77"}
 OTHER = {"all|weight": "ff", "all|bias": "77"}

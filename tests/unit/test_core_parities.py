@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import msgspec
-from test_core_support import World, job_spec
 
 from keepstep.core import processes
 from keepstep.core.state import Out, Outcome
 from keepstep.model import messages as m
+from tests.support.core import World, job_spec
 
 
 def trained(nodes: str = "n0:1 n1:1 n2:1 n3:1", redundancy: str = "parity") -> World:

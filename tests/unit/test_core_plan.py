@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from test_core_support import World, job_spec
 
 from keepstep.errors import UsageError
 from keepstep.model.job import Drain, Migrate
 from keepstep.model.schedule import Kind, Provision
 from keepstep.model.views import PlanView
+from tests.support.core import World, job_spec
 
 
 def trained(kinds: tuple[Kind, ...] | None = None, **given: object) -> World:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from test_core_support import World, job_spec
 
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
 from keepstep.model import records as r
 from keepstep.model.job import Drain, Migrate, Taint, Untaint
+from tests.support.core import World, job_spec
 
 ANSWERS = [m.Arrived, m.StoreOpened, m.Ready, m.Staged, m.Held, m.Copied, m.Swapped, m.Resumed]
 

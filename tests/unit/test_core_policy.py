@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from test_core_support import SECOND, World, job_spec
 
 from keepstep.core.capacity import CapacityView, Want
 from keepstep.errors import UsageError
@@ -19,6 +18,7 @@ from keepstep.model.job import (
     SpareRefused,
 )
 from keepstep.model.schedule import Kind, Policy, Provision
+from tests.support.core import SECOND, World, job_spec
 
 
 def given(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from test_core_support import World, job_spec
 
 from keepstep.core.capacity import CapacityView, Want
 from keepstep.errors import UsageError
@@ -18,6 +17,7 @@ from keepstep.model.job import (
     SpareRefused,
 )
 from keepstep.model.schedule import Kind, Provision
+from tests.support.core import World, job_spec
 
 
 def provided(kinds: tuple[Kind, ...] = ("idle",), back_s: int = 0) -> World:

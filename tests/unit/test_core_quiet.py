@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from test_core_support import World, job_spec
 
 from keepstep.core import job as jobs
 from keepstep.core import quiet
 from keepstep.model import messages as m
 from keepstep.model import records as r
 from keepstep.model.job import Migrate, Taint
+from tests.support.core import World, job_spec
 
 
 def kill(world: World) -> None:

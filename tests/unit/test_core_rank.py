@@ -14,8 +14,7 @@ from keepstep.core.rank.joining import Joining
 from keepstep.core.rank.recovering import Recovering
 from keepstep.errors import LocalProtocolError
 from keepstep.model import messages as m
-
-HERE, THERE = m.Address("h", 1), m.Address("h", 2)
+from tests.support.rank import ASSIGN, HERE, THERE, abort, copied, copy, held, ready, swap
 
 
 @dataclass
@@ -24,14 +23,6 @@ class Place:
     version: int = 5
     generation: int = 2
     done: bool = False
-
-
-def held(generation: int) -> m.Held:
-    return m.Held(generation=generation, tick=7, version=5, serve=HERE, pid=1)
-
-
-def abort(generation: int) -> m.Abort:
-    return m.Abort(generation=generation, reason="")
 
 
 class Driver:
@@ -120,10 +111,6 @@ class Driver:
 def interrupted(driver: Driver, kind: recovering.Kind = "", **more: bool) -> Any:
     words = {"in_fence": False, "computing": True} | more
     return driver.run(driver.rank.interrupted(kind, "why", **words))
-
-
-def swap(generation: int, **more: Any) -> m.Swap:
-    return m.Swap(generation=generation, buddy=HERE, **more)
 
 
 # ---------------------------------------------------------------------- interrupted
@@ -341,25 +328,9 @@ def test_whoever_is_done_stays_as_a_source_until_all_are() -> None:
 
 # ---------------------------------------------------------------------- joining
 
-ASSIGN = m.Assign(rank=1, generation=3, master=HERE, buddy=HERE)
-
-
-def copy(generation: int) -> m.Copy:
-    return m.Copy(generation=generation, tick=7, sources=[], holders=[])
-
-
-def copied(generation: int) -> m.Copied:
-    return m.Copied(
-        generation=generation, tick=7, bytes_copied=1, copy_ns=1, sources=[], side_state="buddy"
-    )
-
 
 def failed(generation: int) -> m.CopyFailed:
     return m.CopyFailed(generation=generation, reason="source-lost", error="gone")
-
-
-def ready() -> m.Ready:
-    return m.Ready(generation=3, arrived_ns=1, warm_ns=1)
 
 
 def test_from_its_park_to_its_first_step() -> None:

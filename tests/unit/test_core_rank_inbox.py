@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_core_rank import ASSIGN, HERE, THERE, abort, copied, copy, held, ready, swap
 
 from keepstep.core.rank.inbox import Inbox
 from keepstep.core.rank.staging import Staging
 from keepstep.model import messages as m
+from tests.support.rank import ASSIGN, HERE, THERE, abort, copied, copy, held, ready, swap
 
 # ---------------------------------------------------------------------- staging
 

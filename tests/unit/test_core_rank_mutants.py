@@ -345,14 +345,16 @@ def source(module: str) -> str:
 
 def run_mutated(mutant: Mutant) -> None:
     """The tests, in this process, in which nothing else runs afterwards."""
-    for name in [name for name in sys.modules if name.startswith((RANK, "test_core_rank"))]:
+    for name in [
+        name for name in sys.modules if name.startswith((RANK, "tests.unit.test_core_rank"))
+    ]:
         del sys.modules[name]
     name = f"{RANK}.{mutant.module}"
     spec = importlib.util.find_spec(name)
     assert spec is not None
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     exec(source(mutant.module).replace(mutant.old, mutant.new), module.__dict__)
-    for name in ("test_core_rank", "test_core_rank_inbox"):
+    for name in ("tests.unit.test_core_rank", "tests.unit.test_core_rank_inbox"):
         tests = importlib.import_module(name)
         for test in [value for key, value in vars(tests).items() if key.startswith("test_")]:
             for values in parameters(test):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from test_core_support import World, job_spec
-
 from keepstep.core.ranks import Ranks
 from keepstep.core.state import EVERY_NODE
 from keepstep.model import messages as m
 from keepstep.model import records as r
 from keepstep.model.job import AgentSaid
+from tests.support.core import World, job_spec
 
 
 def trained(world_size: int = 8) -> World:

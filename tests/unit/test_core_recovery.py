@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
-from test_core_support import SECOND, STALL, World, attached, job_spec, says
 
 from keepstep.model import messages as m
 from keepstep.model import records as r
 from keepstep.model.job import AgentSaid, Migrate, Taint, Untaint
+from tests.support.core import SECOND, STALL, World, attached, job_spec, says
 
 ANSWERS = [
     m.Report,

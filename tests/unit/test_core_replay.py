@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from test_core_support import SECOND, World, job_spec
 
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
 from keepstep.model import records as r
 from keepstep.model.job import Drain, Migrate, Note, Taint, Wake
+from tests.support.core import SECOND, World, job_spec
 
 ANSWERS = [
     m.Report,

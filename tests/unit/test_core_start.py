@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_core_support import SECOND, World, attached, job_spec
 
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
@@ -24,12 +23,17 @@ from keepstep.model.job import (
     Untaint,
     Wake,
 )
+from tests.support.core import SECOND, World, attached, job_spec
 
 
 def trained(**kwargs: object) -> World:
     world = World(job_spec(**kwargs)).start()  # type: ignore[arg-type]
     world.step(5)
     return world
+
+
+def test_the_world_starts_a_job_by_itself() -> None:
+    World().start().assert_training()
 
 
 def test_agents_join_then_the_store_opens_then_all_ranks_start() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_core_support import FakeWorker, World, attached, job_spec
 
 from keepstep.model import messages as m
 from keepstep.model import records as r
 from keepstep.model.job import Cancel, Wake
+from tests.support.core import FakeWorker, World, attached, job_spec
 
 TERM = Cancel(job="j", reason="SIGTERM", exit_code=143, checkpoint=True)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from test_core_support import SECOND, World, job_spec
 
 from keepstep.core.stragglers import STEPS, ratios, stand_out
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
 from keepstep.model import records as r
 from keepstep.model.schedule import Policy
+from tests.support.core import SECOND, World, job_spec
 
 MS = 1_000_000
 AFTER_S = 16  # a look every two seconds

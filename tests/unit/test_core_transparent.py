@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from test_core_support import FakeWorker, World, job_spec
 
 from keepstep.errors import UsageError
 from keepstep.model import messages as m
 from keepstep.model.job import Migrate
+from tests.support.core import FakeWorker, World, job_spec
 
 
 def trained() -> World:

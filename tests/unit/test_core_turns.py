@@ -6,12 +6,12 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_core_support import SECOND, World, job_spec
 
 from keepstep.core.orchestrator import Core
 from keepstep.model import records as r
 from keepstep.model.job import Cancel, Migrate, NodeDead, PlaceReturned, SpareGranted, SpareRefused
 from keepstep.model.schedule import Constraints, Kind, Policy, Provision
+from tests.support.core import SECOND, World, job_spec
 
 
 def launched(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from test_core_support import World, job_spec
-
 from keepstep.core.understudies import FAILURES_MAX
 from keepstep.model import messages as m
 from keepstep.model.job import Migrate, Taint, Wake
 from keepstep.model.views import UnderstudyView
+from tests.support.core import World, job_spec
 
 
 def trained(**kwargs: object) -> World:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from test_script_variables import Rank, check, nothing, run
 
 from keepstep.errors import UsageError
 from keepstep.worker.script import blocks
+from tests.support.variables import Rank, check, nothing, run
 
 ROWS, WIDTH = 64, 512  # 128 KiB of float32
 

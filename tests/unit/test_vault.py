@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import re
 import socket
@@ -29,60 +28,9 @@ from keepstep.model.messages import Address, BlobOk, BlobPut, TlsFiles
 from keepstep.model.wire import frame
 from keepstep.worker.line import peers
 from keepstep.worker.state.statefile import DigestMismatch
-from keepstep.worker.vault import vault as client
 from keepstep.worker.vault.lane import VaultLacks
 from keepstep.worker.vault.vault import VaultLine, fetch, forget
-
-MB = 1 << 20
-DEADLINE_S = 20.0
-
-
-def going_on() -> bool:
-    return False
-
-
-@contextmanager
-def agent(files: TlsFiles | None = None) -> Iterator[tuple[Address, BlobServer]]:
-    server = BlobServer("t", lambda rank: [], files)
-    address = asyncio.run(server.start("127.0.0.1"))
-    try:
-        yield address, server
-    finally:
-        server.close()
-
-
-@contextmanager
-def line(address: Address, generation: int = 1, rank: int = 2, **how: Any) -> Iterator[VaultLine]:
-    made = VaultLine(address, "t", rank, generation, **how)
-    try:
-        yield made
-    finally:
-        made.close()
-
-
-def opened(one: VaultLine, units: int = 2, reserve: int = 64 * MB, fresh: bool = False) -> int:
-    return one.open(b"layout", range(units), reserve, fresh=fresh)
-
-
-def wait_until(condition: Any) -> None:
-    turn = threading.Event()
-    for _ in range(int(DEADLINE_S / 0.01)):
-        if condition():
-            return
-        turn.wait(0.01)
-    pytest.fail("it never came")
-
-
-def plain(found: client.Fetched) -> dict[int, Any]:
-    return {
-        unit: (
-            base,
-            [bytes(one) for one in tensors],
-            {step: None if one is None else bytes(one) for step, one in log.items()},
-        )
-        for unit, (base, tensors, log) in found.units.items()
-    }
-
+from tests.support.vault import DEADLINE_S, MB, agent, going_on, line, opened, plain, wait_until
 
 # ---------------------------------------------------------------- there and back
 

@@ -10,13 +10,13 @@ import socket
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_vault import MB, agent, going_on, line, opened, plain
 
 from keepstep.agent.landings import Landings
 from keepstep.errors import PermanentError, RemoteProtocolError, UsageError
 from keepstep.model import vault as v
 from keepstep.worker.vault.lane import VaultLacks
 from keepstep.worker.vault.vault import Fetched, VaultLine, cut, fetch, lanes_of, sliced
+from tests.support.vault import MB, agent, going_on, line, opened, plain
 
 LANES = {0: 0, 1: 1, 2: 2, 3: 0}
 
@@ -158,10 +158,10 @@ def test_how_a_unit_is_cut_can_be_said_and_does_not_depend_on_cores(
     sizes, parameters = {0: 300, 1: 30}, {0: 100, 1: 10}
     assert sliced(sizes, parameters) == sizes
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(1))
-    assert sliced(sizes, parameters, "50") == {0: 150, v.SLICES: 150, 1: 30}
-    assert len(sliced(sizes, parameters, "1")) == 16
+    assert sliced(sizes, parameters, said="50") == {0: 150, v.SLICES: 150, 1: 30}
+    assert len(sliced(sizes, parameters, said="1")) == 16
     with pytest.raises(UsageError, match="KEEPSTEP_VAULT_SLICE=0 is not a number"):
-        sliced(sizes, parameters, "0")
+        sliced(sizes, parameters, said="0")
 
 
 def test_slices_of_one_unit_have_lanes_of_their_own() -> None:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from zoo_harness import SOURCE, Mutant, Run, mutants
+
+from tests.support.zoo import SOURCE, Mutant, Run, mutants
 
 MUTANTS = mutants()
 

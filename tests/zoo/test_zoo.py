@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from zoo_harness import Case, Run, cases
+
+from tests.support.zoo import Case, Run, cases
 
 CASES = cases()
 

@@ -22,7 +22,6 @@ import json
 import os
 import platform
 import shutil
-import sys
 import tempfile
 import time
 import tomllib
@@ -30,17 +29,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
-
-from harness import Job, run_plain
-
 from keepstep.native.build import cache_folder
+from tests.support.changes import differing, in_parent
+from tests.support.job import Job
+from tests.support.scripts import ROOT, TESTS
+from tests.support.torchrun import run_plain
 
-HERE = Path(__file__).parent
+HERE = TESTS / "zoo"
 SCRIPTS = HERE / "scripts"
 EXPECTED = HERE / "expected.toml"
 MUTANTS = HERE / "mutants.toml"
-SOURCE = HERE.parents[1] / "src" / "keepstep"
+SOURCE = ROOT / "src" / "keepstep"
 WORLD = 2
 STILL_S = 90.0  # nothing of a job changes for so long: it hangs
 MOVING = ("state", "committed_step", "last_incident", "injects_fired", "ranks", "spares")
@@ -153,7 +152,7 @@ def judge(case: Case, job: Job) -> Outcome:
     began = time.monotonic()
     outcome = _judge(case, job)
     outcome.seconds = round(time.monotonic() - began, 1)
-    outcome.kills = len(job.last.get("injects_fired", []))
+    outcome.kills = len(job.last.injects_fired) if job.last is not None else 0
     return outcome
 
 
@@ -169,6 +168,16 @@ def run_script(case: Case, source: Path | None = None) -> Run:
     finally:
         job.kill()
         job.log.close()
+
+
+def changed_names() -> set[str]:
+    """Scripts and mutants that the commit has changed, by their own text or by their row."""
+    scripts = differing(SCRIPTS)
+    found = {case.name for case in cases() if case.script in scripts}
+    for table in (EXPECTED, MUTANTS):
+        old, new = (tomllib.loads(text) for text in (in_parent(table), table.read_text()))
+        found |= {name for name, row in new.items() if old.get(name) != row}
+    return found
 
 
 @dataclass(frozen=True)
@@ -209,12 +218,12 @@ def _hangs(job: Job) -> str:
     """Waits for the end; what the ranks were doing if it does not come."""
     told, last, since = False, "", time.monotonic()
     while job.process.poll() is None:
-        status = job.status()
-        named = status.get("divergence", "") not in ("", FINDING_OUT)
+        view = job.look()
+        named = view is not None and view.divergence not in ("", FINDING_OUT)
         if named and not told:  # it holds until somebody decides
             told = True
             job.cli("stop", "--job", job.job)
-        now = repr([status.get(key) for key in MOVING])
+        now = repr([getattr(view, name, None) for name in MOVING])
         if now != last:
             last, since = now, time.monotonic()
         if time.monotonic() > since + STILL_S:
@@ -231,30 +240,27 @@ def _judge(case: Case, job: Job) -> Outcome:
     incidents = job.incidents() if job.job else []
     seen = [
         {
-            "victims": one["victims"],
-            "decision": one["decision"],
-            "outcome": one["outcome"],
-            "lost": one["steps_lost"],
-            "pause_ms": round(one["pause_ms"]),
+            "victims": one.victims,
+            "decision": one.decision,
+            "outcome": one.outcome,
+            "lost": one.steps_lost,
+            "pause_ms": round(one.pause_ms),
         }
         for one in incidents
     ]
     said = job.output()
-    if code in STOPPED_CODES and any(one["outcome"] == "DIVERGED" for one in seen):
+    if code in STOPPED_CODES and any(one.outcome == "DIVERGED" for one in incidents):
         return Outcome("stopped", _said(said), incidents=seen)
-    if code == 2 and job.last.get("committed_step", 0) <= 0 and "hint:" in said:
+    if code == 2 and (job.last is None or job.last.committed_step <= 0) and "hint:" in said:
         return Outcome("refused", _said(said), incidents=seen)
     if code != 0 and "keepstep.errors.UsageError" in said and "hint:" in said:
         return Outcome("stopped", _said(said), incidents=seen)  # by a check that names the reason
     if code != 0:
         return Outcome("failed", f"exit code {code}\n{said[-3000:]}", incidents=seen)
-    unresolved = [one for one in seen if one["outcome"] != "RESOLVED"]
-    if unresolved or sum(one["lost"] for one in seen):
+    if any(one.outcome != "RESOLVED" or one.steps_lost for one in incidents):
         return Outcome("failed", f"exit code 0, but {seen}", incidents=seen)
-    fired = job.last.get("injects_fired", [])
-    if len(fired) != len(case.kills):
-        silent = f"only {len(fired)} of {len(case.kills)} kills fired: {fired}"
-        return Outcome("failed", silent, incidents=seen)
+    if silent := job.unfired():
+        return Outcome("failed", f"kills that never fired: {silent}", incidents=seen)
     different = differences(job.results(), plain(case))
     if different:
         return Outcome("wrong", "; ".join(different), incidents=seen)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
-from fake_rank import FakeWorker
 
 from keepstep.core.orchestrator import Core, Outcome
 from keepstep.model import messages as m
@@ -30,6 +29,7 @@ from keepstep.model.job import (
     Wake,
 )
 from keepstep.model.views import IncidentView, JobView
+from tests.support.fake_rank import FakeWorker
 
 SECOND = 1_000_000_000
 STALL = 20 * SECOND
@@ -460,7 +460,3 @@ def says(event: AgentSaid, kind: type[m.Message], rank: int | None = None) -> bo
     if not isinstance(message, m.WorkerSaid):
         return isinstance(message, kind)
     return isinstance(message.said, kind) and rank in (None, message.rank)
-
-
-def test_the_world_starts_a_job_by_itself() -> None:
-    World().start().assert_training()

@@ -1,8 +1,12 @@
-"""Run a real job under `keepstep run`, hurt it, and hold it against an undisturbed one."""
+"""A real job under `keepstep run`, watched by its REST interface and hurt.
+
+What is seen of it is typed: `keepstep.model.views`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -14,22 +18,24 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
+import msgspec
 import psutil
 import pytest
 
-HERE = Path(__file__).parent
-SCRIPT = HERE / "train.py"
-PLAIN = HERE.parent / "plain.py"
-SHAPES = HERE / "shapes.py"
-LAYOUTS = HERE / "layouts.py"
-DATA_ORDER = HERE / "data_order.py"
+from keepstep.model.views import IncidentView, JobView, RankView
+from keepstep.orchestrator import registry
+from tests.support.scripts import SCRIPT
+
 DEADLINE_S = 120.0
+T = TypeVar("T")
+Result = dict[str, Any]  # what one rank wrote at its end; its parts are the script's affair
 
 
-def wait_for(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
+def wait_for(condition: Callable[[], T | None], what: str, deadline_s: float = DEADLINE_S) -> T:
+    """Until it is true of something."""
     end = time.monotonic() + deadline_s
     while True:
         value = condition()
@@ -47,10 +53,6 @@ def environment(home: Path) -> dict[str, str]:
     return env
 
 
-def results(out: Path, world: int) -> list[dict[str, Any]]:
-    return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(world)]
-
-
 def _tail(path: Path, start: int) -> str:
     with path.open(errors="replace") as file:
         file.seek(start)
@@ -58,24 +60,21 @@ def _tail(path: Path, start: int) -> str:
         return re.sub(frame, r" \1:\2 \3", file.read(16_000))
 
 
-def run_plain(
-    out: Path, world: int, script_args: list[str], script: Path = SCRIPT
-) -> list[dict[str, Any]]:
-    """The same script under plain torchrun: the numbers everything is held against."""
-    out.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--log-dir", str(out / "logs")]
-    command += ["--nproc-per-node", str(world), str(PLAIN)]
-    command += [str(script), "--out", str(out), *script_args]
-    done = subprocess.run(
-        command, env=environment(out), capture_output=True, text=True, timeout=DEADLINE_S
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return results(out, world)
+def results(out: Path, world: int) -> list[Result]:
+    return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(world)]
+
+
+def inject(*faults: str) -> list[str]:
+    """Options of a job that is to be hurt at chosen points."""
+    return [word for fault in faults for word in ("--inject", fault)]
 
 
 class Job:
-    """One `keepstep run`, watched through its REST interface."""
+    """One `keepstep run`, watched through its REST interface.
+
+    It has many methods because it is the vocabulary of the cases: a line for each thing that they
+    see of a job or do to it.
+    """
 
     def __init__(
         self,
@@ -114,7 +113,8 @@ class Job:
         self._client: httpx.Client | None = None
         self.job = ""
         self.seen: dict[int, psutil.Process] = {}
-        self.last: dict[str, Any] = {}
+        self.last: JobView | None = None
+        self.injected = [b for a, b in itertools.pairwise(options) if a == "--inject"]
 
     # ------------------------------------------------------------------ looking
 
@@ -124,33 +124,47 @@ class Job:
 
     def _connect(self) -> httpx.Client | None:
         if self._client is None:
-            for path in (self.home / "orchestrators").glob("*.json"):
-                try:
-                    entry = json.loads(path.read_text())
-                except FileNotFoundError:
-                    continue  # it ends just now
-                # A killed orchestrator leaves its file behind; another may have its jobs now.
-                if entry["jobs"] and psutil.pid_exists(entry["pid"]):
-                    self.job = entry["jobs"][-1]
-                    self._client = httpx.Client(
-                        base_url=entry["url"],
-                        headers={"Authorization": f"Bearer {entry['token']}"},
-                        timeout=10,
-                    )
+            # The newest first: another may have the jobs of one that was killed or stands still.
+            entry = next((one for one in registry.live(self.home) if one.jobs), None)
+            if entry is not None:
+                self.job = entry.jobs[-1]
+                headers = {"Authorization": f"Bearer {entry.token}"}
+                self._client = httpx.Client(base_url=entry.url, headers=headers, timeout=10)
         return self._client
 
-    def status(self) -> dict[str, Any]:
-        """The job's view; the last one seen when the orchestrator is gone."""
+    def ask(self, path: str, kind: type[T], **query: Any) -> T | None:
+        """An answer of the orchestrator; None while there is none to be had."""
         client = self._connect()
-        if client is not None:
-            try:
-                answer = client.get(f"/v1/jobs/{self.job}")
-                if answer.status_code == 200:
-                    self.last = answer.json()
-            except httpx.HTTPError:
-                self._client = None
+        if client is None:
+            return None
+        try:
+            answer = client.get(f"/v1/jobs/{self.job}{path}", params=query)
+        except httpx.HTTPError:
+            self._client = None
+            return None
+        return msgspec.json.decode(answer.content, type=kind) if answer.is_success else None
+
+    def look(self) -> JobView | None:
+        """The job's view; the last one seen when the orchestrator is gone, None before any."""
+        self.last = self.ask("", JobView) or self.last
         self._remember()
         return self.last
+
+    def status(self) -> JobView:
+        """The same of a job that has been seen."""
+        view = self.look()
+        assert view is not None, f"nobody has seen the job yet\n{self.output()[-6000:]}"
+        return view
+
+    def disconnect(self) -> None:
+        """The next question finds out anew who is there to answer it."""
+        self._client = None
+
+    def reached(self) -> httpx.Client:
+        """The connection itself."""
+        client = self._connect()
+        assert client is not None, "there is no orchestrator"
+        return client
 
     def _remember(self) -> None:
         """Every process the job ever had, to see that none is left."""
@@ -160,13 +174,12 @@ class Job:
         except psutil.NoSuchProcess:
             pass
 
-    def rank(self, rank: int) -> dict[str, Any]:
-        view: dict[str, Any] = self.status()["ranks"][rank]
-        return view
+    def rank(self, rank: int) -> RankView:
+        return self.status().ranks[rank]
 
     def step(self) -> int:
-        status = self.status()
-        return int(status.get("committed_step", -1)) if status else -1
+        view = self.look()
+        return -1 if view is None else view.committed_step
 
     def until_step(self, step: int) -> None:
         def reached() -> bool:
@@ -177,13 +190,13 @@ class Job:
         wait_for(reached, f"step {step}")
 
     def until(
-        self, condition: Callable[[dict[str, Any]], Any], what: str, deadline_s: float = DEADLINE_S
-    ) -> Any:
-        def check() -> Any:
-            status = self.status()
-            if not status:
+        self, condition: Callable[[JobView], T], what: str, deadline_s: float = DEADLINE_S
+    ) -> T:
+        def check() -> T | None:
+            view = self.look()
+            if view is None:
                 return None
-            value = condition(status)
+            value = condition(view)
             if not value and self.process.poll() is not None:
                 raise AssertionError(f"the job ended before {what}\n{self.output()[-6000:]}")
             return value
@@ -192,14 +205,41 @@ class Job:
 
     def spare_parked(self, count: int = 1) -> None:
         self.until(
-            lambda s: sum(x["state"] == "parked" for x in s["spares"]) >= count,
+            lambda s: sum(spare.state == "parked" for spare in s.spares) >= count,
             f"{count} parked spare(s)",
         )
 
-    def incidents(self) -> list[dict[str, Any]]:
+    def incidents(self) -> list[IncidentView]:
         """In the order they were opened; after the end of the job from its ledger."""
-        answer: list[dict[str, Any]] = self.cli_json("incidents", "--job", self.job)
-        return sorted(answer, key=lambda incident: incident["opened_at_ns"])
+        answer = self.cli_as(list[IncidentView], "incidents", "--job", self.job)
+        return sorted(answer, key=lambda incident: incident.opened_at_ns)
+
+    def live_incidents(self) -> list[IncidentView] | None:
+        """The same while the job runs, at less cost; None while the orchestrator is away."""
+        answer = self.ask("/incidents", list[IncidentView])
+        return answer and sorted(answer, key=lambda incident: incident.opened_at_ns)
+
+    def until_closed(self, count: int) -> None:
+        """Incidents that are over."""
+
+        def closed() -> bool:
+            seen = self.live_incidents() or []
+            return sum(one.outcome != "OPEN" for one in seen) >= count
+
+        wait_for(closed, f"{count} closed incident(s)")
+
+    def unfired(self) -> list[str]:
+        """Faults that were injected and did not come, as far as can be told by their number."""
+        if not self.injected:
+            return []
+        fired = self.last.injects_fired if self.last is not None else []
+        if len(fired) < len(self.injected):  # the last ones may have come behind the last look
+            ended = self.cli_as(list[JobView], "status", "--job", self.job)
+            self.last = ended[0] if ended else self.last
+            fired = self.last.injects_fired if self.last is not None else []
+        if len(fired) >= len(self.injected):
+            return []
+        return [f"{len(fired)} of {len(self.injected)}: {', '.join(self.injected)}"]
 
     # ------------------------------------------------------------------ doing
 
@@ -212,18 +252,26 @@ class Job:
             timeout=60,
         )
 
-    def cli_json(self, *words: str) -> Any:
+    def cli_as(self, kind: type[T], *words: str) -> T:
         done = self.cli(*words, "--json")
         assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        return msgspec.json.decode(done.stdout, type=kind)
+
+    def verify_ledger(self) -> None:
+        verified = self.cli("ledger", "verify")
+        assert verified.returncode == 0, verified.stderr
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        client = self._connect()
-        assert client is not None
-        return client.post(f"/v1/jobs/{self.job}/{path}", json=body)
+        return self.reached().post(f"/v1/jobs/{self.job}/{path}", json=body)
+
+    def kill_node(self, node: str) -> None:
+        """By its agent, at once."""
+        id = f"kill-{node}-{len(self.injected)}"
+        self.post("inject", {"id": id, "action": "kill-node", "node": node}).raise_for_status()
+        self.injected.append(f"kill-node:node={node}")
 
     def kill_rank(self, rank: int, how: int = signal.SIGKILL) -> int:
-        pid = int(self.rank(rank)["pid"])
+        pid = self.rank(rank).pid
         os.kill(pid, how)
         return pid
 
@@ -236,7 +284,7 @@ class Job:
         self.hurry()
         end = time.monotonic() + deadline_s
         while self.process.poll() is None:
-            self.status()
+            self.look()
             if time.monotonic() > end:
                 raise TimeoutError(self.stuck())
             time.sleep(0.02)
@@ -246,25 +294,27 @@ class Job:
 
     def stuck(self) -> str:
         """Ends a job that does not end by itself, and says what its ranks were doing."""
-        status, incidents = self.status(), self.incidents()
+        view = self.look()
+        if view is None:
+            self.kill()
+            return f"job did not begin\n{self.output()[-4000:]}"
+        incidents = self.incidents()
         lengths = {path: path.stat().st_size for path in self.home.rglob("*.log")}
-        for rank in status.get("ranks", []):
+        for rank in view.ranks:
             with contextlib.suppress(OSError):
-                os.kill(rank["pid"], signal.SIGSTOP)  # nobody acts on the end of another
-        for rank in status.get("ranks", []):
+                os.kill(rank.pid, signal.SIGSTOP)  # nobody acts on the end of another
+        for rank in view.ranks:
             with contextlib.suppress(OSError):
-                os.kill(rank["pid"], signal.SIGABRT)
-                os.kill(rank["pid"], signal.SIGCONT)
-        gone = [self.seen[r["pid"]] for r in status.get("ranks", []) if r["pid"] in self.seen]
-        psutil.wait_procs(gone, timeout=5)
+                os.kill(rank.pid, signal.SIGABRT)
+                os.kill(rank.pid, signal.SIGCONT)
+        psutil.wait_procs([self.seen[r.pid] for r in view.ranks if r.pid in self.seen], timeout=5)
         self.kill()
-        names = {rank["worker"] for rank in status.get("ranks", [])}
+        names = {rank.worker for rank in view.ranks}
         logs = [f"{p.name}: {_tail(p, at)}" for p, at in lengths.items() if p.stem in names]
-        known = ("state", "reason", "generation", "committed_step")
-        about = {key: status.get(key) for key in known}
-        ranks = [(r["rank"], r["worker"], r["state"]) for r in status.get("ranks", [])]
+        about = (view.state, view.reason, view.generation, view.committed_step)
+        ranks = [(r.rank, r.worker, r.state) for r in view.ranks]
         output = self.output()[-4000:]
-        found = [json.dumps(one) for one in (*incidents, status)]
+        found = [msgspec.json.encode(one).decode() for one in (*incidents, view)]
         return "\n".join([f"job did not end: {about} {ranks}", *logs, output, *found])
 
     def nothing_left(self, within_s: float = 5.0) -> None:
@@ -283,7 +333,7 @@ class Job:
             except psutil.NoSuchProcess:
                 pass
 
-    def results(self) -> list[dict[str, Any]]:
+    def results(self) -> list[Result]:
         return results(self.out, self.world)
 
 
@@ -298,54 +348,3 @@ def ending(request: pytest.FixtureRequest) -> Iterator[list[Job]]:
         job.log.close()
         if request.session.testsfailed == failed:
             shutil.rmtree(job.base, ignore_errors=True)
-
-
-def differences(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> list[str]:
-    """Which parts of which rank differ; empty means bit-identical."""
-    found = []
-    for rank, (x, y) in enumerate(zip(a, b, strict=True)):
-        if x["sha256"] != y["sha256"]:
-            parts = [k for k in x["state"] if x["state"][k] != y["state"][k]]
-            found.append(f"rank {rank}: {', '.join(parts)}")
-    return found
-
-
-report: list[dict[str, Any]] = []  # written by conftest.py at the end
-
-
-class Verdict:
-    """Holds a finished job against the reference and writes the report."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def identical(
-        self, job: Job, expected: list[dict[str, Any]], *, faults: int, incidents: int | None = None
-    ) -> list[dict[str, Any]]:
-        """All resolved, nothing lost, every injected fault fired, every bit equal."""
-        seen = job.incidents()
-        entry = {
-            "cell": self.name,
-            "faults": faults,
-            "incidents": [
-                {
-                    k: i[k]
-                    for k in ("trigger", "cause", "victims", "decision", "outcome", "attempts")
-                }
-                | {"pause_ms": round(i["pause_ms"], 1), "lost": i["steps_lost"]}
-                for i in seen
-            ],
-            "different": differences(job.results(), expected),
-        }
-        report.append(entry)
-        assert entry["different"] == [], entry
-        assert all(i["outcome"] in ("RESOLVED", "ABORTED") for i in seen), seen
-        assert sum(i["steps_lost"] for i in seen) == 0
-        if incidents is not None:
-            assert len(seen) == incidents, [(i["cause"], i["victims"], i["reason"]) for i in seen]
-        verified = job.cli("ledger", "verify")
-        assert verified.returncode == 0, verified.stderr
-        return seen
-
-    def note(self, faults: int, what: str) -> None:
-        report.append({"cell": self.name, "faults": faults, "result": what, "different": []})

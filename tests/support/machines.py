@@ -9,6 +9,7 @@ A `Sniffer` in the switch's namespace keeps every byte that crosses it.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -20,6 +21,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import msgspec
+
+from keepstep.model.views import IncidentView, JobView
+from tests.support.scripts import SCRIPT
 
 PYTHON = sys.executable
 DEADLINE_S = 120.0
@@ -186,3 +192,71 @@ def laboratory(base: Path, count: int) -> Iterator[Lab]:
             sniffer.close()
         for name in made:
             ip("netns", "del", name)
+
+
+STEPS = ["--epochs", "2", "--steps-per-epoch", "100"]
+STALL_S = "40"
+
+
+class Cluster:
+    """An orchestrator on the first machine, and what it takes to use it from the others."""
+
+    def __init__(self, lab: Lab, *, jobs_at: Path) -> None:
+        self.lab = lab
+        self.head, *self.others = lab.machines
+        self.out = jobs_at
+        words = ("orchestrator", "--id", "main", "--host", self.head.address)
+        self.orchestrator = self.head.start("orchestrator", *words)
+        entry = self.head.home / "orchestrators" / "main.json"
+        lab.until(entry.exists, "the orchestrator")
+        self.entry = json.loads(entry.read_text())
+        self.url = self.entry["url"]
+        self.operator = self.token("--operator")
+        self.join = self.head.home / "join-token"
+        self.join.write_text(self.token())
+
+    def token(self, *words: str) -> str:
+        done = self.head.run("token", "create", "--json", *words)
+        assert done.returncode == 0, done.stderr
+        return str(json.loads(done.stdout)["token"])
+
+    def job(self, *words: str, steps: list[str] = STEPS, slow: Path | None = None) -> Any:
+        self.out.mkdir(parents=True, exist_ok=True)
+        options = ["--out", str(self.out), *steps]
+        if slow is not None:
+            slow.touch()
+            options += ["--slow", str(slow)]
+        run = ("run", "--orchestrator", self.url, "--stall-timeout", STALL_S, "--job-id", "job")
+        return self.head.start(
+            "run", *run, *words, str(SCRIPT), *options, KEEPSTEP_TOKEN=self.operator
+        )
+
+    def agent(self, machine: Machine, node: str, *words: str) -> Any:
+        where = ("--orchestrator", self.url, "--token-file", str(self.join))
+        return machine.start(f"agent-{node}", "agent", *where, "--node", node, "--wait", *words)
+
+    def look(self) -> JobView | None:
+        done = self.head.run("status", "--json", "--job", "job")
+        views = msgspec.json.decode(done.stdout, type=list[JobView]) if done.stdout else []
+        return views[0] if done.returncode == 0 and views else None
+
+    def status(self) -> JobView:
+        view = self.look()
+        assert view is not None, self.lab.logs()
+        return view
+
+    def incidents(self) -> list[IncidentView]:
+        done = self.head.run("incidents", "--json", "--job", "job")
+        return msgspec.json.decode(done.stdout or "[]", type=list[IncidentView])
+
+    def until_step(self, step: int) -> JobView:
+        def reached() -> JobView | None:
+            view = self.look()
+            return view if view is not None and view.committed_step >= step else None
+
+        view: JobView = self.lab.until(reached, f"step {step}")
+        return view
+
+    def end(self, process: subprocess.Popen[str]) -> None:
+        code = process.wait(DEADLINE_S)
+        assert code == 0, self.lab.logs()

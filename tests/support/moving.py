@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from harness import Job, wait_for
-
 from keepstep.agent import preflight
+from keepstep.model.views import IncidentView
+from tests.support.job import Job, wait_for
+from tests.support.scripts import TESTS
 
-SCRIPT = Path(__file__).parent / "train.py"
-FAULTY = Path(__file__).parent / "faulty_criu.sh"
-FAKE_CUDA = Path(__file__).parents[1] / "unit" / "fake_cuda.c"
+SCRIPT = TESTS / "transparent" / "train.py"
+FAULTY = TESTS / "transparent" / "faulty_criu.sh"
+FAKE_CUDA = TESTS / "unit" / "fake_cuda.c"
+Launch = Callable[..., "Transparent"]
 
 
 def missing() -> str:
@@ -50,50 +53,75 @@ class Transparent:
 
     def train(self) -> None:
         """Until it trains and has a spare."""
-        self.job.until(lambda s: s["state"] == "running", "training")
+        self.job.until(lambda s: s.state == "running", "training")
         self.job.spare_parked()
         self.job.until_step(self.job.step() + 2)
 
     def node(self, rank: int) -> str:
-        return str(self.job.rank(rank)["node"])
+        return self.job.rank(rank).node
 
-    def migrate(self, rank: int) -> dict[str, Any]:
+    def migrate(self, rank: int) -> IncidentView:
         """Asked for, and its end."""
         before = len(self.incidents())
         answer = self.job.post("migrate", {"ranks": [rank], "reason": "test"})
         assert answer.status_code < 300, answer.text
         return self.ended(before)
 
-    def incidents(self) -> list[dict[str, Any]]:
-        client = self.job._connect()
-        assert client is not None
-        answer = client.get(f"/v1/jobs/{self.job.job}/watch", params={"since": 0, "wait_s": 0})
-        found: list[dict[str, Any]] = answer.json()["incidents"]
-        return sorted(found, key=lambda incident: incident["opened_at_ns"])
+    def incidents(self) -> list[IncidentView]:
+        found = self.job.live_incidents()
+        assert found is not None, "there is no orchestrator"
+        return found
 
-    def ended(self, before: int) -> dict[str, Any]:
-        def done() -> dict[str, Any] | None:
-            self.job.status()
+    def ended(self, before: int) -> IncidentView:
+        def done() -> IncidentView | None:
+            self.job.look()
             if self.job.process.poll() is not None:
                 raise AssertionError(f"the job has ended\n{self.job.output()[-6000:]}")
             found = self.incidents()[before:]
-            over = bool(found) and all(i["outcome"] != "OPEN" for i in found)
+            over = bool(found) and all(i.outcome != "OPEN" for i in found)
             return found[0] if over else None
 
-        incident: dict[str, Any] = wait_for(done, "the end of the move")
+        incident = wait_for(done, "the end of the move")
         step = self.job.step()
         self.job.until_step(step + 2)  # it trains
         return incident
 
-    def moved(self, rank: int) -> dict[str, Any]:
+    def moved(self, rank: int) -> IncidentView:
         """A move that must succeed."""
         old = self.node(rank)
         self.job.spare_parked()
         incident = self.migrate(rank)
-        assert incident["outcome"] == "RESOLVED", incident["reason"]
+        assert incident.outcome == "RESOLVED", incident.reason
         assert self.node(rank) != old
-        assert {"dump", "stream", "restore"} <= set(incident["timings_ms"]), incident
+        assert {"dump", "stream", "restore"} <= set(incident.timings_ms), incident
         return incident
+
+    def holders(self) -> list[int]:
+        """Processes of the ranks, which must stay the same."""
+        return [seat.pid for seat in self.job.status().ranks]
+
+    def undone(self, incident: IncidentView, words: str) -> None:
+        assert incident.outcome == "ABORTED", incident
+        assert incident.steps_lost == 0
+        assert words in incident.reason, incident.reason
+        # Ranks that held for it have connected again, all of them.
+        for other in self.incidents():
+            assert other.outcome in ("ABORTED", "RESOLVED"), other
+            assert other.steps_lost == 0
+
+
+def launching(tmp_path: Path, jobs: list[Job], *always: str) -> Iterator[Launch]:
+    """The body of the fixtures `launch`."""
+
+    def begin(*words: str, **more: Any) -> Transparent:
+        started = Transparent(tmp_path, *always, *words, **more)
+        jobs.append(started.job)
+        return started
+
+    yield begin
+    for job in jobs:
+        job.kill()
+    no_images_left(jobs)
 
 
 class Faults:

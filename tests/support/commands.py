@@ -13,8 +13,10 @@ from typing import Any
 
 import psutil
 
-SCRIPTS = Path(__file__).parent / "scripts"
-PLAIN = str(Path(__file__).parents[1] / "plain.py")
+from tests.support import scripts
+
+SCRIPTS = scripts.TESTS / "integration" / "scripts"
+PLAIN = str(scripts.PLAIN)
 PYTHON = sys.executable
 DEADLINE_S = 90.0
 # A rank of somebody else must not become one of ours.
