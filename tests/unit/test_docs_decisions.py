@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ def head(page: Path) -> tuple[int, str, str]:
     return int(title[1]), title[2], plain(lines[2].removeprefix("Status: "))
 
 
+@cache
 def anchors(page: Path) -> set[str]:
     """What GitHub calls the headings of a page."""
     found = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text()), re.MULTILINE)
