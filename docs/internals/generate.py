@@ -55,9 +55,9 @@ ACTORS = {
 HEAD = """\
 # The protocol of a migration
 
-Generated from the code by `make docs`; do not edit. Words are explained in
-[ARCHITECTURE.md](../../ARCHITECTURE.md), reasons in [concepts](../concepts), and what holds under
-which faults in [guarantees](guarantees.md). A name like `faults.give_up_node` is a function in
+Generated from the code by `make docs`; do not edit. The [glossary](../reference/glossary.md)
+explains the words, [concepts](../concepts) the reasons, and [guarantees](guarantees.md) say what
+holds under which faults. A name like `faults.give_up_node` is a function in
 `src/keepstep/core/faults.py`.
 """
 
@@ -92,9 +92,9 @@ def gates(kind: str) -> list[tuple[str, list[Any]]]:
 def phase_section() -> Iterator[str]:
     yield "## Phases\n"
     yield (
-        "The phase of an attempt is the first one with a shut gate, found anew after every event. "
-        "Before\nCOMMIT that can be an earlier one than a moment ago, and an attempt can be undone "
-        "or replaced by the\nnext; after COMMIT there is only forward. RETIRE is left at once.\n"
+        "The phase of an attempt is the first one that has a shut gate; the core finds it anew "
+        "after every event.\nBefore COMMIT the phase can go back, and an attempt can be undone or "
+        "replaced by the next; after COMMIT\nthere is only forward. RETIRE is left at once.\n"
     )
     every = [gate for kind in phases.PHASES for _, found in gates(kind) for gate in found]
     unique = dict.fromkeys(every)
@@ -176,11 +176,11 @@ def row_section() -> Iterator[str]:
         raise AssertionError(f"phases.py: its docstring and its rows differ: {asked ^ set(told)}")
     yield "## Who is asked for what\n"
     yield (
-        "After every event the rows are gone through in this order, and each asks whoever can be "
-        "asked and\nhas not been. Commands carry the generation of the attempt and can be "
-        "repeated. Planned members\nkeep their old connections while they build new ones; a resume "
-        "from a checkpoint has no members.\nA planned attempt that is undone ends with `Release` "
-        "to all members.\n"
+        "After every event the core goes through the rows in this order. Each row asks everybody "
+        "who can be\nasked and has not been. Commands carry the generation of the attempt and can "
+        "be repeated. In a planned\nattempt the members keep their old connections while they "
+        "build new ones; a resume from a checkpoint\nhas no members. A planned attempt that is "
+        "undone ends with `Release` to all members.\n"
     )
     for title, rows in drivers.items():
         yield f"### {title.capitalize()}\n"
@@ -226,8 +226,8 @@ def row_diagram(rows: Sequence[Row]) -> Iterator[str]:
 def timer_section() -> Iterator[str]:
     yield "## What happens if nothing happens\n"
     yield (
-        "Every wait of the core is a row; the earliest is the core's deadline. `stall_ns` is the "
-        "job's stall\ntimeout, from which the other times follow. `settle` only makes the core "
+        "Every wait of the core is a row; the earliest one is the core's deadline. `stall_ns` is "
+        "the job's stall\ntimeout, from which the other times follow. `settle` only makes the core "
         "look again.\n"
     )
     fired = dict(_fired())
@@ -346,9 +346,9 @@ def agent_section() -> Iterator[str]:
     methods = {one.tree.name: one.tree for one in functions_of(machine)}
     yield "## An agent\n"
     yield (
-        "The agent's machine takes inputs and gives effects, in order; its shell carries them out. "
-        "`Say` is\neverything said to the orchestrator: queued while the stream is away, unless "
-        "the next look shows it\nanyway.\n"
+        "The agent's machine takes inputs and returns effects; its shell carries them out in that "
+        "order. `Say`\nis everything that the agent tells the orchestrator. It is queued while the "
+        "stream is away, unless the\nnext look shows it anyway.\n"
     )
     given = dict(_cases(methods["handle"], methods))
     heard = dict(_cases(methods["_command"], methods))
