@@ -390,5 +390,5 @@ def test_a_crash_while_a_newcomer_stands_keeps_standing() -> None:
 
 def test_a_job_cannot_fall_back_without_checkpoints() -> None:
     policy = Policy(on_divergence="fall-back")
-    with pytest.raises(UsageError, match="without checkpoints"):
+    with pytest.raises(UsageError, match="there are no checkpoints"):
         World(msgspec.structs.replace(job_spec(), policy=policy))

@@ -17,7 +17,8 @@ from keepstep.worker.device import guard
 from keepstep.worker.script.position import Tracker
 from keepstep.worker.script.rank_streams import RankStreams
 from keepstep.worker.state.gradients import Gradients
-from keepstep.worker.step import transaction
+from keepstep.worker.step import updates
+from keepstep.worker.step.passes import Passes
 from keepstep.worker.step.recovery import Recovery
 from keepstep.worker.step.transaction import Transactions
 
@@ -43,8 +44,8 @@ class Broken(Recovery):
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(transaction, "register_optimizer_step_pre_hook", lambda _: None)
-    monkeypatch.setattr(Transactions, "_watch_ddp", lambda _: None)
+    monkeypatch.setattr(updates, "register_optimizer_step_pre_hook", lambda _: None)
+    monkeypatch.setattr(Passes, "_watch_ddp", lambda _: None)
 
     def make(verdict: Literal["RETRY", "COMMIT"]) -> tuple[Any, Broken, Transactions, Any]:
         parameter = torch.nn.Parameter(torch.zeros(2))
