@@ -58,7 +58,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return piece[:-1], piece[1:]
 
 
-class Block(nn.Module):
+class DemoLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.before_attention, self.before_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
@@ -84,7 +84,7 @@ class Gpt(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(len(CHARACTERS), WIDTH)
         self.places = nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.blocks = nn.Sequential(*(DemoLayer() for _ in range(LAYERS)))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, len(CHARACTERS))
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def digest(thing: Any) -> str:
     return sha.hexdigest()
 
 
-class Pace:
+class DemoPace:
     """Steps take at least `step_s`, ten times that while `slow` exists, no more than they need
     once `hurry` does.
 
@@ -180,7 +180,7 @@ def main() -> None:
         schedule.step()
         optimizer.zero_grad()
 
-    pace = Pace(args.out, args.step_s)
+    pace = DemoPace(args.out, args.step_s)
     for epoch in ks.epochs(args.epochs):
         sampler.set_epoch(epoch)
         for inputs, targets in ks.batches(loader):

@@ -189,7 +189,7 @@ def test_a_stopped_worker_never_blocks_the_agent(tmp_path: Path) -> None:
             o = n.orchestrator
             await n.start_up("stopped", "idle")
             await n.start_up("good", "idle", slot=1)
-            o.send(m.Signal(worker="stopped", signal=signal.SIGSTOP))
+            o.send(m.SendSignal(worker="stopped", signal=signal.SIGSTOP))
             for _ in range(20):  # more than its socket takes, then more than the agent keeps
                 o.tell("stopped", m.Abort(generation=1, reason="x" * 500_000))
             o.tell("good", m.Arm(inject="i", action="kill", step=1, point="x"))
@@ -205,7 +205,7 @@ def test_signal_stops_and_continues_a_worker(tmp_path: Path) -> None:
             o = n.orchestrator
             pid, _ = await n.start_up("w0", "idle")
             stat = Path(f"/proc/{pid}/stat")
-            o.send(m.Signal(worker="w0", signal=signal.SIGSTOP, resume_after_ns=150_000_000))
+            o.send(m.SendSignal(worker="w0", signal=signal.SIGSTOP, resume_after_ns=150_000_000))
             await until(lambda: ") T " in stat.read_text(), "the worker to stop")
             await until(lambda: ") T " not in stat.read_text(), "the worker to go on")
 
@@ -313,11 +313,11 @@ def test_progress_is_shown_and_a_stall_is_reported_with_its_evidence(tmp_path: P
                 return any(s.version > 20 and s.steps_per_s > 1 for x in shown for s in x.workers)
 
             await until(fast, "progress")
-            o.send(m.Signal(worker="w0", signal=signal.SIGSTOP))
+            o.send(m.SendSignal(worker="w0", signal=signal.SIGSTOP))
             # On a busy machine a stall may be told before; told again is what has changed in it.
             stalled = await o.expect(m.Stalled, worker="w0", stopped=True, cpu_busy=False)
             assert stalled.marks > 20
-            o.send(m.Signal(worker="w0", signal=signal.SIGCONT))
+            o.send(m.SendSignal(worker="w0", signal=signal.SIGCONT))
             await o.expect(m.Unstalled, worker="w0")
             await n.start_up("w1", "spin", rank=1, slot=1)
             await o.expect(m.Stalled, worker="w1", cpu_busy=True)

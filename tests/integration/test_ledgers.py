@@ -22,7 +22,7 @@ from keepstep.errors import (
 )
 from keepstep.model.messages import Address
 from keepstep.model.records import NodeJoined, Record, Tainted
-from keepstep.ports.ledger import LedgerStore, Member
+from keepstep.ports.ledger import LedgerMember, LedgerStore
 
 LEASE_S = 1.0
 
@@ -34,9 +34,9 @@ def records(count: int, first: int = 1) -> list[Record]:
     ]
 
 
-def member(id: str, instance: str = "") -> Member:
+def member(id: str, instance: str = "") -> LedgerMember:
     stream = Address("127.0.0.1", 7000 + ord(id[0]))
-    return Member(id=id, instance=instance or f"{id}-1", url=f"http://{id}", stream=stream)
+    return LedgerMember(id=id, instance=instance or f"{id}-1", url=f"http://{id}", stream=stream)
 
 
 class Place:

@@ -287,7 +287,7 @@ def _keep_one_blob(old: Any, self: blobs.BlobStore, rank: int, tick: int, data: 
 
 
 def _fence_always(old: Any, self: machine.AgentMachine, now: int, seen: Any) -> None:
-    self._effects.append(actions.End(3, "eager"))
+    self._effects.append(actions.EndNode(3, "eager"))
 
 
 # ------------------------------------------------------------------ bugs that were there once

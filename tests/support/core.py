@@ -374,7 +374,7 @@ class World:
         elif isinstance(command, m.KillWorker):
             if command.worker in self.workers:
                 self.exit(self.workers[command.worker], -9)
-        elif isinstance(command, m.Signal):
+        elif isinstance(command, m.SendSignal):
             if command.signal == 9:
                 self.exit(self.workers[command.worker], -9)
         elif isinstance(command, m.KillNode):

@@ -167,7 +167,7 @@ class FakeWorker:
                 return asks.Entered(True, 5_000_000)
             case asks.Take():
                 return self._copied(ask.command)
-            case asks.Leave():
+            case asks.LeaveJob():
                 self.left = True
         return None
 

@@ -55,7 +55,7 @@ def wait_until(condition: Any) -> None:
     pytest.fail("it never came")
 
 
-def plain(found: client.Fetched) -> dict[int, Any]:
+def plain(found: client.FetchedShards) -> dict[int, Any]:
     return {
         unit: (
             base,

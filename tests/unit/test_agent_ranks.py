@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from keepstep.core.agent import actions, inputs
-from keepstep.core.agent.machine import AgentMachine, Setting
+from keepstep.core.agent.machine import AgentMachine, MachineSetting
 from keepstep.model import messages as m
 from keepstep.model.page import Sample
 
@@ -36,8 +36,10 @@ class Node:
     """An agent with two ranks and a standby, connected."""
 
     def __init__(self) -> None:
-        self.machine = AgentMachine(Setting(job="j", node="n", slots=3, stall_timeout_ns=10 * S), 0)
-        self.do(inputs.Accepted())
+        self.machine = AgentMachine(
+            MachineSetting(job="j", node="n", slots=3, stall_timeout_ns=10 * S), 0
+        )
+        self.do(inputs.HelloTaken())
         for worker, rank in (("a", 0), ("b", 1), ("spare", -1)):
             self.do(inputs.Spawned(start(worker, rank), 7))
 
@@ -56,7 +58,7 @@ class Node:
 
 
 def words(effects: list[actions.AnyEffect]) -> list[object]:
-    said = [one.message for one in effects if isinstance(one, actions.Say)]
+    said = [one.message for one in effects if isinstance(one, actions.SayUp)]
     return [
         [part.worker for part in message.said]
         if isinstance(message, m.WorkersSaid)
@@ -119,9 +121,9 @@ def test_what_waits_when_the_stream_breaks_follows_the_next_hello_in_order() -> 
     node = Node()
     node.tell()
     assert node.says("a", report()) == []
-    node.do(inputs.Lost())
+    node.do(inputs.StreamLost())
     assert node.says("b", m.Staged(generation=3)) == []
-    assert words(node.do(inputs.Accepted())) == ["a", "b"]
+    assert words(node.do(inputs.HelloTaken())) == ["a", "b"]
 
 
 def holding(now_ns: int) -> Sample:
@@ -149,9 +151,9 @@ def test_a_holding_rank_is_ended_out_of_reach_only_if_it_was_sent_on(
     for worker in ("a", "b"):
         tell = m.Tell(worker=worker, command=m.Release(generation=generation))
         node.do(inputs.Heard(tell))
-    node.do(inputs.Lost())
+    node.do(inputs.StreamLost())
     effects: list[actions.AnyEffect] = []
     for second in range(2, 40):
         seen = [inputs.Seen(w, holding(second * S), cpu_ns=0, stopped=False) for w in ("a", "b")]
         effects += node.machine.handle(second * S, inputs.Looked(seen))
-    assert any(isinstance(one, actions.End) for one in effects) == ended
+    assert any(isinstance(one, actions.EndNode) for one in effects) == ended

@@ -17,7 +17,7 @@ from keepstep.worker.checkpoint import checkpoint
 from keepstep.worker.step.recovery import Recovery
 from keepstep.worker.vault import vaultfile
 from keepstep.worker.vault.replay import ShardsMissing
-from keepstep.worker.vault.vault import Fetched
+from keepstep.worker.vault.vault import FetchedShards
 
 
 def test_a_checkpoint_that_can_not_be_written_is_reported(tmp_path: Path) -> None:
@@ -68,10 +68,12 @@ def test_of_replicas_one_file_is_read(tmp_path: Path) -> None:
         checkpoint._parts_for(tmp_path / "nowhere", 0, frozenset("a"))
 
 
-def kept() -> Fetched:
+def kept() -> FetchedShards:
     views = [memoryview(bytearray(os.urandom(size))) for size in (40_000, 0, 8, 12_000)]
     units = {0: (3, views[:2], {3: views[3], 4: None}), 7: (4, views[2:3], {})}
-    return Fetched(b"layout", units, {3: b"note", 4: b""}, sum(len(view) for view in views) + 4)
+    return FetchedShards(
+        b"layout", units, {3: b"note", 4: b""}, sum(len(view) for view in views) + 4
+    )
 
 
 def test_what_a_vault_had_in_a_file(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.cli.checkpoints import HOUR_NS, Periodic, check_periodic, check_resume
+from keepstep.cli.checkpoints import HOUR_NS, PeriodicOptions, check_periodic, check_resume
 from keepstep.cli.show import checkpoints_text
 from keepstep.errors import UsageError
 from keepstep.model.views import CheckpointsView
@@ -45,11 +45,11 @@ def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
 
 def test_a_job_has_a_folder_of_its_own(tmp_path: Path) -> None:
     found = check_periodic(str(tmp_path / "saved"), "90", 24, "j", "")
-    assert found == Periodic(
+    assert found == PeriodicOptions(
         directory=str(tmp_path / "saved" / "j"), interval_ns=90 * 10**9, mttf_ns=24 * HOUR_NS
     )
     assert check_periodic(str(tmp_path), "auto", None, "j", "").interval_ns == 0
-    assert check_periodic(None, "auto", None, "j", "") == Periodic()
+    assert check_periodic(None, "auto", None, "j", "") == PeriodicOptions()
 
 
 def test_checkpoints_of_an_earlier_job_are_not_overwritten_by_mistake(tmp_path: Path) -> None:

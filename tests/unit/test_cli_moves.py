@@ -67,7 +67,7 @@ def run(
         pid_started=0,
         embedded=embedded,
     )
-    found = find.Found(entry=entry, view=view("job", "running"))
+    found = find.FoundOrchestrator(entry=entry, view=view("job", "running"))
     monkeypatch.setattr(find, "one_job", lambda home, which: found)
     monkeypatch.setattr(find.Client, "of", lambda entry: there)
     return invoke(words)

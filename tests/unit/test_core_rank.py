@@ -64,7 +64,7 @@ class Driver:
             self.log.append(ask)
             assert len(self.log) < 1000, "it asks for ever"
             answer = self._answer(ask)
-            if isinstance(ask, asks.Leave):
+            if isinstance(ask, asks.LeaveJob):
                 return "left"
 
     def _answer(self, ask: asks.Ask) -> Any:

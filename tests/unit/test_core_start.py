@@ -556,7 +556,7 @@ def test_kill_stop_and_kill_node_at_once() -> None:
     world.run()
     world.assert_training()
     world.handle(InjectNow(job="j", inject=InjectSpec(id="b", action="stop", rank=2, seconds=1.5)))
-    assert world.sent[-1][1] == m.Signal(
+    assert world.sent[-1][1] == m.SendSignal(
         worker=world.rank(2).id, signal=19, resume_after_ns=1_500_000_000
     )
     world.handle(InjectNow(job="j", inject=InjectSpec(id="c", action="kill-node", node="n1")))

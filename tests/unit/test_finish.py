@@ -90,10 +90,10 @@ def test_a_loop_around_the_fence_may_read_everything_again() -> None:
 
 
 def test_lost_objects_refuse_use() -> None:
-    from keepstep.worker.script.results import Lost
+    from keepstep.worker.script.results import LostResult
 
     with pytest.raises(UsageError, match="output"):
-        Lost("train (output)", "it cannot be carried").logits  # noqa: B018
+        LostResult("train (output)", "it cannot be carried").logits  # noqa: B018
 
 
 def test_locals_are_published_in_the_first_call_and_where_something_happens_behind() -> None:

@@ -51,7 +51,7 @@ def card(number: int, name: str = "one") -> Gpu:
 
 
 def test_a_process_is_frozen_and_thawed(fake: ctypes.CDLL) -> None:
-    driver = gpu.Driver()
+    driver = gpu.GpuDriver()
     assert driver.state(7) == "RUNNING" and driver.restore_thread(7) == 8
     assert set(driver.freeze(7, 1234).took_ns) == {"gpu-lock", "gpu-checkpoint"}
     assert driver.state(7) == "CHECKPOINTED"
@@ -62,7 +62,7 @@ def test_a_process_is_frozen_and_thawed(fake: ctypes.CDLL) -> None:
 
 
 def test_gpus_have_their_names(fake: ctypes.CDLL) -> None:
-    first, second = gpu.Driver().gpus()
+    first, second = gpu.GpuDriver().gpus()
     assert (first.name, first.memory) == ("Fake 0", 1 << 30)
     assert second.uuid == str(uuid.UUID(bytes=b"\x11" * 16))
 
@@ -71,7 +71,7 @@ def test_gpus_have_their_names(fake: ctypes.CDLL) -> None:
 def test_who_cannot_be_frozen_runs_on(
     call: str, fake: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = gpu.Driver()
+    driver = gpu.GpuDriver()
     monkeypatch.setenv("FAKE_CUDA_FAIL", f"{call}=600")
     with pytest.raises(gpu.CudaError, match=f"{call}: CUDA_ERROR_NOT_READY .work on the GPU"):
         driver.freeze(7)
@@ -81,7 +81,7 @@ def test_who_cannot_be_frozen_runs_on(
 def test_a_driver_that_breaks_the_process_says_so(
     fake: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = gpu.Driver()
+    driver = gpu.GpuDriver()
     failing = "cuCheckpointProcessCheckpoint=999,cuCheckpointProcessUnlock=999"
     monkeypatch.setenv("FAKE_CUDA_FAIL", failing)
     with pytest.raises(PermanentError, match="and it did not come back"):
@@ -95,9 +95,9 @@ def test_an_old_driver_is_refused(fake: ctypes.CDLL) -> None:
     version = ctypes.c_int.in_dll(fake, "fake_version")
     version.value = 12_040
     with pytest.raises(PermanentError, match="too old"):
-        gpu.Driver()
+        gpu.GpuDriver()
     version.value = 12_080
-    driver = gpu.Driver()
+    driver = gpu.GpuDriver()
     driver.freeze(7)
     with pytest.raises(PermanentError, match="only on the GPU that it had"):
         driver.thaw(7, [(card(1).uuid, card(2).uuid)])
@@ -105,7 +105,7 @@ def test_an_old_driver_is_refused(fake: ctypes.CDLL) -> None:
 
 
 def test_pairs_reach_the_driver(fake: ctypes.CDLL) -> None:
-    driver = gpu.Driver()
+    driver = gpu.GpuDriver()
     driver.freeze(7)
     driver.thaw(7, [(card(1).uuid, card(3).uuid), (card(2).uuid, card(4).uuid)])
     assert ctypes.c_uint.in_dll(fake, "fake_pair_count").value == 2

@@ -22,7 +22,7 @@ from keepstep.model.messages import Address, BuddyLost, Parity
 from keepstep.worker.vault import lane
 from keepstep.worker.vault.parity import Both, ParityLine
 from keepstep.worker.vault.rebuild import NotRebuilt, rebuild
-from keepstep.worker.vault.vault import Fetched, VaultLine, fetch
+from keepstep.worker.vault.vault import FetchedShards, VaultLine, fetch
 
 RENEW = 4
 
@@ -149,7 +149,7 @@ def ranks(where: Nodes, units: tuple[int, ...] = (2, 2, 2)) -> Iterator[list[Ran
         yield made
 
 
-def plain(found: Fetched) -> Any:
+def plain(found: FetchedShards) -> Any:
     return (
         found.layout,
         found.notes,

@@ -216,7 +216,7 @@ class Rank:
         return line
 
     @property
-    def staging(self) -> staging.Staging | None:
+    def staging(self) -> staging.PinnedStaging | None:
         return self.redundancy._bases.staging
 
     def sent(self) -> None:

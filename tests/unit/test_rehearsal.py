@@ -8,18 +8,20 @@ from typing import Any
 import msgspec
 
 from keepstep.cli import rehearsal
-from keepstep.cli.faultplan import Fault, Shape, plan, shape
-from keepstep.cli.rehearsal import Trace, compare, cure, headline, parse, reproducible
+from keepstep.cli.faultplan import FaultLine, Shape, plan, shape
+from keepstep.cli.rehearsal import RunTrace, compare, cure, headline, parse, reproducible
 from keepstep.cli.verdicts import Played, judge
-from keepstep.model.trace import Line
+from keepstep.model.trace import TraceLine
 from keepstep.model.views import IncidentView
 
 STEPS = 12
 
 
-def line(tick: int, pid: int = 1, kind: Any = "entry", **groups: dict[str, str]) -> Line:
+def line(tick: int, pid: int = 1, kind: Any = "entry", **groups: dict[str, str]) -> TraceLine:
     found = {name.replace("_", " "): values for name, values in groups.items()}
-    return Line(kind=kind, pid=pid, tick=tick, version=tick, site="train", step=True, groups=found)
+    return TraceLine(
+        kind=kind, pid=pid, tick=tick, version=tick, site="train", step=True, groups=found
+    )
 
 
 def run(
@@ -27,7 +29,7 @@ def run(
     *,
     changed: dict[int, dict[str, dict[str, str]]] | None = None,
     newcomer_at: int | None = None,
-) -> Trace:
+) -> RunTrace:
     """A rank whose weight, rate and count go with the step; `changed` at the entry of steps."""
     lines = []
     for tick in range(steps):
@@ -43,8 +45,8 @@ def run(
         spelled = {name.replace(" ", "_"): values for name, values in groups.items()}
         lines.append(line(tick, pid, **spelled))
         lines.append(line(tick, pid, "commit", result={"result": f"r{tick}"}))
-    end = Line(kind="end", pid=pid, tick=steps, version=steps)
-    return Trace({0: [*lines, end]})
+    end = TraceLine(kind="end", pid=pid, tick=steps, version=steps)
+    return RunTrace({0: [*lines, end]})
 
 
 def from_step(step: int, group: str, **values: str) -> dict[int, dict[str, dict[str, str]]]:
@@ -69,10 +71,10 @@ def test_a_killed_process_leaves_half_a_line_and_the_next_one_repeats_the_entry(
 
 def test_a_step_that_nobody_saw_is_a_difference() -> None:
     lines = [one for one in run().ranks[0] if one.tick != 6]
-    assert headline(compare(run(), Trace({0: lines}))).text() == (
+    assert headline(compare(run(), RunTrace({0: lines}))).text() == (
         "order of calls of rank 0 at step 6: nothing, not train"
     )
-    cut = Trace({0: [one for one in run().ranks[0] if one.tick < 6]})  # its job ended badly
+    cut = RunTrace({0: [one for one in run().ranks[0] if one.tick < 6]})  # its job ended badly
     assert compare(run(), cut) == []
 
 
@@ -92,7 +94,7 @@ def test_every_attempt_at_a_step_must_begin_alike() -> None:
     bad = msgspec.structs.replace(
         lines[at], groups={**lines[at].groups, "tensor": {"w": "half done"}}
     )
-    found = compare(run(), Trace({0: [*lines[:at], bad, *lines[at:]]}))
+    found = compare(run(), RunTrace({0: [*lines[:at], bad, *lines[at:]]}))
     assert headline(found).found == "half done"
 
 
@@ -155,19 +157,23 @@ def test_every_group_has_a_cure() -> None:
 # --------------------------------------------------------------------------- choosing faults
 
 
-def entries(steps: int, per_epoch: int, *, sections: bool) -> Trace:
+def entries(steps: int, per_epoch: int, *, sections: bool) -> RunTrace:
     lines, tick = [], 0
     for step in range(steps):
         where = [step // per_epoch, step % per_epoch + 1]
         for kind in ("entry", "commit"):
             lines.append(
-                Line(kind=kind, pid=1, tick=tick, version=step, site="s", step=True, where=where)  # type: ignore[arg-type]
+                TraceLine(
+                    kind=kind, pid=1, tick=tick, version=step, site="s", step=True, where=where
+                )  # type: ignore[arg-type]
             )
         tick += 1
         if sections and (step + 1) % per_epoch == 0:
-            lines.append(Line(kind="entry", pid=1, tick=tick, version=step + 1, site="evaluate"))
+            lines.append(
+                TraceLine(kind="entry", pid=1, tick=tick, version=step + 1, site="evaluate")
+            )
             tick += 1
-    return Trace({0: lines})
+    return RunTrace({0: lines})
 
 
 def test_the_shape_of_a_script_is_seen_in_its_trace() -> None:
@@ -204,8 +210,10 @@ def test_what_cannot_be_tried_is_named() -> None:
 # --------------------------------------------------------------------------- blaming
 
 
-def fault(number: int, step: int) -> Fault:
-    return Fault(id=f"f{number}", what="kill", action="kill", rank=0, step=step, point="in_fence")
+def fault(number: int, step: int) -> FaultLine:
+    return FaultLine(
+        id=f"f{number}", what="kill", action="kill", rank=0, step=step, point="in_fence"
+    )
 
 
 def incident(outcome: Any, reason: str = "") -> IncidentView:

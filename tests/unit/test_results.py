@@ -13,7 +13,7 @@ import torch
 from keepstep.errors import UsageError
 from keepstep.worker.script import results
 from keepstep.worker.script.position import Tracker
-from keepstep.worker.script.results import RESULT_BYTES_MAX, Foresight, Lost, keep
+from keepstep.worker.script.results import RESULT_BYTES_MAX, Foresight, LostResult, keep
 from keepstep.worker.script.tree import MISSING
 from keepstep.worker.state import codec
 
@@ -84,7 +84,7 @@ def test_what_is_large_is_kept_for_replicas_alone(result: Any) -> None:
 
 
 def test_whoever_uses_a_lost_result_is_told_why() -> None:
-    lost = Lost("train:1", "objects of type X")
+    lost = LostResult("train:1", "objects of type X")
     for use in (lambda: lost.item(), lambda: float(lost), lambda: lost + 1, lambda: lost["a"]):
         with pytest.raises(UsageError, match=r"'train:1' .* objects of type X"):
             use()

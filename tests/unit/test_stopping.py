@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from torch.distributed import HashStore
 
-from keepstep.worker.transparent.stopping import Stopping
+from keepstep.worker.transparent.stopping import ScriptStopping
 
 
 def store() -> HashStore:
@@ -16,13 +16,13 @@ def store() -> HashStore:
     return made
 
 
-def last(stopping: Stopping, count: int, patience_s: float = 10.0) -> bool:
+def last(stopping: ScriptStopping, count: int, patience_s: float = 10.0) -> bool:
     return stopping.reached(count, patience_s)
 
 
 def test_ranks_train_on_until_all_have_joined_and_stop_at_one_count() -> None:
     keys = store()
-    ranks = [Stopping(keys, rank, 2) for rank in range(2)]
+    ranks = [ScriptStopping(keys, rank, 2) for rank in range(2)]
     assert not last(ranks[0], 5)  # alone: it trains on
     assert not last(ranks[0], 6)
     assert not last(ranks[1], 6)  # all there: the goal is 7
@@ -36,7 +36,7 @@ def test_ranks_train_on_until_all_have_joined_and_stop_at_one_count() -> None:
 
 def test_a_rank_that_is_past_the_goal_makes_all_go_on_and_the_margin_grows() -> None:
     keys = store()
-    ranks = [Stopping(keys, rank, 2) for rank in range(2)]
+    ranks = [ScriptStopping(keys, rank, 2) for rank in range(2)]
     assert not last(ranks[0], 3)
     assert not last(ranks[1], 1)  # goal 4
     assert not last(ranks[0], 9)  # never saw it
@@ -54,7 +54,7 @@ def test_a_rank_that_is_past_the_goal_makes_all_go_on_and_the_margin_grows() -> 
 
 def test_who_does_not_come_is_not_waited_for_and_in_the_end_it_is_given_up() -> None:
     keys = store()
-    ranks = [Stopping(keys, rank, 2) for rank in range(2)]
+    ranks = [ScriptStopping(keys, rank, 2) for rank in range(2)]
     for count in range(10_000):
         if ranks[1].failed:
             break
@@ -66,7 +66,7 @@ def test_who_does_not_come_is_not_waited_for_and_in_the_end_it_is_given_up() -> 
 
 def test_ranks_that_count_different_things_are_told_so_at_once() -> None:
     keys = store()
-    ranks = [Stopping(keys, rank, 2) for rank in range(2)]
+    ranks = [ScriptStopping(keys, rank, 2) for rank in range(2)]
     assert not last(ranks[0], 20_000)
     assert not last(ranks[1], 10_000)
     assert not last(ranks[0], 20_001)
@@ -75,7 +75,7 @@ def test_ranks_that_count_different_things_are_told_so_at_once() -> None:
 
 def test_a_script_that_ended_lets_the_others_go() -> None:
     keys = store()
-    ranks = [Stopping(keys, rank, 2) for rank in range(2)]
+    ranks = [ScriptStopping(keys, rank, 2) for rank in range(2)]
     assert not last(ranks[0], 1)
     assert not last(ranks[1], 1)
     ranks[1].never()
@@ -84,7 +84,7 @@ def test_a_script_that_ended_lets_the_others_go() -> None:
 
 def test_where_all_stand_they_wait_for_the_last() -> None:
     keys = store()
-    ranks = [Stopping(keys, rank, 2) for rank in range(2)]
+    ranks = [ScriptStopping(keys, rank, 2) for rank in range(2)]
     met = threading.Event()
 
     def meet() -> None:
@@ -97,4 +97,4 @@ def test_where_all_stand_they_wait_for_the_last() -> None:
     ranks[1].meet(10)
     waits.join(10)
     assert met.is_set()
-    Stopping(store(), 0, 2).meet(0.05)  # not for ever
+    ScriptStopping(store(), 0, 2).meet(0.05)  # not for ever

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from keepstep.adapters.transport.stream import Stream, StreamClosed
 from keepstep.adapters.transport.threads import ThreadServer
 from keepstep.agent.blobs import BlobServer
-from keepstep.agent.channel import Channel
+from keepstep.agent.channel import WorkerChannel
 from keepstep.errors import RemoteProtocolError
 from keepstep.model import messages as m
 from keepstep.model import vault as v
@@ -115,7 +115,7 @@ def test_a_worker_that_says_anything_is_heard_or_reported_broken(chunks: list[by
     async def scenario() -> None:
         ours, theirs = socket.socketpair()
         ends: list[str] = []
-        channel = Channel(
+        channel = WorkerChannel(
             asyncio.get_running_loop(),
             ours,
             on_message=lambda said: None,

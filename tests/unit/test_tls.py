@@ -25,7 +25,7 @@ from keepstep.model.messages import Address, BlobOk, BlobReply, TlsFiles
 from keepstep.model.views import JobView, NodeView
 from keepstep.orchestrator.absent import Gone, NotFound
 from keepstep.orchestrator.join import Desk
-from keepstep.orchestrator.requests import Joined, JoinRequest
+from keepstep.orchestrator.requests import JoinedBody, JoinRequest
 from keepstep.worker.line import peers
 
 decoder: msgspec.msgpack.Decoder[BlobReply] = msgspec.msgpack.Decoder(BlobReply)
@@ -286,7 +286,7 @@ def test_an_agent_that_says_its_place_is_the_node_that_is_to_be_there(authority:
         awaited=lambda name, place: {"k1": ("n1", 2), "k7": ("n3", 4)}.get(place, ("", 0)),
     )
 
-    def at(place: str, named: str = "j") -> Joined:
+    def at(place: str, named: str = "j") -> JoinedBody:
         request = JoinRequest(request=new_node_key("x")[1], job=named, place=place)
         return there.join(request, None)
 

@@ -21,7 +21,7 @@ from keepstep.adapters.identity.authority import Authority, new_node_key
 from keepstep.adapters.transport import tls
 from keepstep.adapters.transport.blocking import Frames
 from keepstep.agent.blobs import BlobServer
-from keepstep.core.agent.vault import Piece, Refusal, Shelf, VaultStore
+from keepstep.core.agent.vault import Refusal, Shelf, StoredPiece, VaultStore
 from keepstep.errors import PermanentError, UsageError
 from keepstep.model import vault as v
 from keepstep.model.messages import Address, BlobOk, BlobPut, TlsFiles
@@ -713,7 +713,7 @@ def test_a_stranger_gets_no_word(parts: list[bytes]) -> None:
 
 
 def stored(store: VaultStore, shelf: Shelf, kind: Any, version: int, unit: int, *data: int) -> None:
-    pieces = tuple(Piece(memoryview(one.to_bytes(8, "little")), b"digest") for one in data)
+    pieces = tuple(StoredPiece(memoryview(one.to_bytes(8, "little")), b"digest") for one in data)
     put = v.VaultPut(kind=kind, version=version, unit=unit, sizes=[8] * len(data))
     store.admit(shelf, put)
     store.keep(shelf, put, pieces)

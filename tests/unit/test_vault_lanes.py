@@ -15,7 +15,7 @@ from keepstep.agent.landings import Landings
 from keepstep.errors import PermanentError, RemoteProtocolError, UsageError
 from keepstep.model import vault as v
 from keepstep.worker.vault.lane import VaultLacks
-from keepstep.worker.vault.vault import Fetched, VaultLine, cut, fetch, lanes_of, sliced
+from keepstep.worker.vault.vault import FetchedShards, VaultLine, cut, fetch, lanes_of, sliced
 from tests.support.vault import MB, agent, going_on, line, opened, plain
 
 LANES = {0: 0, 1: 1, 2: 2, 3: 0}
@@ -141,7 +141,7 @@ def test_slices_begin_with_bases_of_one_version() -> None:
 def test_slices_that_do_not_belong_together_are_refused() -> None:
     units = {0: (4, [memoryview(b"a")], {}), v.SLICES: (5, [memoryview(b"b")], {})}
     with pytest.raises(RemoteProtocolError, match="slices of unit 0"):
-        Fetched(b"", units, {}, 2).whole()
+        FetchedShards(b"", units, {}, 2).whole()
 
 
 @given(size=st.integers(0, 5000), count=st.integers(1, 8))

@@ -23,7 +23,7 @@ from keepstep.worker.groups.stager import Stager
 from keepstep.worker.line import channel as channel_module
 from keepstep.worker.line.channel import Channel
 from keepstep.worker.line.page import Page
-from keepstep.worker.state.rank import Rank
+from keepstep.worker.state.rank import RankFacts
 from keepstep.worker.step import faults
 from keepstep.worker.step import publishing as publishing_module
 from keepstep.worker.step.publishing import Publisher
@@ -111,7 +111,7 @@ def test_keepstep_can_be_imported_whatever_device_is_the_default() -> None:
 
 def publishing(page: Page, answers: list[Any]) -> tuple[Publisher, list[tuple[int, bool]]]:
     """One whose buddy answers like this, and what its page shows while it waits."""
-    rank, shown = MagicMock(spec=Rank), []
+    rank, shown = MagicMock(spec=RankFacts), []
     rank.page, rank.rank, rank.generation = page, 0, 3
     rank.welcome, rank.channel = MagicMock(token="t"), MagicMock()
     rank.channel.inbox.buddy = OLD

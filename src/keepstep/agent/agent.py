@@ -31,7 +31,7 @@ from keepstep.agent.page import PageReader
 from keepstep.agent.processes import OwnProcesses, Processes
 from keepstep.agent.session import main_thread_stat
 from keepstep.agent.stores import Stores, native_store_command
-from keepstep.agent.workers import Setting, Worker, Workers
+from keepstep.agent.workers import NodeWorker, Setting, Workers
 from keepstep.core.agent import actions, inputs
 from keepstep.core.agent import machine as core
 from keepstep.core.agent.network import Limits
@@ -100,7 +100,7 @@ class Agent:
         self._examining: asyncio.Task[None] | None = None
         self._leaves_workers = False  # to the next agent
         self._machine = core.AgentMachine(
-            core.Setting(
+            core.MachineSetting(
                 job=config.job,
                 node=config.node,
                 slots=config.slots,
@@ -212,13 +212,13 @@ class Agent:
 
     def _accepted(self) -> None:
         self._processes.linked(True)
-        self._handle(inputs.Accepted())
+        self._handle(inputs.HelloTaken())
 
     def _lost(self, last_word_ns: int) -> None:
         self._processes.linked(False)
-        self._handle(inputs.Lost(last_word_ns))
+        self._handle(inputs.StreamLost(last_word_ns))
 
-    def _said(self, worker: Worker, said: WorkerMessage) -> None:
+    def _said(self, worker: NodeWorker, said: WorkerMessage) -> None:
         if isinstance(said, Inspected | Offloaded):
             self._images.answered(said)
             return
@@ -226,7 +226,7 @@ class Agent:
             self._workers.restored(worker, said)
         self._handle(inputs.Said(worker.name, said))
 
-    def _rank_in_nest(self, rank: int) -> Worker | None:
+    def _rank_in_nest(self, rank: int) -> NodeWorker | None:
         """Of two the older: the younger is what it shall become."""
         found = (w for w in self._workers.live() if w.rank == rank and w.nested)
         return next(found, None)
@@ -260,7 +260,7 @@ class Agent:
 
     def _carry_out(self, effect: actions.AnyEffect) -> None:
         match effect:
-            case actions.Say():
+            case actions.SayUp():
                 if not self._link.offer(effect.message) and effect.keep:
                     self._machine.unsent(effect.message)
             case actions.Spawn():
@@ -268,7 +268,7 @@ class Agent:
             case actions.EndWorkers():
                 stopping = self._stop_everything(effect.grace_ns, effect.finished)
                 self._stopping = asyncio.create_task(stopping)
-            case actions.End():
+            case actions.EndNode():
                 if effect.why:
                     logger.critical("%s", effect.why)
                 self._finish(effect.code)
@@ -278,7 +278,7 @@ class Agent:
                 self._stores.open(effect.generation)
             case actions.DropStore():
                 self._stores.close(effect.generation)
-            case actions.Drop():
+            case actions.DropPage():
                 self._drop(effect.worker)
             case actions.DropCopies():
                 self._blobs.forget(effect.before)
@@ -293,9 +293,11 @@ class Agent:
         if gone is not None and all(one.rank != gone.rank for one in self._workers.live()):
             self._blobs.vault.left(gone.rank)
 
-    def _act_on(self, worker: Worker, effect: actions.Kill | actions.Relay | actions.Raise) -> None:
+    def _act_on(
+        self, worker: NodeWorker, effect: actions.KillProcess | actions.Relay | actions.Raise
+    ) -> None:
         match effect:
-            case actions.Kill():
+            case actions.KillProcess():
                 self._workers.kill(worker)
             case actions.Relay():
                 self._workers.tell(worker, effect.command)
@@ -356,7 +358,7 @@ class Agent:
         finally:
             effects = self._machine.handle(time.monotonic_ns(), inputs.Emptied(gone))
             for effect in effects:
-                if isinstance(effect, actions.End):
+                if isinstance(effect, actions.EndNode):
                     await self._link.close()  # the last words before it are to be written out
                 self._carry_out(effect)
 

@@ -27,7 +27,7 @@ _READ_BYTES = 256 << 10
 _decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
 
 
-class Channel:
+class WorkerChannel:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,

@@ -113,7 +113,7 @@ class Frozen(msgspec.Struct, frozen=True):
     areas: list[areas.Area] = []  # of host memory, which the driver alone uses until it restores
 
 
-class Driver:
+class GpuDriver:
     """PermanentError: there is none that can do this."""
 
     def __init__(self) -> None:
@@ -255,7 +255,7 @@ class Facts(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class Order(msgspec.Struct, frozen=True):
+class GpuOrder(msgspec.Struct, frozen=True):
     what: Literal["freeze", "thaw", "thaw-in"]
     pid: int  # in the last case that of a nest: what lives in it is meant
     timeout_ms: int = LOCK_MS
@@ -292,7 +292,7 @@ class Helper:
     def freeze(self, pid: int, seconds_max: float) -> Frozen:
         """If it fails, this helper ends, and with it whatever it has stopped goes on."""
         try:
-            return self._do(Order(what="freeze", pid=pid), seconds_max)
+            return self._do(GpuOrder(what="freeze", pid=pid), seconds_max)
         except TransientError:
             self.close()
             raise
@@ -300,16 +300,16 @@ class Helper:
     def thaw(
         self, pid: int, seconds_max: float, places: Sequence[tuple[str, str]] = ()
     ) -> dict[str, int]:
-        order = Order(what="thaw", pid=pid, places=list(places))
+        order = GpuOrder(what="thaw", pid=pid, places=list(places))
         return self._do(order, seconds_max).took_ns
 
     def thaw_in(
         self, nest: int, seconds_max: float, places: Sequence[tuple[str, str]]
     ) -> dict[str, int]:
-        order = Order(what="thaw-in", pid=nest, places=list(places))
+        order = GpuOrder(what="thaw-in", pid=nest, places=list(places))
         return self._do(order, seconds_max).took_ns
 
-    def _do(self, order: Order, seconds_max: float) -> Frozen:
+    def _do(self, order: GpuOrder, seconds_max: float) -> Frozen:
         self.facts()
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # its last word, or none, is read below
@@ -347,13 +347,13 @@ def main() -> int:
         sys.stdout.buffer.flush()
 
     try:
-        driver = Driver()
+        driver = GpuDriver()
         say(Facts(version=driver.version, gpus=driver.gpus()))
     except KeepstepError as error:
         say(Facts(error=in_one_line(error)))
         return 1
     for line in sys.stdin.buffer:  # until the agent or the nest is gone
-        order = msgspec.json.decode(line, type=Order)
+        order = msgspec.json.decode(line, type=GpuOrder)
         try:
             pid = order.pid if order.what != "thaw-in" else inner_pid(order.pid)
             if pid is None:

@@ -71,7 +71,7 @@ logger = logging.getLogger(__name__)
 Parts = tuple[Future[Path | None], Future[Path | None]]
 
 
-class Rank(Protocol):
+class ImageRank(Protocol):
     """What is needed of a worker."""
 
     @property
@@ -92,7 +92,7 @@ class Images:
         self,
         token: str,
         job: str,
-        rank_of: Callable[[int], Rank | None],
+        rank_of: Callable[[int], ImageRank | None],
         ask: Callable[[str, Inspect | Offload], None],
     ) -> None:
         self._token = token.encode()
@@ -199,17 +199,17 @@ class Images:
             connection.sendall(frame(ImageFile(name=path.name, size=path.stat().st_size)))
             connection.sendfile(file)
 
-    def _find(self, rank: int) -> tuple[Rank, Inspected]:
+    def _find(self, rank: int) -> tuple[ImageRank, Inspected]:
         worker, inspected = self._exchange(rank, lambda number: Inspect(number=number), INSPECT_S)
         assert isinstance(inspected, Inspected)
         return worker, inspected
 
     def _exchange(
         self, rank: int, command: Callable[[int], Inspect | Offload], seconds_max: float
-    ) -> tuple[Rank, Inspected | Offloaded]:
+    ) -> tuple[ImageRank, Inspected | Offloaded]:
         number, future = next(self._numbers), Future[Inspected | Offloaded]()
 
-        async def ask() -> Rank | None:
+        async def ask() -> ImageRank | None:
             worker = self._rank_of(rank)
             if worker is not None:
                 self._asked[number] = future
@@ -225,13 +225,13 @@ class Images:
             self._asked.pop(number, None)
             raise TransientError(f"rank {rank} did not answer its agent") from error
 
-    def _inner(self, worker: Rank) -> int:
+    def _inner(self, worker: ImageRank) -> int:
         pid = inner_pid(worker.pid)
         if pid is None:
             raise TransientError(f"{worker.name} has ended")
         return pid
 
-    def _look(self, worker: Rank, inspected: Inspected) -> ImageFacts:
+    def _look(self, worker: ImageRank, inspected: Inspected) -> ImageFacts:
         pid = self._inner(worker)
         found = preflight.scan(pid, inspected.control, bool(inspected.device))
         offenders = [*inspected.foreign, *found.offenders]
@@ -282,7 +282,7 @@ class Images:
         return took_ns, areas
 
     def _freeze(
-        self, request: ImageGet, worker: Rank, pid: int, areas_wanted: bool
+        self, request: ImageGet, worker: ImageRank, pid: int, areas_wanted: bool
     ) -> tuple[dict[str, int], bool]:
         """How long its GPU took, and whether what the driver has saved is in files."""
         frozen = self._helper(worker.name).freeze(pid, request.seconds_max)
@@ -314,7 +314,7 @@ class Images:
         self,
         connection: socket.socket,
         request: ImageGet,
-        worker: Rank,
+        worker: ImageRank,
         inspected: Inspected,
         parts: Parts,
     ) -> None:
@@ -340,7 +340,7 @@ class Images:
     def _dump(
         self,
         request: ImageGet,
-        worker: Rank,
+        worker: ImageRank,
         inspected: Inspected,
         folder: Path,
         parts: Parts,

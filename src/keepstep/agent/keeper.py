@@ -79,17 +79,17 @@ class Start(Message, frozen=True):
     order: Order
 
 
-class Kill(Message, frozen=True):
+class KeeperKill(Message, frozen=True, tag="Kill"):
     worker: str
     number: int
 
 
-class Note(Message, frozen=True):
+class KeeperRank(Message, frozen=True, tag="Note"):
     worker: str
     rank: int
 
 
-class Drop(Message, frozen=True):
+class KeeperDrop(Message, frozen=True, tag="Drop"):
     worker: str
 
 
@@ -97,17 +97,17 @@ class Linked(Message, frozen=True):
     up: bool
 
 
-class End(Message, frozen=True):
+class KeeperEnd(Message, frozen=True, tag="End"):
     pass
 
 
-Request = Start | Kill | Note | Drop | Linked | End
+Request = Start | KeeperKill | KeeperRank | KeeperDrop | Linked | KeeperEnd
 
 
 # --------------------------------------------------------------------------- keeper -> agent
 
 
-class Kept(Message, frozen=True):
+class KeptWorker(Message, frozen=True, tag="Kept"):
     """One worker. Two descriptors come with it: its control socket and its page."""
 
     worker: str
@@ -118,7 +118,7 @@ class Kept(Message, frozen=True):
     code: int | None = None  # how it ended; its page is kept until Drop
 
 
-class Complete(Message, frozen=True):
+class KeptComplete(Message, frozen=True, tag="Complete"):
     """All that is kept has been told."""
 
 
@@ -132,7 +132,7 @@ class Ended(Message, frozen=True):
     code: int
 
 
-Answer = Kept | Complete | StartFailed | Ended
+Answer = KeptWorker | KeptComplete | StartFailed | Ended
 
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _encoder = msgspec.msgpack.Encoder()
@@ -140,7 +140,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 @dataclass
 class _Held:
-    told: Kept
+    told: KeptWorker
     process: subprocess.Popen[bytes]
     control: socket.socket
     page_fd: int
@@ -211,7 +211,7 @@ class Keeper:
             self._selector.register(agent, selectors.EVENT_READ, self._hear)
             for held in self._held.values():
                 self._tell(held.told, held)
-            self._tell(Complete())
+            self._tell(KeptComplete())
 
     def _hear(self) -> None:
         assert self._agent is not None
@@ -238,20 +238,20 @@ class Keeper:
         match request:
             case Start():
                 self._start(request.order)
-            case Kill():
+            case KeeperKill():
                 held = self._held.get(request.worker)
                 if held is not None and held.told.code is None:
                     kill_group(held.process.pid, request.number)
-            case Note():
+            case KeeperRank():
                 if held := self._held.get(request.worker):
                     held.told = msgspec.structs.replace(held.told, rank=request.rank)
-            case Drop():
+            case KeeperDrop():
                 self._drop(request.worker)
             case Linked(up=True):
                 self._reached, self._out_of_reach_ns = True, None
             case Linked():
                 self._out_of_reach_ns = self._out_of_reach_ns or _now_ns()
-            case End():
+            case KeeperEnd():
                 sweep_session(os.getsid(0))
                 sys.exit(0)
 
@@ -274,7 +274,7 @@ class Keeper:
         except (OSError, ValueError, KeepstepError) as error:
             self._tell(StartFailed(worker=order.worker, error=str(error)))
             return
-        told = Kept(
+        told = KeptWorker(
             worker=order.worker,
             slot=order.slot,
             rank=order.rank,

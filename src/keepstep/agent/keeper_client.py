@@ -41,10 +41,10 @@ class KeptProcesses:
         self._sock.settimeout(ANSWER_S)
         peer = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         self._session = int.from_bytes(peer[:4], "little")  # it leads its session
-        self.adopted: list[tuple[keeper.Kept, Process]] = []
-        while (got := self._read()) and isinstance(got[0], keeper.Kept):
+        self.adopted: list[tuple[keeper.KeptWorker, Process]] = []
+        while (got := self._read()) and isinstance(got[0], keeper.KeptWorker):
             self.adopted.append((got[0], _process(got[0], got[1])))
-        if not isinstance(got[0], keeper.Complete):
+        if not isinstance(got[0], keeper.KeptComplete):
             raise PermanentError(f"the keeper in {folder} has another agent, or does not speak")
         loop.add_reader(self._sock, self._readable)
 
@@ -57,7 +57,7 @@ class KeptProcesses:
         while True:
             answer, fds = self._read()
             match answer:
-                case keeper.Kept(worker=order.worker):
+                case keeper.KeptWorker(worker=order.worker):
                     return _process(answer, fds)
                 case keeper.StartFailed(worker=order.worker):
                     raise TransientError(answer.error)
@@ -68,13 +68,13 @@ class KeptProcesses:
                     raise PermanentError(f"the keeper answered with {type(answer).__name__}")
 
     def kill(self, worker: str, number: int) -> None:
-        self._send(keeper.Kill(worker=worker, number=number))
+        self._send(keeper.KeeperKill(worker=worker, number=number))
 
     def note(self, worker: str, rank: int) -> None:
-        self._send(keeper.Note(worker=worker, rank=rank))
+        self._send(keeper.KeeperRank(worker=worker, rank=rank))
 
     def drop(self, worker: str) -> None:
-        self._send(keeper.Drop(worker=worker))
+        self._send(keeper.KeeperDrop(worker=worker))
 
     def linked(self, up: bool) -> None:
         self._send(keeper.Linked(up=up))
@@ -85,7 +85,7 @@ class KeptProcesses:
             return
         self._over = True
         self._loop.remove_reader(self._sock)
-        self._send(keeper.End())
+        self._send(keeper.KeeperEnd())
         self._sock.settimeout(END_S)
         with contextlib.suppress(OSError):
             while self._sock.recv(keeper.MESSAGE_BYTES_MAX):
@@ -123,7 +123,7 @@ class KeptProcesses:
             self._on_lost()
 
 
-def _process(kept: keeper.Kept, fds: list[int]) -> Process:
+def _process(kept: keeper.KeptWorker, fds: list[int]) -> Process:
     if len(fds) != 2:
         raise PermanentError(f"the keeper named {kept.worker} without its descriptors")
     pidfd = -1

@@ -25,7 +25,7 @@ import xxhash
 from keepstep.adapters.transport.blocking import PIECE_BYTES, Frames, pieces
 from keepstep.agent.landings import Landings
 from keepstep.core.agent.parity import ParityStore
-from keepstep.core.agent.vault import Piece, Pieces, Refusal, VaultStore
+from keepstep.core.agent.vault import Pieces, Refusal, StoredPiece, VaultStore
 from keepstep.errors import RemoteProtocolError
 from keepstep.model.vault import (
     VaultFetch,
@@ -58,14 +58,14 @@ def stay_behind() -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-class Kept(Protocol):
+class KeptShelf(Protocol):
     rank: int
 
     @property
     def held(self) -> int: ...
 
 
-S = TypeVar("S", bound=Kept)
+S = TypeVar("S", bound=KeptShelf)
 
 
 class Store(Protocol[S]):
@@ -78,7 +78,7 @@ class Store(Protocol[S]):
 
 
 @dataclass
-class Room(Generic[S]):
+class VaultRoom(Generic[S]):
     """A store and its lock: adding to a parity takes longer than keeping what has come."""
 
     store: Store[S]
@@ -90,7 +90,7 @@ class Vault:
         self._token = token
         self._available = available
         self._store, self._parity = VaultStore(), ParityStore()
-        self._shelves, self._groups = Room(self._store), Room(self._parity)
+        self._shelves, self._groups = VaultRoom(self._store), VaultRoom(self._parity)
         self._landings = Landings(lambda: self._store.promised() + self._parity.promised())
 
     def held(self) -> dict[int, tuple[int, int]]:
@@ -135,7 +135,7 @@ class Vault:
             connection.sendall(frame(refusal.reply))
 
     def _write(
-        self, connection: socket.socket, frames: Frames[Any], ask: VaultOpen, room: Room[S]
+        self, connection: socket.socket, frames: Frames[Any], ask: VaultOpen, room: VaultRoom[S]
     ) -> None:
         with self._shelves.lock, self._groups.lock:  # they share the memory
             others = self._store.promised() if ask.group else self._parity.promised()
@@ -163,13 +163,13 @@ class Vault:
                     raise refusal
                 connection.sendall(frame(VaultSynced(version=request.version)))
 
-    def _mark(self, room: Room[S], shelf: S, request: VaultRequest) -> None:
+    def _mark(self, room: VaultRoom[S], shelf: S, request: VaultRequest) -> None:
         if not isinstance(request, VaultSync):
             raise RemoteProtocolError(f"{type(request).__name__} came after VaultOpen")
         with room.lock:
             room.store.settle(shelf, request.version - 1)
 
-    def _put(self, frames: Frames[Any], room: Room[S], shelf: S, put: VaultPut) -> None:
+    def _put(self, frames: Frames[Any], room: VaultRoom[S], shelf: S, put: VaultPut) -> None:
         _check(put)
         try:
             with room.lock:
@@ -224,12 +224,12 @@ def _send(connection: socket.socket, announced: bytes, views: Iterable[memoryvie
     connection.sendall(packed)
 
 
-def _received(frames: Frames[Any], view: memoryview) -> Piece:
+def _received(frames: Frames[Any], view: memoryview) -> StoredPiece:
     digest = xxhash.xxh3_128()
     for part in pieces(view):
         frames.receive_into(part)
         digest.update(part)
-    return Piece(view, digest.digest())
+    return StoredPiece(view, digest.digest())
 
 
 def _puts(request: VaultPuts) -> list[VaultPut]:

@@ -20,9 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from keepstep.agent.channel import Channel
+from keepstep.agent.channel import WorkerChannel
 from keepstep.agent.environment import worker_environment, worker_settings
-from keepstep.agent.keeper import Kept
+from keepstep.agent.keeper import KeptWorker
 from keepstep.agent.page import PageReader
 from keepstep.agent.processes import Order, OwnProcesses, Process, Processes
 from keepstep.agent.tree import inner_pid
@@ -70,14 +70,14 @@ class Setting:
 
 
 @dataclass
-class Worker:
+class NodeWorker:
     name: str
     slot: int
     rank: int
     process: Process
     page: PageReader
     log: Path
-    channel: Channel | None = None
+    channel: WorkerChannel | None = None
     exited: WorkerExited | None = None
     killed_because: str = ""
     nested: bool = False  # the process is a nest, and the script runs inside
@@ -124,7 +124,7 @@ class Workers:
         self,
         setting: Setting,
         *,
-        on_said: Callable[[Worker, WorkerMessage], None],
+        on_said: Callable[[NodeWorker, WorkerMessage], None],
         on_exited: Callable[[WorkerExited], None],
         processes: Processes,
     ) -> None:
@@ -134,17 +134,17 @@ class Workers:
         self._on_said = on_said
         self._on_exited = on_exited
         self._loop = asyncio.get_running_loop()
-        self._workers: dict[str, Worker] = {}  # in order of their start
+        self._workers: dict[str, NodeWorker] = {}  # in order of their start
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def get(self, name: str) -> Worker | None:
+    def get(self, name: str) -> NodeWorker | None:
         return self._workers.get(name)
 
-    def live(self) -> list[Worker]:
+    def live(self) -> list[NodeWorker]:
         return [worker for worker in self._workers.values() if worker.exited is None]
 
-    def retained(self) -> list[Worker]:
+    def retained(self) -> list[NodeWorker]:
         """Dead ones whose side state is still held."""
         return [w for w in self._workers.values() if w.exited is not None and w.page.open]
 
@@ -153,7 +153,7 @@ class Workers:
         found = [w.page for w in self._workers.values() if w.rank == rank and w.page.open]
         return found[::-1]
 
-    def start(self, start: StartWorker) -> Worker:
+    def start(self, start: StartWorker) -> NodeWorker:
         """Raises KeepstepError or OSError if there is no process afterwards."""
         setting = self._setting
         log = setting.logs / f"{check_name(start.worker)}.log"
@@ -190,7 +190,7 @@ class Workers:
             )
         return (sys.executable, "-m", "keepstep.agent.nest")
 
-    def restored(self, worker: Worker, said: Restored) -> None:
+    def restored(self, worker: NodeWorker, said: Restored) -> None:
         """A process from elsewhere is at the other end of the line now, with a page of its own."""
         worker.inner = 0
         try:
@@ -211,7 +211,7 @@ class Workers:
         )
         self.tell(worker, self._welcome(worker.name))
 
-    def adopt(self, kept: Kept, process: Process) -> Worker:
+    def adopt(self, kept: KeptWorker, process: Process) -> NodeWorker:
         """One that an earlier agent of this node has started."""
         worker = self._take(kept.worker, kept.slot, kept.rank, process, Path(kept.log))
         if kept.code is None:
@@ -220,11 +220,11 @@ class Workers:
             self._ended(kept.worker, kept.code)
         return worker
 
-    def _take(self, name: str, slot: int, rank: int, process: Process, log: Path) -> Worker:
-        worker = Worker(name, slot, rank, process, PageReader(process.page_fd), log)
+    def _take(self, name: str, slot: int, rank: int, process: Process, log: Path) -> NodeWorker:
+        worker = NodeWorker(name, slot, rank, process, PageReader(process.page_fd), log)
         self._workers[name] = worker
         self._idle.clear()
-        worker.channel = Channel(
+        worker.channel = WorkerChannel(
             self._loop,
             process.control,
             on_message=lambda said: self._on_said(worker, said),
@@ -233,14 +233,14 @@ class Workers:
         )
         return worker
 
-    def tell(self, worker: Worker, command: WorkerCommand) -> None:
+    def tell(self, worker: NodeWorker, command: WorkerCommand) -> None:
         if isinstance(command, Assign) and not command.presumed:
             worker.rank = command.rank
             self._processes.note(worker.name, worker.rank)
         if worker.channel is not None:
             worker.channel.send(command)
 
-    def kill(self, worker: Worker, because: str = "") -> None:
+    def kill(self, worker: NodeWorker, because: str = "") -> None:
         """SIGKILL its process group. The exit is told when it has happened."""
         if worker.exited is not None:
             return
@@ -249,7 +249,7 @@ class Workers:
             logger.warning("killing %s: %s", worker.name, because)
         self._processes.kill(worker.name, signal.SIGKILL)
 
-    def signal(self, worker: Worker, number: int, resume_after_ns: int) -> None:
+    def signal(self, worker: NodeWorker, number: int, resume_after_ns: int) -> None:
         if worker.exited is not None:
             return
         logger.info("signal %d to %s", number, worker.name)
@@ -317,7 +317,7 @@ class Workers:
             return frame(welcome)
         return frame(welcome) + frame(Buddy(address=start.buddy, parity=start.parity))
 
-    def _muted(self, worker: Worker) -> None:
+    def _muted(self, worker: NodeWorker) -> None:
         """Its socket has ended; normally the process is about to as well."""
         if worker.exited is None:
             why = "it closed its control socket and did not end"

@@ -15,7 +15,7 @@ HOUR_NS = 3_600_000_000_000
 AUTO = "auto"
 
 
-class Periodic(msgspec.Struct, frozen=True, kw_only=True):
+class PeriodicOptions(msgspec.Struct, frozen=True, kw_only=True):
     directory: str = ""  # "": none are written
     interval_ns: int = 0  # 0: from what one costs
     mttf_ns: int = 0  # 0: from the number of nodes
@@ -23,7 +23,7 @@ class Periodic(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_periodic(
     directory: str | None, interval: str, mttf_h: float | None, job: str, resume: str
-) -> Periodic:
+) -> PeriodicOptions:
     interval_ns = _interval_ns(interval)
     if mttf_h is not None and not 0 < mttf_h < 1e6:
         raise UsageError(f"--mttf is {mttf_h:g}: it must be above 0", hint="give it in hours")
@@ -32,7 +32,7 @@ def check_periodic(
             option = "--checkpoint-interval" if interval_ns else "--mttf"
             hint = "say where to write them: --checkpoint-dir DIR"
             raise UsageError(f"{option} without periodic checkpoints", hint=hint)
-        return Periodic()
+        return PeriodicOptions()
     own = Path(directory).absolute() / job
     try:
         own.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ def check_periodic(
             f"--checkpoint-dir {directory} has checkpoints of an earlier job {job}",
             hint=f"--resume {own} goes on from them; or choose another --job-id",
         )
-    return Periodic(
+    return PeriodicOptions(
         directory=str(own),
         interval_ns=interval_ns,
         mttf_ns=int(mttf_h * HOUR_NS) if mttf_h is not None else 0,

@@ -42,7 +42,7 @@ class NoJob(UsageError):
     """There is no such job now; there may be one later."""
 
 
-class JobEnded(UsageError):
+class JobHasEnded(UsageError):
     """And another one of its name will never be."""
 
 
@@ -221,7 +221,7 @@ def decoded(response: httpx.Response, kind: type[T]) -> T:
     if response.status_code == 404:
         raise NoJob(said.error, hint=said.hint)
     if response.status_code == 410:
-        raise JobEnded(said.error, hint=said.hint)
+        raise JobHasEnded(said.error, hint=said.hint)
     if response.status_code < 500:
         raise UsageError(said.error, hint=said.hint)
     try:

@@ -66,7 +66,7 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     bit_identical: bool
     steps_lost: int
     steps_recomputed: int
@@ -113,16 +113,16 @@ def demo(as_json: bool) -> None:
 
 
 def train(
-    folder: Path, during: Callable[[Run], None]
+    folder: Path, during: Callable[[DemoRun], None]
 ) -> tuple[list[RankResult], float, list[IncidentView]]:
     began_s = time.monotonic()
-    with Run(folder) as run:
+    with DemoRun(folder) as run:
         during(run)
         incidents = run.finish()
         return run.results(), time.monotonic() - began_s, incidents
 
 
-def disturb(run: Run) -> None:
+def disturb(run: DemoRun) -> None:
     run.reach(FIRST_FAULT_STEP)
     run.spare()
     seat = run.view().ranks[KILL_RANK]
@@ -146,7 +146,7 @@ def disturb(run: Run) -> None:
     run.hurry()
 
 
-class Run:
+class DemoRun:
     """One `keepstep run` in a session of its own, so that Ctrl-C reaches only the demo, which
     then ends it in order."""
 
@@ -173,7 +173,7 @@ class Run:
             preexec_fn=_end_with_parent,
         )
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> DemoRun:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -332,14 +332,14 @@ def compare(
     incidents: list[IncidentView],
     undisturbed_s: float,
     disturbed_s: float,
-) -> Report:
+) -> DemoReport:
     differences = [
         f"rank {rank}: {part}"
         for rank, (a, b) in enumerate(zip(plain, hurt, strict=True))
         for part in a.digests
         if a.digests[part] != b.digests.get(part)
     ]
-    return Report(
+    return DemoReport(
         bit_identical=not differences and [r.steps for r in plain] == [r.steps for r in hurt],
         steps_lost=sum(one.steps_lost for one in incidents),
         steps_recomputed=sum(one.steps_recomputed for one in incidents),
@@ -356,7 +356,7 @@ def compare(
     )
 
 
-def print_report(report: Report) -> None:
+def print_report(report: DemoReport) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else show.PIPE_COLUMNS)
     table = Table(title="incidents of the disturbed run", title_justify="left")
     for name in ("incident", "trigger", "victim", "move", "outcome"):

@@ -14,39 +14,41 @@ from keepstep.model.messages import Examined
 ROOM_MIN = 1 << 28  # bytes: less than an empty process of torch needs
 
 
-class Check(msgspec.Struct, frozen=True, kw_only=True):
+class DoctorLine(msgspec.Struct, frozen=True, kw_only=True):
     what: str
     found: str
     good: bool
 
 
-def examined(one: Examined) -> list[Check]:
+def examined(one: Examined) -> list[DoctorLine]:
     """What it takes to take images of processes there, and to wake them."""
     host = one.host
     return [
-        Check(what="CRIU", found=host.criu or "missing", good=bool(host.criu)),
-        Check(what="kernel", found=host.kernel, good=True),
-        Check(what="processor", found=f"{host.machine}, {len(host.features)} features", good=True),
-        Check(what="free memory", found=f"{one.memory >> 20} MiB", good=one.memory > ROOM_MIN),
-        Check(what="free for images", found=f"{one.room >> 20} MiB", good=one.room > ROOM_MIN),
+        DoctorLine(what="CRIU", found=host.criu or "missing", good=bool(host.criu)),
+        DoctorLine(what="kernel", found=host.kernel, good=True),
+        DoctorLine(
+            what="processor", found=f"{host.machine}, {len(host.features)} features", good=True
+        ),
+        DoctorLine(what="free memory", found=f"{one.memory >> 20} MiB", good=one.memory > ROOM_MIN),
+        DoctorLine(what="free for images", found=f"{one.room >> 20} MiB", good=one.room > ROOM_MIN),
         *(
-            Check(what="GPU", found=f"{gpu.name}, {gpu.memory >> 30} GiB", good=True)
+            DoctorLine(what="GPU", found=f"{gpu.name}, {gpu.memory >> 30} GiB", good=True)
             for gpu in host.gpus
         ),
-        *([Check(what="GPU", found=host.gpu_trouble, good=False)] if host.gpu_trouble else []),
-        *(Check(what="trouble", found=trouble, good=False) for trouble in host.trouble),
+        *([DoctorLine(what="GPU", found=host.gpu_trouble, good=False)] if host.gpu_trouble else []),
+        *(DoctorLine(what="trouble", found=trouble, good=False) for trouble in host.trouble),
     ]
 
 
-def here() -> list[Check]:
+def here() -> list[DoctorLine]:
     memory, room = preflight.free()
     checks = examined(Examined(number=0, host=preflight.host(), memory=memory, room=room))
     trouble = namespaces.trouble()
     found = trouble or "can be made"
-    return [*checks, Check(what="namespaces", found=found, good=not trouble)]
+    return [*checks, DoctorLine(what="namespaces", found=found, good=not trouble)]
 
 
-def there(which: find.Which, node: str) -> list[Check]:
+def there(which: find.Which, node: str) -> list[DoctorLine]:
     """A node of a live job, and whether ranks of the other nodes could come to it."""
     job = find.one_job(home(), which)
     client = job.client()
@@ -63,7 +65,7 @@ def there(which: find.Which, node: str) -> list[Check]:
             alone = msgspec.structs.replace(one.host, gpu_trouble="")
             wrong += preflight.compare_gpus(theirs, alone)
         found = "; ".join(wrong) or "alike"
-        checks.append(Check(what=f"ranks of {other}", found=found, good=not wrong))
+        checks.append(DoctorLine(what=f"ranks of {other}", found=found, good=not wrong))
     return checks
 
 

@@ -16,14 +16,14 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from keepstep.cli.rehearsal import Trace
+from keepstep.cli.rehearsal import RunTrace
 
 FIRST_STEP = 2  # before it buckets and optimizer state are not settled
 STEPS_KILLED = 3
 STEPS_MOVED = 6
 
 
-class Fault(msgspec.Struct, frozen=True, kw_only=True):
+class FaultLine(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     what: str  # for people
     action: Literal["kill", "migrate"]
@@ -52,12 +52,12 @@ class Shape(NamedTuple):
     ends: tuple[int, ...]  # last steps of epochs
 
 
-class Plan(NamedTuple):
-    runs: list[list[Fault]]
+class FaultPlan(NamedTuple):
+    runs: list[list[FaultLine]]
     left_out: list[str]  # with the reason
 
 
-def shape(trace: Trace) -> Shape:
+def shape(trace: RunTrace) -> Shape:
     entries = [line for line in trace.ranks.get(0, []) if line.kind == "entry"]
     steps = [line for line in entries if line.step]
     ends = []
@@ -145,7 +145,7 @@ def quick_wishes(found: Shape, world: int) -> list[Wish]:
     return asked
 
 
-def plan(found: Shape, world: int, *, quick: bool) -> Plan:
+def plan(found: Shape, world: int, *, quick: bool) -> FaultPlan:
     """Each wish in the first run that has room for it; what is bound to few steps, or takes many,
     goes first."""
     left_out = []
@@ -154,17 +154,19 @@ def plan(found: Shape, world: int, *, quick: bool) -> Plan:
     if not _places(found).sections:
         left_out.append("sections: none was called")
     asked = quick_wishes(found, world) if quick else wishes(found, world)
-    runs: list[list[Fault]] = []
+    runs: list[list[FaultLine]] = []
     numbered = list(enumerate(asked, 1))
     numbered.sort(key=lambda one: (len(one[1].steps), one[1].action != "migrate"))
     for number, wish in numbered:
         if not _place(runs, number, wish, found.steps, runs_max=1 if quick else len(asked)):
             why = f"{found.steps} steps are too few" + (" for one run" if quick else "")
             left_out.append(f"{wish.what} of rank {wish.rank}: {why} (--steps)")
-    return Plan([sorted(run, key=lambda one: one.step) for run in runs], left_out)
+    return FaultPlan([sorted(run, key=lambda one: one.step) for run in runs], left_out)
 
 
-def _place(runs: list[list[Fault]], number: int, wish: Wish, steps: int, *, runs_max: int) -> bool:
+def _place(
+    runs: list[list[FaultLine]], number: int, wish: Wish, steps: int, *, runs_max: int
+) -> bool:
     own = STEPS_MOVED if wish.action == "migrate" else STEPS_KILLED
     for run in [*runs, []][:runs_max]:
         for step in wish.steps:
@@ -172,7 +174,7 @@ def _place(runs: list[list[Fault]], number: int, wish: Wish, steps: int, *, runs
             if step + own > steps and wish.point != "in_section":
                 break
             if all(step + own <= one.step or one.step + one.steps <= step for one in run):
-                fault = Fault(
+                fault = FaultLine(
                     id=f"fault-{number}",
                     what=wish.what,
                     action=wish.action,

@@ -43,7 +43,7 @@ class Which(msgspec.Struct, frozen=True, kw_only=True):
     token: str = ""
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class FoundOrchestrator(msgspec.Struct, frozen=True, kw_only=True):
     view: JobView
     entry: registry.Entry | None = None  # of an orchestrator of this machine
     there: Reached | None = None  # one that was named
@@ -64,14 +64,14 @@ def token_in(file: Path | None) -> str:
         raise UsageError(f"cannot read the token in {file}: {error}") from error
 
 
-def all_jobs(home: Path, which: Which) -> list[Found]:
+def all_jobs(home: Path, which: Which) -> list[FoundOrchestrator]:
     """Jobs of every live orchestrator, or of the one that is named; ended ones that it still
     knows included."""
     if which.orchestrator is not None:
         there = external(home, which.orchestrator, which.token)
         views = there.client().get("/v1/jobs", list[JobView])
-        return [Found(view=view, there=there) for view in views]
-    found: dict[str, Found] = {}
+        return [FoundOrchestrator(view=view, there=there) for view in views]
+    found: dict[str, FoundOrchestrator] = {}
     for entry in registry.live(home):
         try:
             views = Client.of(entry).get("/v1/jobs", list[JobView])
@@ -82,15 +82,15 @@ def all_jobs(home: Path, which: Which) -> list[Found]:
             continue  # it ended between the look at its pid and the request
         # Through a standby the active one has answered, which may be asked itself as well.
         for view in views:
-            found.setdefault(view.job, Found(entry=entry, view=view))
+            found.setdefault(view.job, FoundOrchestrator(entry=entry, view=view))
     return list(found.values())
 
 
-def live_jobs(home: Path, which: Which) -> list[Found]:
+def live_jobs(home: Path, which: Which) -> list[FoundOrchestrator]:
     return [one for one in all_jobs(home, which) if one.view.state not in ENDED]
 
 
-def one_job(home: Path, which: Which) -> Found:
+def one_job(home: Path, which: Which) -> FoundOrchestrator:
     """The live job that is meant: the named one, or the only one."""
     found = live_jobs(home, which)
     if which.job is not None:

@@ -35,7 +35,7 @@ LOOKS = 2  # without anything: a request may have been under way
 PATIENCE_S = 3600.0  # with a scheduler that does not answer
 
 
-class Guard(NamedTuple):
+class ReleaseGuard(NamedTuple):
     pid: int
     pipe: int  # closed by nothing but the end of whoever has it
 
@@ -45,7 +45,7 @@ class Guard(NamedTuple):
             os.write(self.pipe, b".")
 
 
-def begin(home: Path, job: str, kubernetes: Settings | None = None) -> Guard:
+def begin(home: Path, job: str, kubernetes: Settings | None = None) -> ReleaseGuard:
     """Whoever calls it is who is watched."""
     hold(home, job)
     more = [msgspec.json.encode(kubernetes).decode()] if kubernetes is not None else []
@@ -58,7 +58,7 @@ def begin(home: Path, job: str, kubernetes: Settings | None = None) -> Guard:
         start_new_session=True,
     )
     os.close(read)
-    return Guard(process.pid, write)
+    return ReleaseGuard(process.pid, write)
 
 
 def hold(home: Path, job: str) -> None:

@@ -50,32 +50,32 @@ def past_jobs(
     return found[:1] if latest else found
 
 
-class Source(msgspec.Struct, frozen=True):
+class HistorySource(msgspec.Struct, frozen=True):
     read: Callable[[Collection[str]], Iterator[Record]]  # records of these kinds; (): of all
     reason: str  # why a job that has not ended is as it is
 
 
-def _file(path: Path) -> Source:
-    return Source(
+def _file(path: Path) -> HistorySource:
+    return HistorySource(
         lambda kinds: read_records(path, kinds),
         f"its orchestrator {path.stem} is not running: this is the last state known",
     )
 
 
-def shared(url: str) -> Source:
+def shared(url: str) -> HistorySource:
     try:
         from keepstep.adapters.store import postgres
     except ImportError as error:
         raise UsageError(
             f"--store needs psycopg: {error}", hint="pip install 'keepstep[postgres]'"
         ) from error
-    return Source(
+    return HistorySource(
         lambda kinds: postgres.read_records(url, kinds),
         "as the store has it: --orchestrator asks the one that is active",
     )
 
 
-def _of_ledger(source: Source, skip: Collection[str]) -> list[Past]:
+def _of_ledger(source: HistorySource, skip: Collection[str]) -> list[Past]:
     submitted: dict[str, int] = {}
     ended: dict[str, JobEnded] = {}
     incidents: dict[str, list[IncidentView]] = {}
@@ -96,7 +96,7 @@ def _of_ledger(source: Source, skip: Collection[str]) -> list[Past]:
     return past + (_interrupted(source, lost, submitted) if lost else [])
 
 
-def _interrupted(source: Source, jobs: list[str], submitted: dict[str, int]) -> list[Past]:
+def _interrupted(source: HistorySource, jobs: list[str], submitted: dict[str, int]) -> list[Past]:
     """Their orchestrator was killed; the last state that it made durable is known."""
     core = Core()
     core.replay(list(source.read(())))

@@ -20,7 +20,7 @@ import msgspec
 
 from keepstep import native
 from keepstep.cli.checkpoints import check_periodic, check_resume
-from keepstep.cli.layout import Layout, check_counts, compose_job_id, lay_out, parse_inject
+from keepstep.cli.layout import JobLayout, check_counts, compose_job_id, lay_out, parse_inject
 from keepstep.cli.options import JobOptions
 from keepstep.core.operator import check_spec
 from keepstep.errors import UsageError
@@ -36,7 +36,7 @@ class Checked:
     """A command line that is right as far as it can be known without a look at the cluster."""
 
     options: JobOptions
-    layout: Layout
+    layout: JobLayout
     inject: list[InjectSpec]
     policy: Policy
 

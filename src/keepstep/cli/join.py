@@ -19,7 +19,7 @@ from keepstep.errors import UsageError
 from keepstep.model.messages import Address
 from keepstep.model.views import JobView
 from keepstep.orchestrator.main import is_unspecified
-from keepstep.orchestrator.requests import Joined, JoinRequest
+from keepstep.orchestrator.requests import JoinedBody, JoinRequest
 
 LOOPBACK = "127.0.0.1"
 
@@ -83,7 +83,7 @@ def by_certificate(
     key, request = new_node_key(node or "node")
     asked = JoinRequest(request=request, token=token, job=job, node=node, place=place)
     client = Client(urls, operator, ca)
-    joined = client.post("/v1/join", asked, Joined)
+    joined = client.post("/v1/join", asked, JoinedBody)
     stream = at_host(joined.stream, client.url)
     # One that listens everywhere cannot be found under that address.
     others = [
@@ -146,7 +146,7 @@ def address_towards(peer: Address) -> str:
         ) from error
 
 
-def _directory(home: Path, joined: Joined) -> Path:
+def _directory(home: Path, joined: JoinedBody) -> Path:
     """The job's own where machines share a file system, else one of this machine's."""
     shared = Path(joined.directory)
     return shared if shared.is_dir() else home / "jobs" / joined.job

@@ -12,21 +12,21 @@ from keepstep.model.job import POINTS, InjectSpec, NodeSpec
 RANKS_MAX = 4096
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
+class JobLayout(msgspec.Struct, frozen=True, kw_only=True):
     world: int
     local_world: int
     spares: int
     nodes: list[NodeSpec]
 
 
-def lay_out(*, local_nodes: int, nproc: int, spares: int, spare_nodes: int) -> Layout:
+def lay_out(*, local_nodes: int, nproc: int, spares: int, spare_nodes: int) -> JobLayout:
     """Ranks fill the first `local_nodes` nodes; spare slots go round-robin from the last of them,
     so that the spare is on another node than most ranks and node 0 gets one last."""
     slots = [nproc] * local_nodes
     for i in range(spares):
         slots[(local_nodes - 1 - i) % local_nodes] += 1
     slots += [nproc] * spare_nodes
-    return Layout(
+    return JobLayout(
         world=local_nodes * nproc,
         local_world=nproc,
         spares=spares + spare_nodes * nproc,

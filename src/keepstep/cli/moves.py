@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from keepstep.cli import history, show
-from keepstep.cli.find import Found
+from keepstep.cli.find import FoundOrchestrator
 from keepstep.cli.output import closed_text
 from keepstep.cli.surroundings import home
 from keepstep.errors import PermanentError, TransientError
@@ -25,7 +25,9 @@ RETRY_S = 0.5
 EXIT_CODES = {"RESOLVED": 0, "ABORTED": 1, "FAILED": 3, "FELL_BACK": 4, "DIVERGED": 5}
 
 
-def ask(found: Found, verb: str, body: Any, said: str, *, wait: bool, as_json: bool) -> None:
+def ask(
+    found: FoundOrchestrator, verb: str, body: Any, said: str, *, wait: bool, as_json: bool
+) -> None:
     """Exits with the code of the outcome, unless that is 0 or nobody waits."""
     job = found.view.job
     asked = found.client().post(f"/v1/jobs/{job}/{verb}", body, Asked)
@@ -45,7 +47,7 @@ def ask(found: Found, verb: str, body: Any, said: str, *, wait: bool, as_json: b
         sys.exit(code)
 
 
-def plan(found: Found, verb: str, body: Any, *, as_json: bool) -> None:
+def plan(found: FoundOrchestrator, verb: str, body: Any, *, as_json: bool) -> None:
     """Nothing is changed."""
     seen = found.client().post(f"/v1/jobs/{found.view.job}/{verb}/plan", body, PlanView)
     if as_json:
@@ -54,7 +56,7 @@ def plan(found: Found, verb: str, body: Any, *, as_json: bool) -> None:
         show.print_plan(seen)
 
 
-def wait_for(found: Found, incident: str) -> IncidentView:
+def wait_for(found: FoundOrchestrator, incident: str) -> IncidentView:
     client, job, entry = found.client(), found.view.job, found.entry
     change, silent, reason = 0, False, ""
     while True:

@@ -19,7 +19,7 @@ from keepstep.adapters.identity.tokens import parse
 from keepstep.agent import identity, keeper, leftovers
 from keepstep.agent.agent import EXIT_REFUSED
 from keepstep.cli import find, join, show
-from keepstep.cli.client import AsyncClient, JobEnded, NoJob, checked
+from keepstep.cli.client import AsyncClient, JobHasEnded, NoJob, checked
 from keepstep.cli.join import Membership
 from keepstep.cli.launcher import LaunchNote
 from keepstep.cli.processes import (
@@ -108,13 +108,13 @@ def agent(
     if member is None:
         try:
             member = _patiently(wanted) if wait else _member(wanted)
-        except JobEnded as ended:
+        except JobHasEnded as ended:
             if not wait:
                 raise
             show.words(ended.message)  # it was a spare that nobody needed
             sys.exit(0)
     folder = identity.folder(home(), member.job, member.node) if adopt else None
-    sys.exit(asyncio.run(Node(member, slots or member.slots or 1, folder, environ).run()))
+    sys.exit(asyncio.run(AgentParent(member, slots or member.slots or 1, folder, environ).run()))
 
 
 def _returning(wanted: Wanted) -> Membership | None:
@@ -182,7 +182,7 @@ def _joined(
     )
 
 
-class Node:
+class AgentParent:
     """The agent's parent. Not an exec: an agent ends its whole session, which must not be the
     user's shell's. With `adopt` the workers are a keeper's, and an agent that ends before they
     do is started again."""

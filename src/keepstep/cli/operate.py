@@ -182,7 +182,7 @@ def _among(known: list[history.Past], job: str | None) -> list[history.Past]:
     return found
 
 
-def _incidents(one: find.Found) -> list[IncidentView]:
+def _incidents(one: find.FoundOrchestrator) -> list[IncidentView]:
     return one.client().get(f"/v1/jobs/{one.view.job}/incidents", list[IncidentView])
 
 

@@ -22,15 +22,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from keepstep.model.trace import GROUPS, Line
+from keepstep.model.trace import GROUPS, TraceLine
 
 # Differences here between undisturbed runs mean that nothing could be told from a comparison.
 TRAINING = ("batch", "learning rate", "hyperparameter", "tensor", "mode", "order", "steps")
 _ORDER = {name: at for at, name in enumerate(("order", *GROUPS, "steps"))}
 
 
-class Trace(NamedTuple):
-    ranks: dict[int, list[Line]]
+class RunTrace(NamedTuple):
+    ranks: dict[int, list[TraceLine]]
 
     def steps(self) -> int:
         """Steps that were committed, by the first rank."""
@@ -38,7 +38,7 @@ class Trace(NamedTuple):
         return max((line.version + line.step for line in lines if line.kind == "commit"), default=0)
 
 
-class Difference(msgspec.Struct, frozen=True, kw_only=True):
+class TraceDifference(msgspec.Struct, frozen=True, kw_only=True):
     step: int  # at whose entry (or in whose result) it was seen
     tick: int
     rank: int
@@ -57,25 +57,27 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 Ignored = frozenset[tuple[str, str]]  # group and name
 
 
-def parse(texts: Mapping[int, bytes]) -> Trace:
+def parse(texts: Mapping[int, bytes]) -> RunTrace:
     """Of each rank's file. A line that cannot be read was being written by a process that was
     killed; if anything else is wrong with a file, steps are missing, and that is a difference."""
-    decoder = msgspec.json.Decoder(Line)
-    ranks: dict[int, list[Line]] = {}
+    decoder = msgspec.json.Decoder(TraceLine)
+    ranks: dict[int, list[TraceLine]] = {}
     for rank, text in texts.items():
         found = ranks.setdefault(rank, [])
         for one in text.split(b"\n"):
             with contextlib.suppress(msgspec.DecodeError):
                 found.append(decoder.decode(one))
-    return Trace(ranks)
+    return RunTrace(ranks)
 
 
 # --------------------------------------------------------------------------- comparing
 
 
-def compare(reference: Trace, other: Trace, ignored: Ignored = frozenset()) -> list[Difference]:
+def compare(
+    reference: RunTrace, other: RunTrace, ignored: Ignored = frozenset()
+) -> list[TraceDifference]:
     """Each thing that differs once, where it first does; in step order."""
-    found: dict[tuple[int, str, str], Difference] = {}
+    found: dict[tuple[int, str, str], TraceDifference] = {}
     for rank, lines in reference.ranks.items():
         for one in _differences(rank, lines, other.ranks.get(rank, [])):
             if (one.group, one.name) not in ignored:
@@ -83,11 +85,13 @@ def compare(reference: Trace, other: Trace, ignored: Ignored = frozenset()) -> l
     return sorted(found.values(), key=lambda d: (d.tick, _ORDER[d.group], d.rank, d.name))
 
 
-def _differences(rank: int, reference: list[Line], other: list[Line]) -> Iterable[Difference]:
+def _differences(
+    rank: int, reference: list[TraceLine], other: list[TraceLine]
+) -> Iterable[TraceDifference]:
     known = {_key(line): line for line in reference}
     changing = _changing(reference)
-    begun: dict[int, Line] = {}  # the first line of each process
-    old: dict[str, Difference] = {}  # variables that a newcomer's script has not assigned yet
+    begun: dict[int, TraceLine] = {}  # the first line of each process
+    old: dict[str, TraceDifference] = {}  # variables that a newcomer's script has not assigned yet
     for line in other:
         first = begun.setdefault(line.pid, line)
         expected = known.get(_key(line))
@@ -119,14 +123,14 @@ def _differences(rank: int, reference: list[Line], other: list[Line]) -> Iterabl
                 yield _difference(rank, line, "order", "", line.site, "nothing")
 
 
-def _key(line: Line) -> tuple[str, int]:
+def _key(line: TraceLine) -> tuple[str, int]:
     return line.kind, 0 if line.kind == "end" else line.tick
 
 
 def _difference(
-    rank: int, line: Line, group: str, name: str, expected: str, found: str
-) -> Difference:
-    return Difference(
+    rank: int, line: TraceLine, group: str, name: str, expected: str, found: str
+) -> TraceDifference:
+    return TraceDifference(
         step=line.version,
         tick=line.tick,
         rank=rank,
@@ -137,7 +141,7 @@ def _difference(
     )
 
 
-def _lines_differ(expected: Line, line: Line) -> Iterable[tuple[str, str, str, str]]:
+def _lines_differ(expected: TraceLine, line: TraceLine) -> Iterable[tuple[str, str, str, str]]:
     for group in GROUPS:
         ours, theirs = expected.groups.get(group, {}), line.groups.get(group, {})
         lenient = group in ("variable", "generator")  # a stream may be imported later or earlier
@@ -148,11 +152,11 @@ def _lines_differ(expected: Line, line: Line) -> Iterable[tuple[str, str, str, s
             yield group, name, want or "nothing", got or "nothing"
 
 
-def _value(line: Line, group: str, name: str) -> str | None:
+def _value(line: TraceLine, group: str, name: str) -> str | None:
     return line.groups.get(group, {}).get(name)
 
 
-def _changing(lines: list[Line]) -> set[str]:
+def _changing(lines: list[TraceLine]) -> set[str]:
     """Variables that have more than one value in a run."""
     first: dict[str, str] = {}
     found: set[str] = set()
@@ -164,12 +168,12 @@ def _changing(lines: list[Line]) -> set[str]:
 
 
 class Reproducible(NamedTuple):
-    trouble: Difference | None  # the first thing that training is made of and that differs
+    trouble: TraceDifference | None  # the first thing that training is made of and that differs
     unseeded: list[str]  # generators that differ before the first step
     ignored: Ignored  # what else differs between undisturbed runs
 
 
-def reproducible(first: Trace, second: Trace) -> Reproducible:
+def reproducible(first: RunTrace, second: RunTrace) -> Reproducible:
     found = compare(first, second)
     trouble = next((one for one in found if one.group in TRAINING), None)
     unseeded = [one.name for one in found if one.group == "generator" and one.tick == 0]
@@ -177,12 +181,12 @@ def reproducible(first: Trace, second: Trace) -> Reproducible:
     return Reproducible(trouble, sorted(set(unseeded)), ignored)
 
 
-def headline(found: list[Difference]) -> Difference:
+def headline(found: list[TraceDifference]) -> TraceDifference:
     """What to tell first: a difference in training, if there is one, before a mere variable."""
     return next((one for one in found if one.group != "variable"), found[0])
 
 
-def suspect(found: list[Difference]) -> Difference | None:
+def suspect(found: list[TraceDifference]) -> TraceDifference | None:
     """A variable that differed no later than training did: the likely cause."""
     first = headline(found)
     if first.group == "variable":
@@ -216,7 +220,7 @@ CURES = {
 }
 
 
-def cure(found: list[Difference]) -> str:
+def cure(found: list[TraceDifference]) -> str:
     cause = suspect(found)
     if cause is not None:
         return f"variable {cause.name} differed before that ({cause.text()}): {CURES['variable']}"

@@ -26,11 +26,11 @@ from rich.text import Text
 from keepstep import native
 from keepstep.cli import faultplan, rehearsal, rehearse_run, scratch, show
 from keepstep.cli.demo import terminated_as_interrupt
-from keepstep.cli.faultplan import Fault
+from keepstep.cli.faultplan import FaultLine
 from keepstep.cli.jobspec import check_script
-from keepstep.cli.rehearse_run import Outcome, Setup
+from keepstep.cli.rehearse_run import RunOutcome, Setup
 from keepstep.cli.surroundings import surroundings
-from keepstep.cli.verdicts import Played, Verdict, judge
+from keepstep.cli.verdicts import Played, RehearsalVerdict, judge
 from keepstep.errors import UsageError
 
 RANKS_MAX = 64
@@ -41,12 +41,12 @@ NOT_IDENTICAL = 1
 WORDS_LINES = 12
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    fault: Fault
-    verdict: Verdict
+class VerdictRow(msgspec.Struct, frozen=True, kw_only=True):
+    fault: FaultLine
+    verdict: RehearsalVerdict
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class RehearsalReport(msgspec.Struct, frozen=True, kw_only=True):
     script: list[str]
     ranks: int
     steps: int
@@ -54,8 +54,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     epoch_ends: list[int]
     reproducible: bool
     identical: bool  # every fault was made, and none changed anything
-    trouble: Verdict | None  # why the script is not reproducible
-    faults: list[Row]
+    trouble: RehearsalVerdict | None  # why the script is not reproducible
+    faults: list[VerdictRow]
     left_out: list[str]
     not_compared: list[str]  # what two undisturbed runs disagree about already
     runs: int
@@ -151,7 +151,7 @@ def _scratch(
 # --------------------------------------------------------------------------- the runs
 
 
-def _rehearse(setup: Setup, *, quick: bool) -> Report:
+def _rehearse(setup: Setup, *, quick: bool) -> RehearsalReport:
     began_s = time.monotonic()
     say(f"undisturbed, 1 of 2: {setup.world} ranks, at most {setup.steps_max} steps")
     reference = _undisturbed(setup)
@@ -159,11 +159,11 @@ def _rehearse(setup: Setup, *, quick: bool) -> Report:
     say(f"undisturbed, 2 of 2: {found.steps} steps")
     why = rehearsal.reproducible(reference, _undisturbed(setup))
     trouble = None
-    rows: list[Row] = []
+    rows: list[VerdictRow] = []
     left_out: list[str] = []
     if why.trouble is not None:
         detail = why.trouble.text()
-        trouble = Verdict(
+        trouble = RehearsalVerdict(
             word="DIFFERS",
             detail=detail,
             cure=rehearsal.cure_unseeded(why),
@@ -180,7 +180,7 @@ def _rehearse(setup: Setup, *, quick: bool) -> Report:
             )
         rows = _disturbed(setup, plan.runs, reference, why.ignored, quick=quick)
     ignored = sorted(f"{g} {n}" for g, n in why.ignored) if trouble is None else []
-    return Report(
+    return RehearsalReport(
         script=setup.words,
         ranks=setup.world,
         steps=found.steps,
@@ -197,7 +197,7 @@ def _rehearse(setup: Setup, *, quick: bool) -> Report:
     )
 
 
-def _undisturbed(setup: Setup) -> rehearsal.Trace:
+def _undisturbed(setup: Setup) -> rehearsal.RunTrace:
     played = rehearse_run.play(setup, [])
     if played.code != 0:
         raise UsageError(
@@ -214,13 +214,13 @@ def _undisturbed(setup: Setup) -> rehearsal.Trace:
 
 def _disturbed(
     setup: Setup,
-    runs: list[list[Fault]],
-    reference: rehearsal.Trace,
+    runs: list[list[FaultLine]],
+    reference: rehearsal.RunTrace,
     ignored: rehearsal.Ignored,
     *,
     quick: bool,
-) -> list[Row]:
-    verdicts: dict[str, Verdict] = {}
+) -> list[VerdictRow]:
+    verdicts: dict[str, RehearsalVerdict] = {}
     faults = [fault for run in runs for fault in run]
     left = list(runs)
     while left:
@@ -247,10 +247,10 @@ def _disturbed(
             if fault.id in judged.verdicts:
                 one = judged.verdicts[fault.id]
                 say(f"  {fault.what}, rank {fault.rank}: {one.word}")
-    return [Row(fault=fault, verdict=verdicts[fault.id]) for fault in faults]
+    return [VerdictRow(fault=fault, verdict=verdicts[fault.id]) for fault in faults]
 
 
-def _why(played: Outcome) -> str:
+def _why(played: RunOutcome) -> str:
     if played.code is None:
         return "it did not end in time (--run-limit)"
     reason = played.view.reason if played.view is not None else ""
@@ -260,7 +260,7 @@ def _why(played: Outcome) -> str:
 _REFUSAL = re.compile(r"UsageError: (.*?)(?:\n(?!hint)|\Z)", re.DOTALL)
 
 
-def _refusal(played: Outcome) -> str:
+def _refusal(played: RunOutcome) -> str:
     """What Keepstep refused, if that ended the run."""
     if played.code == 0 or played.view is None:
         return ""
@@ -268,7 +268,7 @@ def _refusal(played: Outcome) -> str:
     return " ".join(said.group(1).split()) if said else ""
 
 
-def _last_words(played: Outcome) -> str:
+def _last_words(played: RunOutcome) -> str:
     lines = [line for line in played.words.splitlines() if line.strip()]
     return "its last words:\n" + "\n".join(lines[-WORDS_LINES:]) if lines else ""
 
@@ -276,7 +276,7 @@ def _last_words(played: Outcome) -> str:
 # --------------------------------------------------------------------------- the report
 
 
-def print_report(report: Report) -> None:
+def print_report(report: RehearsalReport) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else show.PIPE_COLUMNS)
     if report.trouble is not None:
         console.print(Text(f"not reproducible by itself: {report.trouble.detail}"))
@@ -300,7 +300,7 @@ def print_report(report: Report) -> None:
     console.print(Text(f"identical: {good} of {len(report.faults)} ({report.seconds:.0f} s)"))
 
 
-def _some(report: Report) -> str:
+def _some(report: RehearsalReport) -> str:
     names = report.not_compared
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(names[:8]) + more

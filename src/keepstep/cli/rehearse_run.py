@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 from keepstep.cli import history, rehearsal
 from keepstep.cli.client import Client
-from keepstep.cli.faultplan import Fault
-from keepstep.cli.rehearsal import Trace
+from keepstep.cli.faultplan import FaultLine
+from keepstep.cli.rehearsal import RunTrace
 from keepstep.cli.scratch import Scratch
 from keepstep.errors import KeepstepError
 from keepstep.model import trace
@@ -65,19 +65,19 @@ class Setup:
         self.count = 0
 
 
-class Outcome(NamedTuple):
+class RunOutcome(NamedTuple):
     """What is left of a run."""
 
     code: int | None  # None: it did not end in time
     view: JobView | None
-    trace: Trace
+    trace: RunTrace
     words: str  # the end of what the script and Keepstep said
     fired: frozenset[str]  # ids of faults
     incidents: dict[str, IncidentView]  # of faults
 
 
-class Run:
-    def __init__(self, setup: Setup, faults: list[Fault]) -> None:
+class RehearsalRun:
+    def __init__(self, setup: Setup, faults: list[FaultLine]) -> None:
         setup.count += 1
         self._setup = setup
         self._faults = faults
@@ -119,7 +119,7 @@ class Run:
                 preexec_fn=_end_with_parent,
             )
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> RehearsalRun:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -136,7 +136,7 @@ class Run:
 
     # ------------------------------------------------------------------ the course of a run
 
-    def play(self) -> Outcome:
+    def play(self) -> RunOutcome:
         """From the first fault to the end."""
         following = [*(fault.step for fault in self._faults[1:]), None]
         for fault, next_step in zip(self._faults, following, strict=False):
@@ -163,7 +163,7 @@ class Run:
         self._wait(lambda: False)
         return self._outcome()
 
-    def _migrate(self, fault: Fault, before: int, next_step: int | None) -> bool:
+    def _migrate(self, fault: FaultLine, before: int, next_step: int | None) -> bool:
         """Whether it has come to its end."""
         assert self._client is not None
         with contextlib.suppress(KeepstepError):  # its incident, or its absence, tells
@@ -267,7 +267,7 @@ class Run:
         except (KeepstepError, OSError):
             return []
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> RunOutcome:
         late = self._process.poll() is None
         view, incidents = (self._view(), self._incidents()) if late else (None, [])
         self.__exit__()
@@ -280,7 +280,7 @@ class Run:
         injected = {f"inject-{number}": fault for number, fault in enumerate(kills, 1)}
         fired = {injected[one] for one in (view.injects_fired if view else ()) if one in injected}
         fired |= {f.id for f in self._faults if f.action == "migrate" and f.id in of_fault}
-        return Outcome(
+        return RunOutcome(
             code=None if late else self._process.returncode,
             view=view,
             trace=read(self._trace, self._setup.world),
@@ -290,7 +290,7 @@ class Run:
         )
 
 
-def read(folder: Path, world: int) -> Trace:
+def read(folder: Path, world: int) -> RunTrace:
     texts = {}
     for rank in range(world):
         path = folder / trace.file_name(rank)
@@ -298,8 +298,8 @@ def read(folder: Path, world: int) -> Trace:
     return rehearsal.parse(texts)
 
 
-def play(setup: Setup, faults: list[Fault]) -> Outcome:
-    with Run(setup, faults) as run:
+def play(setup: Setup, faults: list[FaultLine]) -> RunOutcome:
+    with RehearsalRun(setup, faults) as run:
         return run.play()
 
 

@@ -20,7 +20,7 @@ from keepstep.cli.surroundings import home
 from keepstep.errors import UsageError
 from keepstep.orchestrator.main import LEASE_S, Orchestrator
 from keepstep.ports.election import Election
-from keepstep.ports.ledger import Member
+from keepstep.ports.ledger import LedgerMember
 from keepstep.ports.schedule import Scheduler
 
 LEASE_S_MIN, LEASE_S_MAX = 1.0, 300.0
@@ -79,7 +79,7 @@ def orchestrator(
             "--namespace and --pod-template belong to --scheduler kubernetes", hint="see --help"
         )
     by: Scheduler | None = SlurmScheduler() if scheduler == "slurm" else None
-    election: Callable[[Member, str], Election] | None = None
+    election: Callable[[LedgerMember, str], Election] | None = None
     if scheduler == "kubernetes":
         by = there = connect(**cluster)
         if store:  # without one nobody else could lead

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import click
 
 from keepstep.adapters.identity.authority import CA_CERTIFICATE, Authority, fingerprint
-from keepstep.adapters.identity.tokens import Folder, Kept, Role, Tokens
+from keepstep.adapters.identity.tokens import Folder, KeptToken, Role, Tokens
 from keepstep.cli import show
 from keepstep.cli.operate import json_option
 from keepstep.cli.surroundings import home
@@ -122,7 +122,7 @@ def seconds(ttl: str) -> int:
     return value
 
 
-def _shown(kept: Kept) -> dict[str, object]:
+def _shown(kept: KeptToken) -> dict[str, object]:
     return {
         "id": kept.id,
         "role": kept.role,

@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from keepstep.cli import rehearsal
-from keepstep.cli.faultplan import Fault
-from keepstep.cli.rehearsal import Difference
+from keepstep.cli.faultplan import FaultLine
+from keepstep.cli.rehearsal import TraceDifference
 from keepstep.model.views import IncidentView
 
 DIFFERENCES_MAX = 8
@@ -31,11 +31,11 @@ Word = Literal[
 ]
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class RehearsalVerdict(msgspec.Struct, frozen=True, kw_only=True):
     word: Word
     detail: str = ""
     cure: str = ""
-    differences: list[Difference] = []  # the first few, in step order
+    differences: list[TraceDifference] = []  # the first few, in step order
     outcome: str = ""  # of the incident
     pause_ms: float = 0.0
 
@@ -45,25 +45,25 @@ class Played(NamedTuple):
 
     fired: frozenset[str]
     incidents: dict[str, IncidentView]
-    differences: list[Difference]
+    differences: list[TraceDifference]
     good: bool  # the job ended well
     why: str  # ... if not
     refusal: str = ""  # a refusal of Keepstep's that ended it, with its hint
 
 
 class Judgement(NamedTuple):
-    verdicts: dict[str, Verdict]
-    again: list[list[Fault]]  # runs to be made
+    verdicts: dict[str, RehearsalVerdict]
+    again: list[list[FaultLine]]  # runs to be made
 
 
-def judge(faults: Sequence[Fault], played: Played, *, quick: bool) -> Judgement:
-    verdicts: dict[str, Verdict] = {}
-    again: list[list[Fault]] = []
+def judge(faults: Sequence[FaultLine], played: Played, *, quick: bool) -> Judgement:
+    verdicts: dict[str, RehearsalVerdict] = {}
+    again: list[list[FaultLine]] = []
     first = rehearsal.headline(played.differences) if played.differences else None
     reached = [f for f in faults if f.id in played.fired]
     suspects = [f for f in reached if first is not None and f.step <= first.step]
     broken = _broken(reached, played)
-    later: list[Fault] = []  # behind something that went wrong: nothing is known of them
+    later: list[FaultLine] = []  # behind something that went wrong: nothing is known of them
     wrong_from = min(
         [f.step for f in (broken, suspects[-1] if suspects else None) if f is not None],
         default=None,
@@ -78,21 +78,22 @@ def judge(faults: Sequence[Fault], played: Played, *, quick: bool) -> Judgement:
         elif wrong_from is not None and fault.step > wrong_from:
             later.append(fault)
         elif fault not in reached:
-            verdicts[fault.id] = Verdict(word="not reached", detail=_not_reached(played))
+            verdicts[fault.id] = RehearsalVerdict(word="not reached", detail=_not_reached(played))
         elif played.differences and not suspects:
             verdicts[fault.id] = _differs(fault, played)
         else:
             verdicts[fault.id] = _identical(fault, played)
     if later and quick:
         verdicts |= {
-            f.id: Verdict(word="not run", detail="after what went wrong before it") for f in later
+            f.id: RehearsalVerdict(word="not run", detail="after what went wrong before it")
+            for f in later
         }
     elif later:
         again.append(later)
     return Judgement(verdicts, again)
 
 
-def _broken(reached: list[Fault], played: Played) -> Fault | None:
+def _broken(reached: list[FaultLine], played: Played) -> FaultLine | None:
     """The first whose incident did not end well; if the job did not and all of them did, the
     last."""
     for fault in reached:
@@ -102,20 +103,20 @@ def _broken(reached: list[Fault], played: Played) -> Fault | None:
     return reached[-1] if reached and not played.good else None
 
 
-def _incident(fault: Fault, played: Played) -> tuple[str, float]:
+def _incident(fault: FaultLine, played: Played) -> tuple[str, float]:
     incident = played.incidents.get(fault.id)
     return (incident.outcome, incident.pause_ms) if incident is not None else ("", 0.0)
 
 
-def _identical(fault: Fault, played: Played) -> Verdict:
+def _identical(fault: FaultLine, played: Played) -> RehearsalVerdict:
     outcome, pause_ms = _incident(fault, played)
-    return Verdict(word="identical", outcome=outcome, pause_ms=round(pause_ms, 1))
+    return RehearsalVerdict(word="identical", outcome=outcome, pause_ms=round(pause_ms, 1))
 
 
-def _differs(fault: Fault, played: Played) -> Verdict:
+def _differs(fault: FaultLine, played: Played) -> RehearsalVerdict:
     outcome, pause_ms = _incident(fault, played)
     found = played.differences
-    return Verdict(
+    return RehearsalVerdict(
         word="DIFFERS",
         detail=rehearsal.headline(found).text(),
         cure=rehearsal.cure(found),
@@ -125,7 +126,7 @@ def _differs(fault: Fault, played: Played) -> Verdict:
     )
 
 
-def _unresolved(fault: Fault, played: Played) -> Verdict:
+def _unresolved(fault: FaultLine, played: Played) -> RehearsalVerdict:
     outcome, pause_ms = _incident(fault, played)
     reason = played.incidents[fault.id].reason if fault.id in played.incidents else ""
     word: Word = "not resolved"
@@ -134,7 +135,7 @@ def _unresolved(fault: Fault, played: Played) -> Verdict:
         word, detail = "stopped by a witness", reason
     elif played.refusal:
         word, detail = "refused", played.refusal
-    return Verdict(word=word, detail=detail, outcome=outcome, pause_ms=round(pause_ms, 1))
+    return RehearsalVerdict(word=word, detail=detail, outcome=outcome, pause_ms=round(pause_ms, 1))
 
 
 def _not_reached(played: Played) -> str:

@@ -19,7 +19,7 @@ from keepstep.model.messages import (
     Arm,
     Buddy,
     CloseStore,
-    Signal,
+    SendSignal,
     StartWorker,
     Swap,
 )
@@ -348,7 +348,7 @@ def signal_now(out: Out, worker: Worker, action: str, seconds: float) -> None:
     worker.injected = action == "kill"
     out.send(
         worker.node,
-        Signal(worker=worker.id, signal=number, resume_after_ns=resume_after_ns),
+        SendSignal(worker=worker.id, signal=number, resume_after_ns=resume_after_ns),
     )
 
 

@@ -805,7 +805,7 @@ class KillWorker(Message, frozen=True):
     worker: str
 
 
-class Signal(Message, frozen=True):
+class SendSignal(Message, frozen=True, tag="Signal"):
     """Send SIGSTOP (and SIGCONT after `resume_after_ns`, 0: never) or SIGKILL: injection."""
 
     worker: str
@@ -873,7 +873,7 @@ AgentCommand = (
     | Refused
     | StartWorker
     | KillWorker
-    | Signal
+    | SendSignal
     | KillNode
     | Tell
     | TellRanks

@@ -29,7 +29,7 @@ GROUPS = (
 )
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TraceLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`entry`: a step or section is about to begin (again after each fault); `commit`: it is done,
     with its result; `end`: the script is over."""
 

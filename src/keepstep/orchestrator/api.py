@@ -54,7 +54,7 @@ STRUCTS = (
     bodies.ProceedRequest,
     bodies.SignalRequest,
     bodies.JoinRequest,
-    bodies.Joined,
+    bodies.JoinedBody,
     bodies.Ok,
     bodies.Asked,
     bodies.SignalTaken,
@@ -261,7 +261,7 @@ def _add_joining(
     async def ca() -> Response:
         return encoded(desk.authority.certificate)
 
-    @add("POST", "/v1/join", body=bodies.JoinRequest, answer=bodies.Joined)
+    @add("POST", "/v1/join", body=bodies.JoinRequest, answer=bodies.JoinedBody)
     async def join(request: Request) -> Response:
         asked = await read(request, bodies.JoinRequest)
         kept = await asyncio.to_thread(desk.may_join, asked.token)

@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable
 
 from keepstep.adapters.identity.authority import Authority
-from keepstep.adapters.identity.tokens import Kept, Tokens, job_secret, node_secret
+from keepstep.adapters.identity.tokens import KeptToken, Tokens, job_secret, node_secret
 from keepstep.core.operator import check_node
 from keepstep.errors import UsageError
 from keepstep.model.messages import Address
 from keepstep.model.views import JobView
 from keepstep.orchestrator.absent import Gone, NotFound
-from keepstep.orchestrator.requests import Joined, JoinRequest, Peer
+from keepstep.orchestrator.requests import JoinedBody, JoinRequest, Peer
 
 PROMISE_NS = 60_000_000_000  # how long a name is kept for an agent that has not connected yet
 
@@ -50,10 +50,10 @@ class Desk:
     def is_operator(self, bearer: str) -> bool:
         return self.tokens.check(bearer, "operator", self._wall_ns()) is not None
 
-    def may_join(self, token: str) -> Kept | None:
+    def may_join(self, token: str) -> KeptToken | None:
         return self.tokens.check(token, "join", self._wall_ns())
 
-    def join(self, asked: JoinRequest, kept: Kept | None) -> Joined:
+    def join(self, asked: JoinRequest, kept: KeptToken | None) -> JoinedBody:
         """`kept` is the join token that was shown; None: an operator asks."""
         if kept is not None and kept.node and asked.node not in ("", kept.node):
             raise UsageError(
@@ -79,7 +79,7 @@ class Desk:
             )
         certificate = self.authority.sign_node(asked.request, job.job, node)
         self._promised[job.job, node] = self._wall_ns()
-        return Joined(
+        return JoinedBody(
             job=job.job,
             node=node,
             certificate=certificate,

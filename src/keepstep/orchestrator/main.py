@@ -46,7 +46,7 @@ from keepstep.orchestrator.server import AgentServer
 from keepstep.orchestrator.terms import Terms, enroll
 from keepstep.orchestrator.web import Web
 from keepstep.ports.election import Election
-from keepstep.ports.ledger import LedgerStore, Member
+from keepstep.ports.ledger import LedgerMember, LedgerStore
 from keepstep.ports.schedule import Scheduler
 from keepstep.runtime.driver import Driver
 
@@ -100,9 +100,9 @@ class Orchestrator:
         home: Path,
         store: LedgerStore,
         token: str,
-        me: Member,
+        me: LedgerMember,
         embedded: bool,
-        identity: Identity | None = None,
+        identity: OrchestratorIdentity | None = None,
         tls: TlsFiles | None = None,
         scheduler: Scheduler | None = None,
         election: Election | None = None,
@@ -142,7 +142,7 @@ class Orchestrator:
         store: str = "",
         lease_s: float = LEASE_S,
         scheduler: Scheduler | None = None,
-        election: Callable[[Member, str], Election] | None = None,
+        election: Callable[[LedgerMember, str], Election] | None = None,
     ) -> Orchestrator:
         """Listen, replay the ledger (or stand by), and write HOME/orchestrators/<id>.json."""
         registry.check_id(id)
@@ -168,7 +168,7 @@ class Orchestrator:
             if identity is not None:
                 undo.callback(identity.close)
             scheme = "http" if identity is None else "https"
-            me = Member(
+            me = LedgerMember(
                 id=id,
                 instance=secrets.token_hex(8),
                 url=f"{scheme}://{bracketed(host)}:{rest.getsockname()[1]}",
@@ -372,24 +372,26 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-class Identity(NamedTuple):
+class OrchestratorIdentity(NamedTuple):
     authority: Authority
     tokens: Tokens
     close: Callable[[], None]
 
 
-def open_identity(home: Path, id: str, store: str) -> Identity:
+def open_identity(home: Path, id: str, store: str) -> OrchestratorIdentity:
     """An authority of its own and files with its tokens, or those of all who share `store`."""
     from keepstep.adapters.identity.authority import Authority, folder
 
     path = folder(home, id)
     if not store:
-        return Identity(Authority.open(path), Tokens(Folder(path)), lambda: None)
+        return OrchestratorIdentity(Authority.open(path), Tokens(Folder(path)), lambda: None)
     from keepstep.adapters.store.identity import SharedIdentity
 
     shared = SharedIdentity(store)
     try:
-        return Identity(Authority.shared(path, shared.keep), Tokens(shared), shared.close)
+        return OrchestratorIdentity(
+            Authority.shared(path, shared.keep), Tokens(shared), shared.close
+        )
     except BaseException:
         shared.close()
         raise

@@ -81,7 +81,7 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     stream: Address
 
 
-class Joined(msgspec.Struct, frozen=True, kw_only=True):
+class JoinedBody(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     node: str
     certificate: str  # PEM, for that node of that job

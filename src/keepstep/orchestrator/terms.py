@@ -42,7 +42,7 @@ from keepstep.errors import (
 )
 from keepstep.orchestrator.server import AgentServer
 from keepstep.ports.election import Election
-from keepstep.ports.ledger import LedgerStore, Member
+from keepstep.ports.ledger import LedgerMember, LedgerStore
 from keepstep.runtime.driver import Driver
 
 log = logging.getLogger("keepstep.terms")
@@ -56,7 +56,7 @@ TWIN_LEASES = 1.5  # a killed predecessor of our id is forgotten by then, a livi
 Role = Literal["active", "standby", "suspended"]
 
 
-async def enroll(store: LedgerStore, me: Member) -> str:
+async def enroll(store: LedgerStore, me: LedgerMember) -> str:
     """Join those who share the store; see Lease.enroll.
 
     A predecessor under the same id that was killed looks alive for a while: it is waited for."""
@@ -78,7 +78,7 @@ class Terms:
         store: LedgerStore,
         driver: Driver,
         agents: AgentServer,
-        me: Member,
+        me: LedgerMember,
         *,
         election: Election | None = None,
         monotonic: Callable[[], float] = time.monotonic,

@@ -30,7 +30,7 @@ class Ledger(Protocol):
     def close(self) -> None: ...
 
 
-class Member(msgspec.Struct, frozen=True, kw_only=True):
+class LedgerMember(msgspec.Struct, frozen=True, kw_only=True):
     """One orchestrator process of those that share a ledger."""
 
     id: str  # chosen by the operator, unique at any time
@@ -39,27 +39,27 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     stream: Address
 
 
-class Lease(Protocol):
+class OfficeLease(Protocol):
     @property
     def lease_s(self) -> float | None:
         """How long a lease lives without `renew`; None: as long as its process."""
 
-    def enroll(self, me: Member) -> str:
+    def enroll(self, me: LedgerMember) -> str:
         """Become known. Returns the secret that all who share the ledger use as token ("": none
         is kept here). Raises UsageError if the id belongs to another process that is alive."""
 
-    def acquire(self, *, take: bool = True) -> Member:
+    def acquire(self, *, take: bool = True) -> LedgerMember:
         """Take the lease if it is free, or only be seen. Returns whoever has it now, which may be
         somebody else."""
 
-    def renew(self) -> list[Member]:
+    def renew(self) -> list[LedgerMember]:
         """Go on holding it. Returns all who are enrolled. Raises NotActive if it was taken."""
 
     def release(self) -> None:
         """Give it back, if it is held, so that nobody has to wait; a courtesy, never raises."""
 
 
-class LedgerStore(Ledger, Lease, Protocol):
+class LedgerStore(Ledger, OfficeLease, Protocol):
     @property
     def name(self) -> str:
         """For people; no secret is part of it."""

@@ -57,7 +57,7 @@ def main() -> None:
     os.environ.update(QUIET_NCCL)
 
     from keepstep.worker.groups import groups
-    from keepstep.worker.line.process import Process
+    from keepstep.worker.line.process import OwnProcess
     from keepstep.worker.script import collectives
 
     if not transparent:
@@ -67,7 +67,7 @@ def main() -> None:
     if transparent:
         _run_transparent(channel, page)
     collectives.front_door.install()
-    process = Process(channel, page, _read_environment())
+    process = OwnProcess(channel, page, _read_environment())
     _publish(process)
     if standby:
         _become_standby(process)

@@ -40,7 +40,7 @@ class Token(msgspec.Struct, frozen=True, kw_only=True):
     secret: str
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
+class KeptToken(msgspec.Struct, frozen=True, kw_only=True):
     """What the orchestrator keeps of it."""
 
     id: str
@@ -60,7 +60,7 @@ def parse(text: str) -> Token | None:
     return Token(fingerprint=parts[1], id=parts[2], secret=parts[3])
 
 
-class Shelf(Protocol):
+class TokenShelf(Protocol):
     """Where tokens are kept: a folder, or a store that several orchestrators share."""
 
     def write(self, id: str, kept: bytes) -> None: ...
@@ -98,14 +98,14 @@ class Folder:
 
 
 class Tokens:
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: TokenShelf) -> None:
         self._shelf = shelf
 
     def create(
         self, fingerprint: str, *, role: Role, now_ns: int, ttl_ns: int, node: str = ""
-    ) -> tuple[str, Kept]:
+    ) -> tuple[str, KeptToken]:
         secret = secrets.token_urlsafe(32)
-        kept = Kept(
+        kept = KeptToken(
             id=secrets.token_hex(6),
             role=role,
             digest=_digest(secret),
@@ -115,7 +115,7 @@ class Tokens:
         self._shelf.write(kept.id, msgspec.json.encode(kept))
         return f"{VERSION}.{fingerprint}.{kept.id}.{secret}", kept
 
-    def check(self, text: str, role: Role, now_ns: int) -> Kept | None:
+    def check(self, text: str, role: Role, now_ns: int) -> KeptToken | None:
         """The token, if it is one of ours, of this role, and not expired."""
         try:
             token = parse(text)
@@ -128,7 +128,7 @@ class Tokens:
             return None
         return kept if now_ns < kept.expires_at_ns else None
 
-    def all(self) -> list[Kept]:
+    def all(self) -> list[KeptToken]:
         found = [self._read(id) for id in self._shelf.ids()]
         return sorted((one for one in found if one is not None), key=lambda k: k.expires_at_ns)
 
@@ -136,10 +136,10 @@ class Tokens:
         if not _ID.fullmatch(id) or not self._shelf.remove(id):
             raise UsageError(f"no token {id}", hint="keepstep token list")
 
-    def _read(self, id: str) -> Kept | None:
+    def _read(self, id: str) -> KeptToken | None:
         data = self._shelf.read(id)
         try:
-            return msgspec.json.decode(data, type=Kept) if data is not None else None
+            return msgspec.json.decode(data, type=KeptToken) if data is not None else None
         except msgspec.DecodeError:
             return None
 

@@ -48,7 +48,7 @@ from keepstep.model.schedule import (
     Place,
     Spare,
 )
-from keepstep.ports.ledger import Member
+from keepstep.ports.ledger import LedgerMember
 
 NO_TAINT = (
     "without the right to patch nodes none is tainted: a lost node is given up only when its ranks "
@@ -76,7 +76,7 @@ class KubernetesScheduler:
     def server(self) -> str:
         return self._api.server
 
-    def election(self, me: Member, secret: str, lease_s: float) -> LeaseElection:
+    def election(self, me: LedgerMember, secret: str, lease_s: float) -> LeaseElection:
         """Among the orchestrators of this namespace."""
         name = f"{me.id}_{me.instance}"
         space = self.settings.namespace

@@ -36,7 +36,7 @@ LOOK_S = 0.05
 END_S = 10.0
 
 
-class Agent(msgspec.Struct, kw_only=True):
+class LocalAgent(msgspec.Struct, kw_only=True):
     job: str
     node: str
     place: str
@@ -49,7 +49,7 @@ class Pool(msgspec.Struct, kw_only=True):
     reserved: dict[str, list[str]] = {}  # reservation -> places
     others: dict[str, bool] = {}  # place that somebody else uses -> may be preempted
     leases: list[Lease] = []
-    agents: list[Agent] = []
+    agents: list[LocalAgent] = []
     leases_ever: int = 0
 
 
@@ -196,7 +196,7 @@ class LocalScheduler:
             started = psutil.Process(process.pid).create_time()
             pool.agents = [one for one in pool.agents if (one.job, one.node) != key]
             pool.agents.append(
-                Agent(
+                LocalAgent(
                     job=agent.job,
                     node=agent.node,
                     place=place,
@@ -279,7 +279,7 @@ def _give(pool: Pool, ask: Ask, kind: Kind, places: list[str]) -> Lease:
     return lease
 
 
-def _process(agent: Agent) -> psutil.Process | None:
+def _process(agent: LocalAgent) -> psutil.Process | None:
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(agent.pid)
         if process.create_time() == agent.started and process.status() != psutil.STATUS_ZOMBIE:
@@ -287,11 +287,11 @@ def _process(agent: Agent) -> psutil.Process | None:
     return None
 
 
-def _lives(agent: Agent) -> bool:
+def _lives(agent: LocalAgent) -> bool:
     return _process(agent) is not None
 
 
-def _end(agents: list[Agent], number: int = signal.SIGTERM) -> None:
+def _end(agents: list[LocalAgent], number: int = signal.SIGTERM) -> None:
     """All that they have started too, whatever sessions that is in."""
     roots = [process for agent in agents if (process := _process(agent)) is not None]
     below: list[psutil.Process] = []

@@ -35,7 +35,7 @@ class Head(NamedTuple):
 EMPTY = Head(0, ZERO_HASH)
 
 
-class Row(NamedTuple):
+class LedgerRow(NamedTuple):
     seq: int
     at_ns: int
     job: str
@@ -62,13 +62,15 @@ def kind_of(record: Record) -> str:
     return str(type(record).__struct_config__.tag)
 
 
-def link(records: Sequence[Record], head: Head) -> list[Row]:
+def link(records: Sequence[Record], head: Head) -> list[LedgerRow]:
     """`records` as the rows that follow `head`."""
     rows = []
     for record in records:
         body = _encoder.encode(record)
         seq, here = head.seq + 1, chain(head.hash, body)
-        rows.append(Row(seq, record.at_ns, record.job, kind_of(record), body, head.hash, here))
+        rows.append(
+            LedgerRow(seq, record.at_ns, record.job, kind_of(record), body, head.hash, here)
+        )
         head = Head(seq, here)
     return rows
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import LiteralString
 
-from keepstep.adapters.store.session import Connection, Session
+from keepstep.adapters.store.session import Connection, StoreSession
 
 CREATE_LOCK = 0x6B656571
 SCHEMA: tuple[LiteralString, ...] = (
@@ -26,7 +26,7 @@ class SharedIdentity:
     """Keeps an authority (identity.authority.Keeper) and tokens (identity.tokens.Shelf)."""
 
     def __init__(self, url: str) -> None:
-        self._session = Session(url)
+        self._session = StoreSession(url)
 
     def close(self) -> None:
         self._session.close()

@@ -44,7 +44,7 @@ from keepstep.adapters.store.session import (
     EVIDENCE,
     LIMIT_S,
     Connection,
-    Session,
+    StoreSession,
     connect,
     limited,
     mapped_errors,
@@ -53,7 +53,7 @@ from keepstep.adapters.store.session import (
 from keepstep.errors import NotActive, PermanentError, StoreUnavailable, UsageError
 from keepstep.model.messages import Address
 from keepstep.model.records import Record
-from keepstep.ports.ledger import Member
+from keepstep.ports.ledger import LedgerMember
 
 LEASE_S = 10.0
 READ_ROWS = 2000
@@ -141,8 +141,8 @@ class PostgresLedger:
         self.name = shown(url)
         self.lease_s = lease_s
         self._url = url
-        self._writing = Session(url)
-        self._leasing = Session(url)
+        self._writing = StoreSession(url)
+        self._leasing = StoreSession(url)
         self._head = EMPTY
         self._token = 0
         self._me: dict[str, Any] = {}
@@ -163,7 +163,7 @@ class PostgresLedger:
 
     # ----------------------------------------------------------------------- lease
 
-    def enroll(self, me: Member) -> str:
+    def enroll(self, me: LedgerMember) -> str:
         self._me = {
             "id": me.id,
             "instance": me.instance,
@@ -189,7 +189,7 @@ class PostgresLedger:
             )
         return secret
 
-    def acquire(self, *, take: bool = True) -> Member:
+    def acquire(self, *, take: bool = True) -> LedgerMember:
         def work(db: Connection) -> tuple[Any, ...]:
             for statement in SET_BACK:
                 db.execute(statement)
@@ -200,7 +200,7 @@ class PostgresLedger:
 
         return _member(self._leasing.run(work))
 
-    def renew(self) -> list[Member]:
+    def renew(self) -> list[LedgerMember]:
         def work(db: Connection) -> list[tuple[Any, ...]] | tuple[Any, ...]:
             db.execute(ENROLL, self._me)
             kept = db.execute(RENEW, {**self._me, "token": self._token}).rowcount == 1
@@ -344,11 +344,11 @@ def _read_head(db: Connection, name: str) -> Head:
     return Head(int(row[0]), bytes(row[1]))
 
 
-def _member(row: Sequence[Any]) -> Member:
-    return Member(id=row[0], instance=row[1], url=row[2], stream=Address(row[3], row[4]))
+def _member(row: Sequence[Any]) -> LedgerMember:
+    return LedgerMember(id=row[0], instance=row[1], url=row[2], stream=Address(row[3], row[4]))
 
 
-def _lost(me: str, holder: Member) -> NotActive:
+def _lost(me: str, holder: LedgerMember) -> NotActive:
     who = f"orchestrator {holder.id} is active" if holder.instance else "nobody is active"
     return NotActive(
         f"orchestrator {me} is not active: {who}{' at ' + holder.url if holder.url else ''}",

@@ -23,7 +23,7 @@ LIMIT_S = 2.0
 EVIDENCE = "it is evidence, so it was not touched; use another database"
 
 
-class Session:
+class StoreSession:
     """One connection, made when it is needed. It does not survive an error.
 
     Threads take turns: a renewal may still wait for its answer when the process says goodbye."""

@@ -20,7 +20,7 @@ from typing import Any
 from keepstep.adapters.store.chain import (
     COLUMNS,
     Head,
-    Row,
+    LedgerRow,
     VerifyResult,
     chain,
     check_rows,
@@ -30,7 +30,7 @@ from keepstep.adapters.store.chain import (
 )
 from keepstep.errors import KeepstepError, PermanentError, StoreUnavailable, UsageError
 from keepstep.model.records import Record
-from keepstep.ports.ledger import Member
+from keepstep.ports.ledger import LedgerMember
 
 __all__ = ["SqliteLedger", "VerifyResult", "chain", "mapped_errors", "read_records", "verify"]
 
@@ -68,7 +68,7 @@ class SqliteLedger:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._me: Member | None = None
+        self._me: LedgerMember | None = None
         self._token: int | None = None  # taken with the first append
         self._lock_fd = _lock(path)
         try:
@@ -94,15 +94,15 @@ class SqliteLedger:
 
     # ----------------------------------------------------------------------- lease
 
-    def enroll(self, me: Member) -> str:
+    def enroll(self, me: LedgerMember) -> str:
         self._me = me
         return ""
 
-    def acquire(self, *, take: bool = True) -> Member:
+    def acquire(self, *, take: bool = True) -> LedgerMember:
         assert self._me is not None, "enroll first"
         return self._me  # whoever has this object has the lock
 
-    def renew(self) -> list[Member]:
+    def renew(self) -> list[LedgerMember]:
         """Nothing expires; what is tried is whether the file can be written again."""
         with mapped_errors(self.path), self._transaction():
             self._fence(None)
@@ -210,7 +210,7 @@ def mapped_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _rows(db: sqlite3.Connection) -> Iterator[Row]:
+def _rows(db: sqlite3.Connection) -> Iterator[LedgerRow]:
     cursor: Iterator[Any] = db.execute(f"SELECT {COLUMNS} FROM records ORDER BY seq")
     return cursor
 

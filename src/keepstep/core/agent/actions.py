@@ -15,7 +15,7 @@ class Effect(msgspec.Struct, frozen=True):
     pass
 
 
-class Say(Effect, frozen=True):
+class SayUp(Effect, frozen=True):
     """Write it to the stream. If that fails and `keep` is set, hand it to `unsent`."""
 
     message: AgentMessage
@@ -28,7 +28,7 @@ class Spawn(Effect, frozen=True):
     start: StartWorker
 
 
-class Kill(Effect, frozen=True):
+class KillProcess(Effect, frozen=True):
     """SIGKILL to its process group."""
 
     worker: str
@@ -61,7 +61,7 @@ class DropStore(Effect, frozen=True):
     generation: int
 
 
-class Drop(Effect, frozen=True):
+class DropPage(Effect, frozen=True):
     """Nobody needs the side state of this dead worker any more."""
 
     worker: str
@@ -80,7 +80,7 @@ class EndWorkers(Effect, frozen=True):
     finished: bool
 
 
-class End(Effect, frozen=True):
+class EndNode(Effect, frozen=True):
     """End what is left of the node, then the agent."""
 
     code: int
@@ -92,16 +92,16 @@ class KillSession(Effect, frozen=True):
 
 
 AnyEffect = (
-    Say
+    SayUp
     | Spawn
-    | Kill
+    | KillProcess
     | Relay
     | Raise
     | HostStore
     | DropStore
-    | Drop
+    | DropPage
     | DropCopies
     | EndWorkers
-    | End
+    | EndNode
     | KillSession
 )

@@ -32,29 +32,28 @@ import msgspec
 
 from keepstep.core.agent.actions import (
     AnyEffect,
-    Drop,
     DropCopies,
+    DropPage,
     DropStore,
-    End,
+    EndNode,
     EndWorkers,
     HostStore,
-    Kill,
+    KillProcess,
     KillSession,
     Raise,
     Relay,
-    Say,
+    SayUp,
     Spawn,
 )
 from keepstep.core.agent.gather import Gather
 from keepstep.core.agent.inputs import (
-    Accepted,
     Adopted,
     Emptied,
     Exited,
     Given,
     Heard,
+    HelloTaken,
     Looked,
-    Lost,
     NetworkSaid,
     NotSpawned,
     Said,
@@ -62,6 +61,7 @@ from keepstep.core.agent.inputs import (
     Spawned,
     StopNow,
     StoreSaid,
+    StreamLost,
 )
 from keepstep.core.agent.network import Limits, PathWatch
 from keepstep.core.agent.rate import Rate
@@ -83,7 +83,7 @@ from keepstep.model.messages import (
     PathsSeen,
     Progress,
     Release,
-    Signal,
+    SendSignal,
     Stalled,
     StartWorker,
     Stop,
@@ -109,7 +109,7 @@ EXIT_DONE = 0
 EXIT_FENCED = 3
 
 
-class Setting(msgspec.Struct, frozen=True, kw_only=True):
+class MachineSetting(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     node: str
     slots: int
@@ -126,7 +126,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True)
-class Process:
+class NodeProcess:
     name: str
     slot: int
     rank: int
@@ -141,13 +141,13 @@ class Process:
 class AgentMachine:
     """One method for each input and each command: hence so many."""
 
-    def __init__(self, setting: Setting, now_ns: int) -> None:
+    def __init__(self, setting: MachineSetting, now_ns: int) -> None:
         self._setting = setting
         self._detector = StallDetector(setting.stall_timeout_ns)
         self._network = PathWatch(setting.network)
         self._paths: list[PathView] = []  # as told last
         self._paths_at_ns = now_ns
-        self._processes: dict[str, Process] = {}  # in order of their start
+        self._processes: dict[str, NodeProcess] = {}  # in order of their start
         self._queued: deque[AgentMessage] = deque()
         self._gather = Gather()
         self._connected = False
@@ -181,15 +181,15 @@ class AgentMachine:
             case NetworkSaid():
                 for signal in self._network.heard(now_ns, given.event):
                     self._send(signal)
-            case Accepted():
+            case HelloTaken():
                 self._accepted()
-            case Lost():
+            case StreamLost():
                 if self._connected:
                     self._connected = False
                     self._away_since_ns = given.last_word_ns or now_ns
                     self._flush()
             case Adopted():
-                process = Process(given.worker, given.slot, given.rank, given.pid, Rate())
+                process = NodeProcess(given.worker, given.slot, given.rank, given.pid, Rate())
                 self._processes[given.worker] = process
             case StopNow():
                 self._stop(given.grace_ns, False)
@@ -248,7 +248,7 @@ class AgentMachine:
 
     def _put(self, message: AgentMessage) -> None:
         if self._connected:
-            self._effects.append(Say(message))
+            self._effects.append(SayUp(message))
         else:
             self.unsent(message)
 
@@ -260,7 +260,7 @@ class AgentMachine:
     def _offer(self, message: AgentMessage) -> bool:
         """Now, or not at all."""
         if self._connected:
-            self._effects.append(Say(message, keep=False))
+            self._effects.append(SayUp(message, keep=False))
         return self._connected
 
     def _accepted(self) -> None:
@@ -301,7 +301,7 @@ class AgentMachine:
                 self._start(command)
             case KillWorker():
                 self._kill(command.worker)
-            case Signal():
+            case SendSignal():
                 if self._is_alive(command.worker):
                     effect = Raise(command.worker, command.signal, command.resume_after_ns)
                     self._effects.append(effect)
@@ -362,14 +362,14 @@ class AgentMachine:
 
     def _spawned(self, start: StartWorker, pid: int) -> None:
         name = start.worker
-        self._processes[name] = Process(name, start.slot, start.rank, pid, Rate())
+        self._processes[name] = NodeProcess(name, start.slot, start.rank, pid, Rate())
         self._send(WorkerStarted(worker=name, slot=start.slot, pid=pid))
 
     def _not_spawned(self, start: StartWorker, error: str) -> None:
         tail = f"keepstep agent: cannot start this worker: {error}"
         exited = WorkerExited(worker=start.worker, rank=start.rank, code=START_FAILED, tail=tail)
         # Remembered, so that the same command, sent again, does not start what is said to be gone.
-        failed = Process(start.worker, start.slot, start.rank, 0, Rate(), exited=exited)
+        failed = NodeProcess(start.worker, start.slot, start.rank, 0, Rate(), exited=exited)
         self._processes[start.worker] = failed
         self._send(exited)
 
@@ -383,14 +383,14 @@ class AgentMachine:
             self._send(process.exited)
         else:
             process.doomed = True
-            self._effects.append(Kill(name))
+            self._effects.append(KillProcess(name))
 
     def _forget(self, names: Sequence[str]) -> None:
         for name in names:
             process = self._processes.get(name)
             if process is not None and process.exited is not None:
                 del self._processes[name]
-                self._effects.append(Drop(name))
+                self._effects.append(DropPage(name))
 
     # ----------------------------------------------------------------- watching
 
@@ -481,10 +481,10 @@ class AgentMachine:
         if not self._detector.all_stalled(ranks):
             return
         if holding:
-            self._effects += [Kill(worker) for worker in ranks]
+            self._effects += [KillProcess(worker) for worker in ranks]
         else:
             why = "no orchestrator and no progress: fencing this node"
-            self._effects.append(End(EXIT_FENCED, why))
+            self._effects.append(EndNode(EXIT_FENCED, why))
 
     # ----------------------------------------------------------------- ending
 
@@ -496,4 +496,6 @@ class AgentMachine:
     def _emptied(self, all_gone: bool) -> None:
         if all_gone:
             self._offer(StopDone())
-        self._effects.append(End(EXIT_DONE, "" if all_gone else "some workers could not be ended"))
+        self._effects.append(
+            EndNode(EXIT_DONE, "" if all_gone else "some workers could not be ended")
+        )

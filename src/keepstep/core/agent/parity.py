@@ -44,7 +44,7 @@ def xor(into: memoryview, data: memoryview) -> None:
 
 
 @dataclass(slots=True)
-class Cell:
+class XorCell:
     segments: list[memoryview] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)  # of the segments
     parts: dict[int, dict[int, ParityPart]] = field(default_factory=dict)  # rank -> unit, in order
@@ -85,17 +85,17 @@ class Cell:
 
 
 @dataclass(eq=False)
-class Group:
+class ParityGroup:
     ranks: tuple[int, ...]
-    members: dict[int, Member] = field(default_factory=dict)
-    cells: dict[tuple[Kind, int, int], Cell] = field(default_factory=dict)  # version, generation
+    members: dict[int, ParityMember] = field(default_factory=dict)
+    cells: dict[tuple[Kind, int, int], XorCell] = field(default_factory=dict)  # version, generation
     held: int = 0
 
     @property
     def reserved(self) -> int:
         return max((member.reserved for member in self.members.values()), default=0)
 
-    def newest(self, kind: Kind, version: int, rank: int) -> Cell | None:
+    def newest(self, kind: Kind, version: int, rank: int) -> XorCell | None:
         """In which the rank has all of it."""
         units = NOTE if kind == "note" else self.members[rank].units
         found = [
@@ -121,10 +121,10 @@ class Group:
 
 
 @dataclass(eq=False)
-class Member:
+class ParityMember:
     """One rank, in the hands of one writer."""
 
-    group: Group
+    group: ParityGroup
     rank: int
     fence: tuple[int, int]
     layout: bytes
@@ -138,7 +138,7 @@ class Member:
 
 class ParityStore:
     def __init__(self) -> None:
-        self._groups: dict[tuple[int, ...], Group] = {}
+        self._groups: dict[tuple[int, ...], ParityGroup] = {}
         self._fences: dict[int, tuple[int, int]] = {}
 
     def promised(self) -> int:
@@ -148,7 +148,7 @@ class ParityStore:
     def held(self) -> dict[tuple[int, ...], tuple[int, int]]:
         return {ranks: (group.held, group.reserved) for ranks, group in self._groups.items()}
 
-    def open(self, ask: VaultOpen, available: int) -> Member:
+    def open(self, ask: VaultOpen, available: int) -> ParityMember:
         rank, fence = ask.rank, (ask.generation, ask.serial)
         if rank not in ask.group:
             raise Refusal("layout", f"rank {rank} is not in the group {ask.group}")
@@ -159,7 +159,7 @@ class ParityStore:
                 f"{self._fences[rank][0]}, a later one than that of generation {ask.generation}",
             )
         ranks = tuple(ask.group)
-        group = self._groups.get(ranks) or Group(ranks)
+        group = self._groups.get(ranks) or ParityGroup(ranks)
         units = frozenset(ask.units)
         old = group.members.get(rank)
         inside = any(rank in cell.parts for cell in group.cells.values())
@@ -179,15 +179,15 @@ class ParityStore:
         if old is not None and old.fence == fence:
             old.reserved = ask.reserve  # one more stream of the same writer
             return old
-        member = Member(group, rank, fence, ask.layout, units, ask.reserve)
+        member = ParityMember(group, rank, fence, ask.layout, units, ask.reserve)
         group.members[rank] = member
         return member
 
-    def reaches(self, member: Member) -> int:
+    def reaches(self, member: ParityMember) -> int:
         group = member.group
         return max((group.reach(member.rank, one) for one in group.bases(member.rank)), default=-1)
 
-    def _own(self, member: Member) -> None:
+    def _own(self, member: ParityMember) -> None:
         group = self._groups.get(member.group.ranks)
         if group is not member.group or group.members[member.rank] is not member:
             raise Refusal(
@@ -196,15 +196,15 @@ class ParityStore:
                 f"this one is of generation {member.fence[0]}",
             )
 
-    def _key(self, member: Member, put: VaultPut) -> tuple[Kind, int, int]:
+    def _key(self, member: ParityMember, put: VaultPut) -> tuple[Kind, int, int]:
         return ("grad" if put.kind == "absent" else put.kind, put.version, member.fence[0])
 
-    def admit(self, member: Member, put: VaultPut) -> None:
+    def admit(self, member: ParityMember, put: VaultPut) -> None:
         self._own(member)
         if put.kind != "note" and put.unit not in member.units:
             raise Refusal("layout", f"rank {member.rank} has no unit {put.unit}")
         group = member.group
-        cell = group.cells.get(self._key(member, put), Cell())
+        cell = group.cells.get(self._key(member, put), XorCell())
         more = cell.lengths.get(member.rank, 0) + sum(put.sizes) - cell.size
         if put.unit not in cell.parts.get(member.rank, {}) and group.held + more > group.reserved:
             raise Refusal(
@@ -213,13 +213,13 @@ class ParityStore:
                 f"reservation: {group.held} of {group.reserved} bytes are taken",
             )
 
-    def done(self, member: Member, put: VaultPut) -> None:
+    def done(self, member: ParityMember, put: VaultPut) -> None:
         """Nothing was counted for it."""
 
-    def keep(self, member: Member, put: VaultPut, pieces: Pieces) -> None:
+    def keep(self, member: ParityMember, put: VaultPut, pieces: Pieces) -> None:
         self._own(member)
         group, rank, key = member.group, member.rank, self._key(member, put)
-        cell = group.cells.setdefault(key, Cell())
+        cell = group.cells.setdefault(key, XorCell())
         before = cell.parts.get(rank, {}).get(put.unit)
         if before is not None:
             if before.digests != [piece.digest for piece in pieces]:
@@ -234,7 +234,7 @@ class ParityStore:
         group.held += cell.size - size
         self._drop_replaced(group, key, cell)
 
-    def _drop_replaced(self, group: Group, key: tuple[Kind, int, int], cell: Cell) -> None:
+    def _drop_replaced(self, group: ParityGroup, key: tuple[Kind, int, int], cell: XorCell) -> None:
         older = [one for one in group.cells if one[:2] == key[:2] and one[2] < key[2]]
         for one in older:
             if all(
@@ -243,7 +243,7 @@ class ParityStore:
             ):
                 group.drop([one])
 
-    def settle(self, member: Member, oldest: int) -> None:
+    def settle(self, member: ParityMember, oldest: int) -> None:
         """Nobody will ask for a version before `oldest`; and all members have the base that this
         one would begin with."""
         self._own(member)

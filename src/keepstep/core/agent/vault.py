@@ -49,14 +49,14 @@ class Refusal(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StoredPiece:
     """One tensor, gradient or note."""
 
     data: memoryview
     digest: bytes
 
 
-Pieces = tuple[Piece, ...]  # of one put; () is a gradient that is absent
+Pieces = tuple[StoredPiece, ...]  # of one put; () is a gradient that is absent
 
 MORE_MEMORY = (
     "take nodes with more memory, or a layout with replicas (HSDP); with --redundancy off a rank "
@@ -73,7 +73,7 @@ def size_of(pieces: Pieces) -> int:
 
 
 @dataclass(slots=True)
-class Unit:
+class StoredUnit:
     bases: dict[int, Pieces] = field(default_factory=dict)
     log: dict[int, Pieces] = field(default_factory=dict)
 
@@ -109,16 +109,16 @@ class Shelf:
     fence: tuple[int, int]
     layout: bytes
     reserved: int
-    units: dict[int, Unit]
+    units: dict[int, StoredUnit]
     notes: dict[int, Pieces] = field(default_factory=dict)
     held: int = 0
     incoming: int = 0  # bytes of puts that are being received
     replaced: set[int] = field(default_factory=set)  # units that may have what nobody needs
     own: bool = False
 
-    def slices(self, number: int) -> list[Unit]:
+    def slices(self, number: int) -> list[StoredUnit]:
         """All of the unit that it is one of."""
-        found, number = list[Unit](), number % SLICES
+        found, number = list[StoredUnit](), number % SLICES
         while number in self.units:
             found.append(self.units[number])
             number += SLICES
@@ -170,7 +170,7 @@ class VaultStore:
                 for unit in shelf.units.values():
                     shelf.drop(unit.bases, [one for one in unit.bases if one > version])
         else:
-            units = {unit: Unit() for unit in ask.units}
+            units = {unit: StoredUnit() for unit in ask.units}
             shelf = Shelf(rank, fence, ask.layout, ask.reserve, units, own=ask.own)
         self._shelves[rank] = shelf
         return shelf
@@ -250,7 +250,9 @@ class VaultStore:
         first = min(min(unit.bases, default=-1) for unit in shelf.units.values())
         shelf.drop(shelf.notes, [note for note in shelf.notes if note < first])
 
-    def fetch(self, rank: int, version: int, wanted: int = -1) -> tuple[VaultFetched, list[Piece]]:
+    def fetch(
+        self, rank: int, version: int, wanted: int = -1
+    ) -> tuple[VaultFetched, list[StoredPiece]]:
         """`wanted`: version of the bases, if it matters. Where all units have bases of one version
         these are taken: what depends on several units cannot begin with bases of different ones."""
         shelf = self._shelves.get(rank)

@@ -130,7 +130,7 @@ class Settle:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class LeaveJob:
     """This process is not the rank any more, or the job is over. It is not answered."""
 
 
@@ -149,7 +149,7 @@ Ask = (
     | DropStaged
     | Take
     | Settle
-    | Leave
+    | LeaveJob
 )
 
 Result = TypeVar("Result")

@@ -27,7 +27,7 @@ def assigned(inbox: Inbox) -> Protocol[m.Assign]:
     """Also again, if nobody could say what the rank has been told before."""
     command = yield asks.Await(lambda c: isinstance(c, m.Assign | m.Finish | m.Leave))
     if not isinstance(command, m.Assign):
-        yield asks.Leave()
+        yield asks.LeaveJob()
     assert isinstance(command, m.Assign)
     inbox.assigned(command)
     return command
@@ -43,7 +43,7 @@ class Joining:
         yield asks.Say(m.Arrived(generation=self._assign.generation))
         command = yield asks.Await(lambda c: isinstance(c, m.Position | m.Finish | m.Leave))
         if not isinstance(command, m.Position):
-            yield asks.Leave()
+            yield asks.LeaveJob()
         assert isinstance(command, m.Position)
         return command
 
@@ -57,7 +57,7 @@ class Joining:
         while self._installed is None:
             command = yield asks.Await(lambda c: isinstance(c, m.Copy | m.Finish | m.Leave))
             if not isinstance(command, m.Copy):
-                yield asks.Leave()
+                yield asks.LeaveJob()
             said = yield asks.Take(command)
             if isinstance(said, m.Copied):
                 self._installed = command, said
@@ -87,4 +87,4 @@ class Joining:
             if isinstance(command, m.Swap):
                 return command
             if command is not None:
-                yield asks.Leave()
+                yield asks.LeaveJob()

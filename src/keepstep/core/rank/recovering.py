@@ -122,7 +122,7 @@ class Recovering:
 
         command = yield asks.Await(accept, newer_than=generation)
         if isinstance(command, m.Leave | m.Finish):
-            yield asks.Leave()
+            yield asks.LeaveJob()
         return command.tick if isinstance(command, m.Decide) else None
 
     # ------------------------------------------------------------------ holding
@@ -172,7 +172,7 @@ class Recovering:
                     yield asks.DropStaged(command.generation + 1)
                     return None
                 case _:
-                    yield asks.Leave()
+                    yield asks.LeaveJob()
 
     def swap(self, command: m.Swap) -> Protocol[None]:
         """An Abort right behind the Swap takes the staged groups away. The generation is committed
@@ -204,7 +204,7 @@ class Recovering:
                     # It answers an earlier word, and was said twice.
                     command = yield asks.Await(_of_divergence, newer_than=newer_than, seconds=1.0)
                 if isinstance(command, m.Finish | m.Leave):
-                    yield asks.Leave()
+                    yield asks.LeaveJob()
                 if command is not None:
                     yield asks.ShowBusy()
                     return True

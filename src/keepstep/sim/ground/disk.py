@@ -8,7 +8,7 @@ from typing import NamedTuple
 from keepstep.sim.plans.plan import SAVED
 
 
-class Saved(NamedTuple):
+class SavedState(NamedTuple):
     """A rank's part of a checkpoint."""
 
     number: int
@@ -21,12 +21,12 @@ class Saved(NamedTuple):
 
 class SharedDisk:
     def __init__(self, spoils: bool) -> None:
-        self.saved: dict[str, dict[int, Saved]] = {}  # complete ones, by path
+        self.saved: dict[str, dict[int, SavedState]] = {}  # complete ones, by path
         self.spoiled: str | None = None  # the one of them that is damaged; None: not chosen yet
         self._spoils = spoils
-        self._parts: dict[int, dict[int, Saved]] = {}  # tick -> rank -> part
+        self._parts: dict[int, dict[int, SavedState]] = {}  # tick -> rank -> part
 
-    def keep(self, rank: int, part: Saved) -> None:
+    def keep(self, rank: int, part: SavedState) -> None:
         self._parts.setdefault(part.tick, {})[rank] = part
 
     def seal(self, number: int, tick: int, world: int, keep: Sequence[str]) -> str:

@@ -138,7 +138,7 @@ class Group:
         self.left.add(-1)
 
 
-class Store:
+class SimStore:
     """The rendezvous of one generation, on one node."""
 
     def __init__(self, net: Net, generation: int, ranks: int) -> None:

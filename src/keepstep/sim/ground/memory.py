@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from keepstep.core.agent.blobs import BlobStore
 from keepstep.core.agent.parity import ParityStore
-from keepstep.core.agent.vault import Piece, Refusal, VaultStore
+from keepstep.core.agent.vault import Refusal, StoredPiece, VaultStore
 from keepstep.model import vault as v
 from keepstep.model.page import NEWEST, TICKS_KEPT
 from keepstep.sim.ground import training
@@ -86,7 +86,7 @@ def stored(into: Any, opening: v.VaultOpen, puts: Iterable[Put], settled: int) -
         for kind, version, data in puts:
             put = v.VaultPut(kind=kind, version=version, sizes=[len(data)], digests=[data])
             into.admit(writer, put)
-            into.keep(writer, put, (Piece(memoryview(bytearray(data)), data),))
+            into.keep(writer, put, (StoredPiece(memoryview(bytearray(data)), data),))
             into.done(writer, put)
         if settled >= 0:
             into.settle(writer, settled)

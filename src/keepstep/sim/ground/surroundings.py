@@ -17,7 +17,7 @@ from keepstep.model import messages as m
 from keepstep.model.job import CoreInput
 from keepstep.model.records import Record
 from keepstep.sim.ground.disk import SharedDisk
-from keepstep.sim.ground.groups import Store
+from keepstep.sim.ground.groups import SimStore
 from keepstep.sim.ground.ills import Ills
 from keepstep.sim.ground.memory import NodeMemory
 from keepstep.sim.ground.net import Net, Reachable, ServerEnd
@@ -30,7 +30,7 @@ class HomeNode(Reachable, Protocol):
 
     memory: NodeMemory
     disk: str
-    stores: dict[int, Store]
+    stores: dict[int, SimStore]
 
     def said(self, worker: str, message: m.WorkerMessage) -> None: ...
 
@@ -120,7 +120,7 @@ class OrchestratorEnd(ServerEnd, Protocol):
     def epoch(self) -> int: ...
 
 
-class Surroundings(Protocol):
+class SimSurroundings(Protocol):
     plan: Plan
     net: Net
     ills: Ills

@@ -118,7 +118,7 @@ class Member(Stepper):
                 return self._republish()
             case asks.DropStaged():
                 self._drop_staged(ask.below)
-            case asks.Leave():
+            case asks.LeaveJob():
                 self.exit(0)
         return None
 

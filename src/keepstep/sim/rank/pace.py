@@ -8,7 +8,7 @@ KEPT = 32
 SHOWN = 8
 
 
-class OwnTime:
+class SimOwnTime:
     """As worker/step/pace.py: a median of the last steps, looked at now and then."""
 
     def __init__(self) -> None:

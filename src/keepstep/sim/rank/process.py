@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from keepstep.sim.ground.surroundings import HomeNode, Surroundings
+from keepstep.sim.ground.surroundings import HomeNode, SimSurroundings
 
 
-class Process:
-    def __init__(self, world: Surroundings, node: HomeNode, name: str, slot: int, pid: int) -> None:
+class SimProcess:
+    def __init__(
+        self, world: SimSurroundings, node: HomeNode, name: str, slot: int, pid: int
+    ) -> None:
         self.world = world
         self.node = node
         self.id = name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from keepstep.model import messages as m
-from keepstep.sim.ground.disk import Saved
+from keepstep.sim.ground.disk import SavedState
 from keepstep.sim.rank.grouped import Grouped
 from keepstep.sim.units import SECOND
 
@@ -20,11 +20,11 @@ class Saver(Grouped):
             self.say(m.SaveFailed(number=number, error="still writing"))
             return
         self.saving = True
-        part = Saved(number, self.tick, self.version, self.own, self.shared, self.shard)
+        part = SavedState(number, self.tick, self.version, self.own, self.shared, self.shard)
         wait = SECOND // 5 + self.world.random.randrange(2 * SECOND)
         self.world.after(wait, self.thread, self._saved, part)
 
-    def _saved(self, part: Saved) -> None:
+    def _saved(self, part: SavedState) -> None:
         if self.node.disk == "stuck":
             self.world.after(SECOND, self.thread, self._saved, part)
             return

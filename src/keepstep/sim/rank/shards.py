@@ -25,7 +25,7 @@ from keepstep.sim.rank.saver import Saver
 RENEW = 4  # as keepstep.worker.vault.bases
 
 
-class Keeper(Saver):
+class SimKeeper(Saver):
     realign = True  # all ranks put bases at the version that they have now
     aligned = -1  # version at which they did last
     base = begun = -1  # version of the newest base; version whose base was looked after

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from keepstep.model import messages as m
-from keepstep.sim.rank.shards import Keeper
+from keepstep.sim.rank.shards import SimKeeper
 
 
-class Doubter(Keeper):
+class Doubter(SimKeeper):
     findings = 0  # of its witness
 
     def doubt(self, tick: int, go_on: Callable[[], None]) -> None:

@@ -20,10 +20,10 @@ from keepstep.model import messages as m
 from keepstep.model.page import Sample
 from keepstep.sim.ground import training
 from keepstep.sim.ground.groups import Group
-from keepstep.sim.ground.surroundings import HomeNode, Surroundings
+from keepstep.sim.ground.surroundings import HomeNode, SimSurroundings
 from keepstep.sim.ground.violation import violated
-from keepstep.sim.rank.pace import OwnTime
-from keepstep.sim.rank.process import Process
+from keepstep.sim.rank.pace import SimOwnTime
+from keepstep.sim.rank.process import SimProcess
 from keepstep.sim.units import SECOND
 
 ECHOED = (m.Staged, m.StageFailed, m.Copied, m.Report, m.Held)
@@ -42,11 +42,11 @@ WHERE = {
 }
 
 
-class Pending:
+class PendingCommand:
     """What is asked for takes time; `reply` brings the answer."""
 
 
-PENDING = Pending()
+PENDING = PendingCommand()
 
 
 @dataclass(slots=True)
@@ -59,11 +59,13 @@ class SharedPage:
     hold: bool = False
     asked_ns: int = 0
     commit_ns: int = 0
-    pace: OwnTime = field(default_factory=OwnTime)
+    pace: SimOwnTime = field(default_factory=SimOwnTime)
 
 
-class SimWorker(Process):
-    def __init__(self, world: Surroundings, node: HomeNode, start: m.StartWorker, pid: int) -> None:
+class SimWorker(SimProcess):
+    def __init__(
+        self, world: SimSurroundings, node: HomeNode, start: m.StartWorker, pid: int
+    ) -> None:
         super().__init__(world, node, start.worker, start.slot, pid)
         self.rank = start.rank
         self.master = start.master

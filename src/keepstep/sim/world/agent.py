@@ -11,10 +11,10 @@ from typing import Any, Protocol
 from keepstep.core.agent import actions, inputs
 from keepstep.core.agent import machine as core
 from keepstep.model import messages as m
-from keepstep.sim.ground.groups import Store
+from keepstep.sim.ground.groups import SimStore
 from keepstep.sim.ground.memory import NodeMemory
 from keepstep.sim.ground.net import Connection
-from keepstep.sim.ground.surroundings import Surroundings
+from keepstep.sim.ground.surroundings import SimSurroundings
 from keepstep.sim.rank.rank import Rank
 from keepstep.sim.units import MS, SECOND
 
@@ -23,7 +23,7 @@ BACKOFF_NS_MAX = 2 * SECOND
 ACCEPT_TIMEOUT_NS = 10 * SECOND
 
 
-class NodeSurroundings(Surroundings, Protocol):
+class NodeSurroundings(SimSurroundings, Protocol):
     """What a node sees of the world."""
 
     ranks: dict[str, Rank]
@@ -48,10 +48,10 @@ class SimAgent:
         self.vanished = False  # died without a sign: nobody's connection is refused
         self.paused = False
         self.processes: dict[str, Rank] = {}
-        self.stores: dict[int, Store] = {}
+        self.stores: dict[int, SimStore] = {}
         self.memory = NodeMemory()
         self.machine = core.AgentMachine(
-            core.Setting(
+            core.MachineSetting(
                 job=world.plan.job,
                 node=name,
                 slots=slots,
@@ -138,7 +138,7 @@ class SimAgent:
             self.run(self._stream_lost)
 
     def _stream_lost(self) -> None:
-        self.handle(inputs.Lost())
+        self.handle(inputs.StreamLost())
         self._retry()
 
     def receive(self, stream: Connection, command: m.AgentCommand) -> None:
@@ -150,7 +150,7 @@ class SimAgent:
         if isinstance(command, m.Accepted):
             self.accepted = True
             self._backoff_ns = BACKOFF_NS_MIN
-            self.handle(inputs.Accepted())
+            self.handle(inputs.HelloTaken())
         else:
             self.handle(inputs.Heard(command))
 

@@ -11,7 +11,7 @@ from typing import Any
 from keepstep.core.agent import actions, inputs
 from keepstep.core.agent import machine as core
 from keepstep.model import messages as m
-from keepstep.sim.ground.groups import Store
+from keepstep.sim.ground.groups import SimStore
 from keepstep.sim.ground.net import SILENT_NS
 from keepstep.sim.rank.rank import Rank
 from keepstep.sim.units import MS
@@ -51,7 +51,7 @@ class SimNode(SimAgent):
 
     # ------------------------------------------------------------------ processes
 
-    def _say(self, effect: actions.Say) -> None:
+    def _say(self, effect: actions.SayUp) -> None:
         if isinstance(effect.message, m.Stalled):
             self.stalls[effect.message.worker] = effect.message
         elif isinstance(effect.message, m.Unstalled):
@@ -73,7 +73,7 @@ class SimNode(SimAgent):
         self.world.rules.spawned(process.id)
         self.handle(inputs.Spawned(start, process.pid))
 
-    def _kill(self, effect: actions.Kill) -> None:
+    def _kill(self, effect: actions.KillProcess) -> None:
         self.world.after(MS, self._killed, effect.worker)
 
     def _killed(self, worker: str) -> None:
@@ -106,7 +106,7 @@ class SimNode(SimAgent):
             process.exit(-9)
         self.later(100 * MS, self._emptied, deadline_ns)
 
-    def _end(self, effect: actions.End) -> None:
+    def _end(self, effect: actions.EndNode) -> None:
         self.world.trace(f"{self.name} ends: {effect.why}" if effect.why else f"{self.name} ends")
         if effect.code == core.EXIT_FENCED:
             self.world.rules.fenced(self.name)
@@ -127,7 +127,7 @@ class SimNode(SimAgent):
             self.handle(inputs.StoreSaid(failed))
             return
         ranks = self.world.plan.ranks
-        self.stores[effect.generation] = store = Store(self.world.net, effect.generation, ranks)
+        self.stores[effect.generation] = store = SimStore(self.world.net, effect.generation, ranks)
         store.open = False
         if not failure:
             wait = 20 * MS + self.world.random.randrange(100 * MS)
@@ -153,7 +153,7 @@ class SimNode(SimAgent):
         if store is not None:
             store.close()
 
-    def _drop(self, effect: actions.Drop) -> None:
+    def _drop(self, effect: actions.DropPage) -> None:
         gone = self.processes.pop(effect.worker, None)
         self.memory.drop(effect.worker)
         left = [process.rank for process in self.processes.values() if process.alive]
@@ -190,16 +190,16 @@ class SimNode(SimAgent):
 
 
 CARRY_OUT: dict[type[actions.AnyEffect], Callable[[SimNode, Any], None]] = {
-    actions.Say: SimNode._say,
+    actions.SayUp: SimNode._say,
     actions.Spawn: SimNode._spawn,
-    actions.Kill: SimNode._kill,
+    actions.KillProcess: SimNode._kill,
     actions.Relay: SimNode._relay,
     actions.Raise: SimNode._raise,
     actions.HostStore: SimNode._host_store,
     actions.DropStore: SimNode._drop_store,
-    actions.Drop: SimNode._drop,
+    actions.DropPage: SimNode._drop,
     actions.DropCopies: SimNode._drop_copies,
     actions.EndWorkers: SimNode._end_workers,
-    actions.End: SimNode._end,
+    actions.EndNode: SimNode._end,
     actions.KillSession: SimNode._kill_session,
 }

@@ -17,14 +17,14 @@ from keepstep.model import messages as m
 from keepstep.model.job import AgentGone, AgentJoined, AgentSaid, CoreInput, Submit, Wake
 from keepstep.model.records import Record
 from keepstep.sim.ground.net import Connection
-from keepstep.sim.ground.surroundings import Surroundings
+from keepstep.sim.ground.surroundings import SimSurroundings
 from keepstep.sim.units import MS, SECOND
 
 Given = tuple[CoreInput, Connection | None]
 Addressed = tuple[str, str, m.AgentCommand]  # job, node
 
 
-class JobSurroundings(Surroundings, Protocol):
+class JobSurroundings(SimSurroundings, Protocol):
     """The world of a job, as the orchestrator sees it."""
 
     def handled(self, given: CoreInput, outcome: Outcome) -> None: ...

@@ -18,7 +18,7 @@ from keepstep.model.page import INIT_TICK
 from keepstep.worker.api.plain import Batch, F, PlainSession
 from keepstep.worker.device import alike, cuda
 from keepstep.worker.groups import groups
-from keepstep.worker.line.process import Process
+from keepstep.worker.line.process import OwnProcess
 from keepstep.worker.script import collectives, results, roots, values, workers
 from keepstep.worker.script.batches import Batches, Loop
 from keepstep.worker.script.collectives import Bare
@@ -32,7 +32,7 @@ from keepstep.worker.state.tensors import memory, on_cpu
 from keepstep.worker.step import trace
 from keepstep.worker.step.newcomer import Newcomer
 from keepstep.worker.step.recovery import Recovery
-from keepstep.worker.step.seat import Seat
+from keepstep.worker.step.seat import LiveRank
 from keepstep.worker.step.transaction import Transactions
 
 FIRST_FENCE_TIMEOUT_S = 7 * 86_400.0  # who keeps the others waiting is found by the orchestrator
@@ -92,7 +92,7 @@ class _Call:
 class Session(PlainSession):
     protected = True
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: LiveRank) -> None:
         super().__init__()
         self._seat = seat
         self._recovery = Recovery(seat)
@@ -291,10 +291,10 @@ class Session(PlainSession):
             result = tracker.results.get(site, MISSING)
             if result is not MISSING and (not mark or results.mark(result) != mark):
                 why = "it is lost with the rank, or large and not the same on all ranks"
-                return (results.Lost(site, why),)
+                return (results.LostResult(site, why),)
         if result is MISSING:
             why = tracker.unkept.get(site, "no rank had it")
-            return (results.Lost(site, why),)
+            return (results.LostResult(site, why),)
         return (result,)
 
     def _gate(self, name: str, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
@@ -323,7 +323,7 @@ class Session(PlainSession):
         self._transactions.settle()
 
 
-def attach_rank(process: Process, models: dict[str, Any], optimizers: dict[str, Any]) -> Session:
+def attach_rank(process: OwnProcess, models: dict[str, Any], optimizers: dict[str, Any]) -> Session:
     """A rank or a newcomer of a Keepstep job."""
     environment, settings = process.environment, process.channel.welcome.settings
     world, rank = environment.world, environment.rank
@@ -332,14 +332,14 @@ def attach_rank(process: Process, models: dict[str, Any], optimizers: dict[str, 
             f"attach before init_process_group on rank {rank} of {world}",
             hint="call torch.distributed.init_process_group first",
         )
-    seat = Seat(process, rank, world, models, optimizers)
+    seat = LiveRank(process, rank, world, models, optimizers)
     seat.generation = environment.generation
     values.slot_now = values.slot(environment.local_rank)
     trace.start(settings)
     return Session(seat)
 
 
-def _plain_equal(seat: Seat) -> bool:
+def _plain_equal(seat: LiveRank) -> bool:
     """Whether all ranks have the same plain tensors, as far as nobody says how they are spread."""
     if seat.world == 1:
         return True
@@ -354,7 +354,7 @@ def _plain_equal(seat: Seat) -> bool:
     return low == high
 
 
-def notices(seat: Seat) -> list[str]:
+def notices(seat: LiveRank) -> list[str]:
     """What the guarantee rests on besides what Keepstep can see for itself."""
     replicas, inventory = seat.replicas, seat.redundancy.inventory
     found = []
@@ -382,11 +382,11 @@ def notices(seat: Seat) -> list[str]:
     return found
 
 
-def _facts(seat: Seat) -> dict[str, str]:
+def _facts(seat: LiveRank) -> dict[str, str]:
     return alike.facts(cuda=any(p.device.type == "cuda" for p in seat.parameters))
 
 
-def announce(session: Session, process: Process) -> None:
+def announce(session: Session, process: OwnProcess) -> None:
     seat = session._seat
     fsdp.refuse_old(seat.models.values())
     known = {t.untyped_storage().data_ptr() for t in seat.state.export().tensors.values()}

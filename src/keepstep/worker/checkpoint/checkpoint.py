@@ -23,13 +23,13 @@ from keepstep.model.page import INIT_TICK, late_tick
 from keepstep.worker.checkpoint.files import FORMAT, put
 from keepstep.worker.line import blobs
 from keepstep.worker.state import statefile
-from keepstep.worker.state.rank import Rank
+from keepstep.worker.state.rank import RankFacts
 from keepstep.worker.state.state import StateSet
 from keepstep.worker.vault import vault, vaultfile
 from keepstep.worker.vault.redundancy import Redundancy
 
 
-def write(me: Rank, redundancy: Redundancy, command: m.Checkpoint) -> m.Checkpointed:
+def write(me: RankFacts, redundancy: Redundancy, command: m.Checkpoint) -> m.Checkpointed:
     """The side state comes last: once all ranks' are there, and the manifest, it is complete."""
     directory = Path(command.path)
     directory.mkdir(parents=True, exist_ok=True)
@@ -54,12 +54,14 @@ def write(me: Rank, redundancy: Redundancy, command: m.Checkpoint) -> m.Checkpoi
     return m.Checkpointed(generation=command.generation, path=command.path, bytes_written=written)
 
 
-def _sharded(me: Rank) -> bool:
+def _sharded(me: RankFacts) -> bool:
     everybody = set(range(me.world))
     return any(set(me.replicas.ranks[kind]) != everybody for kind in me.state.classes())
 
 
-def _write_shards(directory: Path, me: Rank, redundancy: Redundancy, command: m.Checkpoint) -> int:
+def _write_shards(
+    directory: Path, me: RankFacts, redundancy: Redundancy, command: m.Checkpoint
+) -> int:
     """Of those that have the same shards, the first one that is left writes."""
     written = 0
     for rank in command.kept:
@@ -81,7 +83,7 @@ def _write_side(
             put(directory / f"rank-{rank}.{kind}", data)
 
 
-def _write_dead(directory: Path, me: Rank, rank: int, command: m.Checkpoint) -> None:
+def _write_dead(directory: Path, me: RankFacts, rank: int, command: m.Checkpoint) -> None:
     token, holders, tick = me.welcome.token, command.dead[rank], command.tick
     init = blobs.fetch(holders, token, rank, INIT_TICK)
     side = blobs.fetch(holders, token, rank, tick, everybody=False) if tick else None
@@ -127,7 +129,7 @@ def _parts_for(path: Path, rank: int, wanted: frozenset[str]) -> list[Path]:
     return chosen
 
 
-def read_vault(directory: str, rank: int) -> tuple[vault.Fetched, str]:
+def read_vault(directory: str, rank: int) -> tuple[vault.FetchedShards, str]:
     """And from where, in words."""
     path = Path(directory) / f"rank-{rank}.vault"
     if not path.exists():

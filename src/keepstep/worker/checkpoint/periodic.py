@@ -71,7 +71,7 @@ from keepstep.model import messages as m
 from keepstep.model.page import INIT_TICK, late_tick
 from keepstep.worker.checkpoint.files import FORMAT, put
 from keepstep.worker.state import codec, shards
-from keepstep.worker.state.rank import Rank
+from keepstep.worker.state.rank import RankFacts
 from keepstep.worker.state.state import StateSet
 from keepstep.worker.state.statefile import DigestMismatch
 from keepstep.worker.state.tensors import describe, memory
@@ -84,7 +84,7 @@ NAMED_MAX = 8  # ranks whose numbers are part of a name
 Shape = tuple[int, ...]
 
 
-class Chunk(msgspec.Struct, frozen=True):
+class FileChunk(msgspec.Struct, frozen=True):
     """A tensor, or one rank's shard of it."""
 
     name: str
@@ -110,10 +110,10 @@ class Chunk(msgspec.Struct, frozen=True):
         )
 
 
-class Piece(msgspec.Struct, frozen=True):
+class FilePiece(msgspec.Struct, frozen=True):
     """A chunk that was written: where, and what it was."""
 
-    chunk: Chunk
+    chunk: FileChunk
     file: str
     at: int
     length: int
@@ -124,23 +124,23 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     tick: int
     version: int
-    needs: dict[str, Chunk]  # name of the rank's tensor -> what it is
-    pieces: list[Piece]
+    needs: dict[str, FileChunk]  # name of the rank's tensor -> what it is
+    pieces: list[FilePiece]
 
 
-class Snapshot:
+class HostSnapshot:
     """A rank's part in host memory."""
 
     def __init__(self, number: int, tick: int, version: int) -> None:
         self.number, self.tick, self.version = number, tick, version
-        self.needs: dict[str, Chunk] = {}
-        self.tensors: dict[MetadataIndex, tuple[Chunk, Tensor]] = {}  # to be written here
+        self.needs: dict[str, FileChunk] = {}
+        self.tensors: dict[MetadataIndex, tuple[FileChunk, Tensor]] = {}  # to be written here
         self.files: dict[str, bytes] = {}  # meta, side, late, init
         self.snapshot_ns = 0
 
 
 _parts: msgspec.msgpack.Decoder[Part] = msgspec.msgpack.Decoder(Part)
-_indexes: msgspec.msgpack.Decoder[list[Piece]] = msgspec.msgpack.Decoder(list[Piece])
+_indexes: msgspec.msgpack.Decoder[list[FilePiece]] = msgspec.msgpack.Decoder(list[FilePiece])
 
 
 # --------------------------------------------------------------------------------------- taking
@@ -152,16 +152,16 @@ def chunk_of(
     described: shards.Spec | None,
     ranks: Sequence[int],
     world: int,
-) -> Chunk:
+) -> FileChunk:
     """`part` is what is here of the tensor, and `ranks` have the same bytes. Tensors of one name
     may differ between ranks (stages of a pipeline): then the ranks are part of the name."""
     dtype, shape = codec.dtype_name(part.dtype), tuple(part.shape)
     found = shards.box(described) if described is not None else None
     if described is not None and found is not None:
         full = prefix(shards.mesh_ranks(described), world) + name
-        return Chunk(full, found[1], found[0], tuple(described[2]), dtype)
+        return FileChunk(full, found[1], found[0], tuple(described[2]), dtype)
     full = prefix(ranks, world) + name
-    return Chunk(full, (0,) * len(shape), shape, shape, dtype)
+    return FileChunk(full, (0,) * len(shape), shape, shape, dtype)
 
 
 def prefix(ranks: Sequence[int], world: int) -> str:
@@ -191,7 +191,7 @@ def owners_of(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[str, int]:
 
 
 class Periodic:
-    def __init__(self, me: Rank, directory: str) -> None:
+    def __init__(self, me: RankFacts, directory: str) -> None:
         self._me = me
         self._directory = Path(directory)
         self._newest = -1  # number
@@ -219,9 +219,9 @@ class Periodic:
         snapshot.snapshot_ns = time.monotonic_ns() - began
         self._writer = _thread(self._write, snapshot)
 
-    def _snapshot(self, number: int) -> Snapshot:
+    def _snapshot(self, number: int) -> HostSnapshot:
         me = self._me
-        snapshot = Snapshot(number, me.tick, me.version)
+        snapshot = HostSnapshot(number, me.tick, me.version)
         exported = me.state.export()
         alike: dict[str, tuple[tuple[int, ...], dict[str, int]]] = {}  # class -> ranks, sizes
         for name, part in exported.tensors.items():
@@ -262,7 +262,7 @@ class Periodic:
 
     # ------------------------------------------------------------------ writing
 
-    def _write(self, snapshot: Snapshot) -> None:
+    def _write(self, snapshot: HostSnapshot) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), PRIORITY)
         me, began = self._me, time.monotonic_ns()
         if self._last is not None and not (self._last / "manifest.json").exists():
@@ -306,7 +306,7 @@ def _thread(work: Callable[..., None], *args: Any) -> threading.Thread:
 
 
 class _Writing(DefaultSavePlanner):
-    def __init__(self, tensors: Mapping[MetadataIndex, tuple[Chunk, Tensor]]) -> None:
+    def __init__(self, tensors: Mapping[MetadataIndex, tuple[FileChunk, Tensor]]) -> None:
         super().__init__()
         self._tensors = tensors
 
@@ -314,7 +314,7 @@ class _Writing(DefaultSavePlanner):
         return self._tensors[write_item.index][1]
 
 
-def write_part(directory: Path, rank: int, snapshot: Snapshot) -> int:
+def write_part(directory: Path, rank: int, snapshot: HostSnapshot) -> int:
     """Returns the bytes of its tensors."""
     writer: Any = FileSystemWriter(directory / "state")
     writer.set_up_storage_writer(False, rank=rank, use_collectives=False)
@@ -327,7 +327,7 @@ def write_part(directory: Path, rank: int, snapshot: Snapshot) -> int:
         chunk, tensor = snapshot.tensors[result.index]
         where: _StorageInfo = result.storage_data
         file, at, length = where.relative_path, where.offset, where.length
-        pieces.append(Piece(chunk, file, at, length, _digest(tensor)))
+        pieces.append(FilePiece(chunk, file, at, length, _digest(tensor)))
     for kind, data in snapshot.files.items():
         put(directory / f"rank-{rank}.{kind}", data)
     part = Part(
@@ -366,7 +366,7 @@ def remove_others(parent: Path, keep: set[str]) -> None:
 
 def seal(directory: Path, number: int, world: int) -> None:
     """Join the parts. A piece that several ranks have written is taken from the first."""
-    pieces: dict[MetadataIndex, Piece] = {}
+    pieces: dict[MetadataIndex, FilePiece] = {}
     parts = []
     for rank in range(world):
         part = _parts.decode((directory / f"rank-{rank}.part").read_bytes())
@@ -396,7 +396,7 @@ def seal(directory: Path, number: int, world: int) -> None:
     put(directory / "manifest.json", json.dumps(manifest, indent=1).encode())
 
 
-def _write_metadata(directory: Path, pieces: Iterable[Piece]) -> None:
+def _write_metadata(directory: Path, pieces: Iterable[FilePiece]) -> None:
     """For PyTorch's own tools."""
     found = list(pieces)
     (plan,), metadata = create_default_global_save_plan(
@@ -445,7 +445,7 @@ def read_state(directory: Path, rank: int, state: StateSet) -> int:
     return sum(places[name].nbytes for name in wanted)
 
 
-def _read_item(chunk: Chunk) -> ReadItem:
+def _read_item(chunk: FileChunk) -> ReadItem:
     index, zero = chunk.index(), torch.Size((0,) * len(chunk.sizes))
     return ReadItem(
         type=LoadItemType.TENSOR,

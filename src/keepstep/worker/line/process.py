@@ -23,7 +23,7 @@ class RankEnvironment:
     master: m.Address
 
 
-class Process:
+class OwnProcess:
     def __init__(self, channel: Channel, page: Page, environment: RankEnvironment) -> None:
         self.channel = channel
         self.page = page

@@ -31,7 +31,7 @@ import xxhash
 from keepstep.errors import UsageError
 from keepstep.worker.device import cuda, digest
 from keepstep.worker.script import values
-from keepstep.worker.script.nodes import Graph, Node
+from keepstep.worker.script.nodes import Graph, VariableNode
 from keepstep.worker.script.records import HostCopy, version_of
 from keepstep.worker.state import codec
 from keepstep.worker.state.inputs import summed, words_of
@@ -46,7 +46,7 @@ COPIED_BYTES_MAX: Final = 16 << 20  # in the first calls, before it is known whe
 BOUND_BYTES_MAX: Final = 32 << 20
 
 
-class Block(Node):
+class Block(VariableNode):
     kind = "block"
 
     def __init__(self, graph: Graph, target: Any, label: str, depth: int) -> None:

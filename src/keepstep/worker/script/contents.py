@@ -13,7 +13,7 @@ import torch
 
 from keepstep.errors import UsageError
 from keepstep.worker.script import iterators, values
-from keepstep.worker.script.nodes import MISSING, OPAQUE, Graph, Node
+from keepstep.worker.script.nodes import MISSING, OPAQUE, Graph, VariableNode
 from keepstep.worker.state import codec
 
 _PLACE: Final = "<place>"
@@ -25,7 +25,7 @@ def _told(key: Any) -> bool:
     return key.__class__ in values.SCALARS
 
 
-class Items(Node):
+class Items(VariableNode):
     """A list, deque, set or dict. Carried whole if all of it is plain; of a dict with other things
     in it, the plain values."""
 
@@ -101,7 +101,7 @@ class Items(Node):
         grown = isinstance(target, list) and isinstance(last, list) and len(target) > len(last)
         if grown and not self.opaque and _same(target[: len(last)], last, self.flat):
             done = len(last)
-        before: dict[Any, Node] = {}
+        before: dict[Any, VariableNode] = {}
         if not done:
             self.opaque, self.flat = False, True
             before, self.children = self.children, {}
@@ -190,7 +190,7 @@ def _same(target: Any, last: Any, flat: bool) -> bool:
         return False
 
 
-class Blob(Node):
+class Blob(VariableNode):
     """A small tensor on the CPU, an array of numpy or of Python, or a bytearray: its bytes."""
 
     kind = "blob"
@@ -259,7 +259,7 @@ def _array(value: Any) -> Any:
     return value.detach().numpy() if isinstance(value, torch.Tensor) else value
 
 
-def alone(blob: Node) -> bool:
+def alone(blob: VariableNode) -> bool:
     """Whether no other tensor or array shares its memory."""
     target = blob.target
     if isinstance(target, torch.Tensor):
@@ -287,7 +287,7 @@ def made(data: Any) -> Any:
     return value.requires_grad_() if data[1] else value
 
 
-class Position(Node):
+class IteratorNode(VariableNode):
     """An iterator; generators that it draws from are frames below it."""
 
     kind = "iterator"

@@ -17,11 +17,11 @@ import torch
 
 from keepstep.worker.script import frames, graph, values
 from keepstep.worker.script.blocks import Block
-from keepstep.worker.script.contents import Blob, Items, Position
+from keepstep.worker.script.contents import Blob, Items, IteratorNode
 from keepstep.worker.script.frame_names import FrameNames
 from keepstep.worker.script.makers import maker_of
 from keepstep.worker.script.namespaces import DictNames, Holder, Names
-from keepstep.worker.script.nodes import LEAF, OPAQUE, Graph, Node, suffix
+from keepstep.worker.script.nodes import LEAF, OPAQUE, Graph, VariableNode, suffix
 from keepstep.worker.script.reads import Reads
 from keepstep.worker.script.torch_names import NetworkNames, OptimizerNames, RegisteredNames
 
@@ -51,9 +51,9 @@ class Discovery(Graph):
         self.reads = Reads()
         self.read: set[int] = set()  # ids of tensors that steps read now
         self.helpers = 0  # nodes in objects of installed packages
-        self._looked_at: list[Node] = []  # without a version: scanned every time
+        self._looked_at: list[VariableNode] = []  # without a version: scanned every time
         self._makers: dict[type, Any] = {}
-        self._packing: Node | None = None
+        self._packing: VariableNode | None = None
 
     # -------------------------------------------------------------- finding
 
@@ -66,7 +66,7 @@ class Discovery(Graph):
         assert isinstance(found, Names)
         return found
 
-    def adopt(self, value: Any, parent: Node, key: Any, label: str = "") -> Any:
+    def adopt(self, value: Any, parent: VariableNode, key: Any, label: str = "") -> Any:
         """A node below `parent`, LEAF, or OPAQUE."""
         kind = value.__class__
         if kind in values.SCALARS:
@@ -115,14 +115,14 @@ class Discovery(Graph):
             self._register(node)
             node.scan(self)
         looping = parent.still or (parent.depth == 0 and key.__class__ is tuple)
-        still = looping and isinstance(node, Position | FrameNames)
+        still = looping and isinstance(node, IteratorNode | FrameNames)
         node.still = still and (node.still or not node.parents)
         node.parents[parent.number, key] = parent
         node.entry = None
         parent.children[key] = node
         return OPAQUE if self._left_alone(node) else node
 
-    def _left_alone(self, node: Node) -> bool:
+    def _left_alone(self, node: VariableNode) -> bool:
         """What names lead here is not carried."""
         if isinstance(node, Block):
             return not node.small and (node.address not in self.read or node.too_large(self))
@@ -142,7 +142,7 @@ class Discovery(Graph):
             return True
         return id(value) not in self.excluded and not self.known(value)
 
-    def _full(self, parent: Node, helps: bool) -> bool:
+    def _full(self, parent: VariableNode, helps: bool) -> bool:
         if parent.depth >= DEPTH_MAX or len(self.nodes) >= NODES_MAX:
             return True
         return helps and self.helpers >= HELPERS_MAX
@@ -180,7 +180,7 @@ class Discovery(Graph):
             return not (value.is_meta or self.known(value) or self.attached(value))
         return not value.dtype.hasobject and bool(value.flags.writeable)
 
-    def _adopt_tuple(self, value: Any, parent: Node, key: Any) -> Any:
+    def _adopt_tuple(self, value: Any, parent: VariableNode, key: Any) -> Any:
         result: Any = LEAF
         for i, item in enumerate(value):
             if item.__class__ in values.SCALARS:
@@ -189,7 +189,7 @@ class Discovery(Graph):
                 result = OPAQUE
         return result
 
-    def _register(self, node: Node) -> None:
+    def _register(self, node: VariableNode) -> None:
         self.nodes[id(node.target)] = node
         versioned = isinstance(node, Items) and isinstance(node.target, dict)
         if not versioned and not isinstance(node, DictNames | Holder):
@@ -197,7 +197,7 @@ class Discovery(Graph):
         if isinstance(node, Blob | Block):
             self.memory.lay(node)
 
-    def release(self, parent: Node, key: Any) -> None:
+    def release(self, parent: VariableNode, key: Any) -> None:
         """The binding is gone; so is the node, if it was the last."""
         child = parent.children.pop(key, None)
         if child is None:
@@ -207,13 +207,13 @@ class Discovery(Graph):
             return
         self.unlink(child, parent, key)
 
-    def unlink(self, child: Node, parent: Node, key: Any) -> None:
+    def unlink(self, child: VariableNode, parent: VariableNode, key: Any) -> None:
         child.parents.pop((parent.number, key), None)
         child.entry = None
         if not child.parents and self.nodes.get(_address(child)) is child:
             self._drop(child)
 
-    def _drop(self, node: Node) -> None:
+    def _drop(self, node: VariableNode) -> None:
         if self.journal is not None:
             node.scan(self)  # it may have changed before it was let go
         self.helpers -= node.helps
@@ -234,7 +234,7 @@ class Discovery(Graph):
         for key in list(node.children):
             self.release(node, key)
 
-    def forget_dead(self, node: Node) -> None:
+    def forget_dead(self, node: VariableNode) -> None:
         """Its object is gone, and nobody has said so."""
         for (_, key), parent in list(node.parents.items()):
             if parent.children.get(key) is node:
@@ -252,7 +252,7 @@ class Discovery(Graph):
     def sweep(self) -> None:
         """Drop what only refers to itself."""
         reached: set[int] = set()
-        todo: list[Node] = list(self.roots.values())
+        todo: list[VariableNode] = list(self.roots.values())
         while todo:
             node = todo.pop()
             if node.number not in reached:
@@ -281,7 +281,7 @@ class Discovery(Graph):
 
     # -------------------------------------------------------------- packing
 
-    def pack(self, value: Any, node: Node) -> Any:
+    def pack(self, value: Any, node: VariableNode) -> Any:
         self._packing = node
         return values.pack(value, self._refer)
 
@@ -301,5 +301,5 @@ def _plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
 
 
-def _address(node: Node) -> int:
+def _address(node: VariableNode) -> int:
     return node.address if isinstance(node, Block) else id(node.target)

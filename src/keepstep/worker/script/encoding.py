@@ -18,7 +18,7 @@ from keepstep.worker.script.blocks import Block
 from keepstep.worker.script.contents import Items
 from keepstep.worker.script.discovery import Discovery
 from keepstep.worker.script.frame_names import FrameNames
-from keepstep.worker.script.nodes import Node
+from keepstep.worker.script.nodes import VariableNode
 
 FORMAT: Final = 3
 
@@ -33,7 +33,7 @@ class _Encoding:
         self._graph = graph
         self._out: list[Any] = []
         self._placed: dict[int, Any] = {}  # number -> entry, kept or new
-        self._new: list[tuple[Node, list[Any]]] = []
+        self._new: list[tuple[VariableNode, list[Any]]] = []
         self._carries = False
 
     def bytes(self) -> bytes:
@@ -68,7 +68,7 @@ class _Encoding:
             group.append(anchor)
         return [node.laid for node in group] if len(group) > 1 else []
 
-    def _suits(self, node: Node) -> tuple[bool, int]:
+    def _suits(self, node: VariableNode) -> tuple[bool, int]:
         """As the one whose memory the newcomer has itself."""
         way = self._way(node)
         return way is not None and not way[2], node.target.nbytes
@@ -80,7 +80,7 @@ class _Encoding:
                 (((_, key), parent),) = node.parents.items()
                 node.entry = parent, key, entry[4], msgspec.Raw(values.encode(entry))
 
-    def _place(self, node: Node) -> Any:
+    def _place(self, node: VariableNode) -> Any:
         """Append it behind its parent; None: no root leads here."""
         placed = self._placed
         if node.number in placed:
@@ -108,7 +108,7 @@ class _Encoding:
             entry[6] = self._raw(node)
         return entry
 
-    def _way(self, node: Node) -> tuple[int, Any, bool] | None:
+    def _way(self, node: VariableNode) -> tuple[int, Any, bool] | None:
         if node.depth == 0:
             if isinstance(node, FrameNames) and node.target is None:
                 return None
@@ -121,7 +121,7 @@ class _Encoding:
                 return parent.number, _plain(key), parent.varies(key)
         return None
 
-    def _raw(self, node: Node) -> Any:
+    def _raw(self, node: VariableNode) -> Any:
         if node.raw is None:
             node.refers = []
             try:

@@ -13,7 +13,7 @@ import numpy
 import torch
 
 from keepstep.worker.script import frames, graph, iterators, values
-from keepstep.worker.script.contents import Blob, Items, Position
+from keepstep.worker.script.contents import Blob, Items, IteratorNode
 from keepstep.worker.script.frame_names import FrameNames
 from keepstep.worker.script.namespaces import (
     ClassNames,
@@ -23,7 +23,7 @@ from keepstep.worker.script.namespaces import (
     Nothing,
     SlotNames,
 )
-from keepstep.worker.script.nodes import LEAF, OPAQUE, Graph, Node
+from keepstep.worker.script.nodes import LEAF, OPAQUE, Graph, VariableNode
 from keepstep.worker.script.torch_names import NetworkNames, OptimizerNames
 
 _BAGS: Final = (types.SimpleNamespace, argparse.Namespace)
@@ -41,7 +41,7 @@ def maker_of(kind: type) -> Any:
     if kind is types.BuiltinFunctionType or kind is numpy.ufunc:
         return values.home_of
     if kind in iterators.KINDS:
-        return Position
+        return IteratorNode
     if issubclass(kind, tuple):
         return tuple
     if values.is_leaf_type(kind) or kind is frozenset:
@@ -67,13 +67,13 @@ def _slotted(kind: type) -> bool:
     return any(vars(base).get("__slots__") for base in kind.__mro__)
 
 
-def _function_maker(graph_: Graph, value: Any, label: str, depth: int) -> Node:
+def _function_maker(graph_: Graph, value: Any, label: str, depth: int) -> VariableNode:
     own = frames.origin(value.__code__.co_filename) != "skipped"
     if value.__dict__ or (own and (value.__closure__ or value.__defaults__)):
         return FunctionNames(graph_, value, label, depth)
     return Nothing(graph_, value, label, depth)
 
 
-def _class_maker(graph_: Graph, value: Any, label: str, depth: int) -> Node:
+def _class_maker(graph_: Graph, value: Any, label: str, depth: int) -> VariableNode:
     kind = ClassNames if graph.user_code(value) else Nothing
     return kind(graph_, value, label, depth)

@@ -21,7 +21,7 @@ import numpy
 import torch
 
 from keepstep.worker.script import graph, values
-from keepstep.worker.script.nodes import LEAF, MISSING, OPAQUE, Graph, Node
+from keepstep.worker.script.nodes import LEAF, MISSING, OPAQUE, Graph, VariableNode
 
 
 class _Gone:
@@ -40,7 +40,7 @@ _SHORT: Final = values.SCALARS | {_Gone}
 _UNSEEN: Final = (array, bytearray, queue.Queue, queue.SimpleQueue, threading.local)
 
 
-class Names(Node):
+class Names(VariableNode):
     """A dict of names: globals of a module, attributes of an object."""
 
     kind = "names"

@@ -49,7 +49,7 @@ OPAQUE: Final = _Missing()
 LEAF: Final = _Missing()
 
 
-class Node:
+class VariableNode:
     kind: ClassVar[str] = ""
     moves: ClassVar[bool] = False  # an iterator or a generator: not held between transactions
 
@@ -58,13 +58,13 @@ class Node:
         self.target = target
         self.label = label
         self.depth = depth
-        self.parents: dict[tuple[int, Any], Node] = {}
-        self.children: dict[Any, Node] = {}
+        self.parents: dict[tuple[int, Any], VariableNode] = {}
+        self.children: dict[Any, VariableNode] = {}
         self.changing = False
         self.late = graph.settled
         self.raw: Any = None  # encoded payload, while it is good
-        self.entry: tuple[Node, Any, bool, Any] | None = None  # and entry, by its only way
-        self.refers: list[Node] = []
+        self.entry: tuple[VariableNode, Any, bool, Any] | None = None  # and entry, by its only way
+        self.refers: list[VariableNode] = []
         self.place: tuple[int, int] | None = None  # of a tensor or array, in memory
         self.laid: list[Any] = []  # and as it is told
         self.helps = False  # of, or in, an object of an installed package (graph.py)
@@ -110,7 +110,7 @@ class Node:
 
 
 @dataclass
-class Told:
+class Notices:
     """What the script is told about its variables, by label."""
 
     omitted: dict[str, None] = field(default_factory=dict)
@@ -126,15 +126,15 @@ class Graph(ABC):
     def __init__(self) -> None:
         self.settled = False  # the script's first transaction has begun
         self.versions = Versions()
-        self.nodes: dict[int, Node] = {}  # by the id of their target
-        self.roots: dict[str, Node] = {}
-        self.journal: dict[Node, Any] | None = None
-        self.fleeting: dict[Node, None] = {}
-        self.left: dict[Node, None] = {}  # containers that change and are not carried
+        self.nodes: dict[int, VariableNode] = {}  # by the id of their target
+        self.roots: dict[str, VariableNode] = {}
+        self.journal: dict[VariableNode, Any] | None = None
+        self.fleeting: dict[VariableNode, None] = {}
+        self.left: dict[VariableNode, None] = {}  # containers that change and are not carried
         self.records = BlockRecords()
-        self.told = Told()
+        self.told = Notices()
         self.deep = True  # contents of blocks are looked at in this call
-        self.carry: dict[Node, None] = {}  # nodes with a payload
+        self.carry: dict[VariableNode, None] = {}  # nodes with a payload
         self.memory = MemoryMap()
         self.changes = 0
         self._number = 0
@@ -144,29 +144,29 @@ class Graph(ABC):
         return self._number
 
     @abstractmethod
-    def adopt(self, value: Any, parent: Node, key: Any, label: str = "") -> Any:
+    def adopt(self, value: Any, parent: VariableNode, key: Any, label: str = "") -> Any:
         """A node below `parent`, LEAF, or OPAQUE."""
 
     @abstractmethod
-    def release(self, parent: Node, key: Any) -> None:
+    def release(self, parent: VariableNode, key: Any) -> None:
         """The binding is gone; so is the node, if it was the last."""
 
     @abstractmethod
-    def unlink(self, child: Node, parent: Node, key: Any) -> None:
+    def unlink(self, child: VariableNode, parent: VariableNode, key: Any) -> None:
         """The child no longer has this parent."""
 
     @abstractmethod
-    def forget_dead(self, node: Node) -> None:
+    def forget_dead(self, node: VariableNode) -> None:
         """Its object is gone, and nobody has said so."""
 
     @abstractmethod
-    def pack(self, value: Any, node: Node) -> Any:
+    def pack(self, value: Any, node: VariableNode) -> Any:
         """A value that the node refers to, as it travels."""
 
     def pack_blob(self, plain: Any, tensor: bool) -> bytes:
         return codec.dumps_inline(torch.from_numpy(plain) if tensor else plain)
 
-    def note(self, node: Node, name: str | None, old: Any) -> None:
+    def note(self, node: VariableNode, name: str | None, old: Any) -> None:
         """The first old value of what changes, for a retry."""
         if self.journal is None:
             return
@@ -175,7 +175,7 @@ class Graph(ABC):
         else:
             self.journal.setdefault(node, {}).setdefault(name, old)
 
-    def touch(self, node: Node) -> None:
+    def touch(self, node: VariableNode) -> None:
         """Its payload has changed."""
         node.raw = node.entry = None
         self.changes += 1

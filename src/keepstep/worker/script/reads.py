@@ -37,15 +37,15 @@ _APPENDING: Final = frozenset({"append", "appendleft", "extend"})  # nothing is 
 Get = Callable[[], Any]
 
 
-class Place(NamedTuple):
+class ReadPlace(NamedTuple):
     label: str
     get: Get
 
 
 class Reads:
     def __init__(self) -> None:
-        self._functions: dict[Any, list[Place]] = {}
-        self._places: dict[str, Place] = {}  # that have held tensors
+        self._functions: dict[Any, list[ReadPlace]] = {}
+        self._places: dict[str, ReadPlace] = {}  # that have held tensors
 
     def begins(self, function: Any, deep: bool) -> None:
         """`deep`: look at all places."""
@@ -79,7 +79,7 @@ def _tensors(value: Any) -> Iterator[Any]:
         yield from (item for item in value if item.__class__ in _TENSORS)
 
 
-def _all_places(function: Any) -> list[Place]:
+def _all_places(function: Any) -> list[ReadPlace]:
     inner = getattr(function, "__func__", function)
     try:
         owner: Get = weakref.ref(getattr(function, "__self__", function))
@@ -91,7 +91,7 @@ def _all_places(function: Any) -> list[Place]:
 
 def _places(
     function: Any, owner: Get, called: str, seen: set[CodeType], depth: int
-) -> Iterator[Place]:
+) -> Iterator[ReadPlace]:
     """`owner`: of a method, which is called `called` where the step begins."""
     code: CodeType = function.__code__
     if code in seen or depth > CALLS_DEPTH_MAX:
@@ -108,7 +108,7 @@ def _places(
             get = _named(function, name)
             base = name, get
             if name not in stored and not appended:
-                yield Place(name, get)
+                yield ReadPlace(name, get)
             yield from _inside(get(), _nobody, "", seen, depth)
             continue
         if opname.startswith("LOAD_FAST") and name == first:
@@ -117,7 +117,7 @@ def _places(
         if base is not None and opname in _ATTRIBUTES:
             label = f"{base[0]}.{name}"
             if label not in stored and not appended:
-                yield Place(label, _attribute(base[1], name))
+                yield ReadPlace(label, _attribute(base[1], name))
             method = getattr(type(base[1]()), name, None)
             yield from _inside(method, base[1], base[0], seen, depth)
         elif base is not None and opname == "STORE_ATTR":
@@ -129,7 +129,7 @@ def _places(
 
 def _inside(
     function: Any, owner: Get, called: str, seen: set[CodeType], depth: int
-) -> Iterator[Place]:
+) -> Iterator[ReadPlace]:
     """Of a function of the script's own that is called, or of a method of its own or a helper's."""
     if not isinstance(function, FunctionType):
         return

@@ -9,11 +9,11 @@ from typing import Any, Final
 from keepstep.errors import UsageError
 from keepstep.worker.script import blocks, contents, sharing, values
 from keepstep.worker.script.blocks import Block
-from keepstep.worker.script.contents import Blob, Items, Position
+from keepstep.worker.script.contents import Blob, Items, IteratorNode
 from keepstep.worker.script.discovery import Discovery
 from keepstep.worker.script.frame_names import FrameNames
 from keepstep.worker.script.namespaces import DictNames, Names, SlotNames
-from keepstep.worker.script.nodes import Node, suffix
+from keepstep.worker.script.nodes import VariableNode, suffix
 from keepstep.worker.script.stack import OPERAND
 
 
@@ -24,7 +24,7 @@ class Restoration:
         self._graph = graph_
         self._lenient = lenient
         self._objects: dict[int, Any] = {}
-        self._nodes: dict[int, Node] = {}
+        self._nodes: dict[int, VariableNode] = {}
         self._taken: set[int] = set()
         self._joined: list[tuple[sharing.Joined, int]] = []
         self._filled: set[int] = set()  # of what is found here
@@ -109,9 +109,9 @@ class Restoration:
         """Its parent is bound anew: it is not found yet, or is made."""
         return parent != 0 and parent not in self._nodes
 
-    def _own(self, kind: str, parent: int, key: Any, about: str) -> Node | None:
+    def _own(self, kind: str, parent: int, key: Any, about: str) -> VariableNode | None:
         if parent == 0:
-            own: Node | None = self._graph.roots.get(key)
+            own: VariableNode | None = self._graph.roots.get(key)
             if isinstance(own, FrameNames) and own.target is None:
                 own = None
         else:
@@ -156,7 +156,7 @@ class Restoration:
             self._graph.touch(node)
 
 
-def _shared(own: Node, about: str) -> bool:
+def _shared(own: VariableNode, about: str) -> bool:
     """Whether it must not be changed in place, because others here may refer to it that refer to
     something else there."""
     if own.kind == "block":
@@ -168,13 +168,13 @@ def _shared(own: Node, about: str) -> bool:
     return sum(not str(key).startswith(OPERAND) for _, key in own.parents) > 1
 
 
-_MAKE: Final[dict[str, Callable[..., Node]]] = {
+_MAKE: Final[dict[str, Callable[..., VariableNode]]] = {
     "items": Items,
     "blob": Blob,
     "block": Block,
     "names": DictNames,
     "slots": SlotNames,
-    "iterator": Position,
+    "iterator": IteratorNode,
 }
 _FUNCTIONS: Final = frozenset({"holder", "function", "class"})
 _MADE: Final = frozenset({"items", "blob", "block", "names", "slots"})

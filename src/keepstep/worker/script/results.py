@@ -41,7 +41,7 @@ FORESEEN_ITEMS_MAX: Final = 16
 NUMBERS = (bool, int, float)
 
 
-class Lost:
+class LostResult:
     """Stands in for a result that could not be carried to this process: whoever uses it is told
     why. A script that does not look at it goes on."""
 
@@ -62,7 +62,7 @@ class Lost:
 _USES = """bool float int len iter next getitem setitem contains call add radd sub rsub mul rmul
 truediv rtruediv lt le gt ge eq ne format index neg abs"""
 for _name in _USES.split():
-    setattr(Lost, f"__{_name}__", Lost._refuse)
+    setattr(LostResult, f"__{_name}__", LostResult._refuse)
 
 
 class LostGradient(torch.Tensor):

@@ -21,7 +21,7 @@ from keepstep.worker.state.rng import torch_state
 _TWISTER_BYTES: Final = 625 * 4
 
 
-class Source(Protocol):
+class StreamSource(Protocol):
     kind: str
 
     def read(self) -> Any: ...
@@ -153,7 +153,7 @@ def process_wide() -> set[int]:
     return found
 
 
-def source(stream: Any) -> Source:
+def source(stream: Any) -> StreamSource:
     if isinstance(stream, torch.Generator):
         return _Torch(stream)
     if isinstance(stream, random.Random):

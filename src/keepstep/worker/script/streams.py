@@ -53,7 +53,7 @@ class Streams:
         self._roots = roots
         self._calls: Counter[str] = Counter()
         self._due = True
-        self._sources: dict[str, sources.Source] = {}
+        self._sources: dict[str, sources.StreamSource] = {}
         self._objects: dict[str, Any] = {}
         self._routes: dict[str, graph.Route] = {}
         self._aliases: dict[str, str] = {}

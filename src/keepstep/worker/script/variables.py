@@ -36,7 +36,7 @@ from keepstep.worker.script.discovery import DEPTH_MAX, Discovery
 from keepstep.worker.script.encoding import FORMAT, encoded
 from keepstep.worker.script.frame_names import FrameNames
 from keepstep.worker.script.namespaces import FunctionNames, ModuleGlobals
-from keepstep.worker.script.nodes import Node
+from keepstep.worker.script.nodes import VariableNode
 from keepstep.worker.script.restoration import Restoration, key_of
 from keepstep.worker.script.stack import collector
 from keepstep.worker.script.torch_names import OptimizerNames
@@ -216,7 +216,7 @@ class Variables:
         nothing."""
         self.begin(stack)
         try:
-            node: Node = self._graph.roots[path[0]]
+            node: VariableNode = self._graph.roots[path[0]]
             for key in path[1:]:
                 node = node.children[key_of(key)]
             return node.target
@@ -297,7 +297,7 @@ def _calls(frame: FrameType, name: str) -> bool:
     return inner is not None and inner.f_code.co_name == name
 
 
-def _path(node: Node) -> list[Any]:
+def _path(node: VariableNode) -> list[Any]:
     path: list[Any] = []
     while node.depth:
         (_, key), parent = next(iter(node.parents.items()), ((0, None), None))

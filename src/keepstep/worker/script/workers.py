@@ -37,7 +37,7 @@ from keepstep.worker.script.streams import Streams
 _encoder = msgspec.msgpack.Encoder()
 
 
-class Fetched(NamedTuple):
+class WorkerBatch(NamedTuple):
     """What a worker sends. A named tuple, because torch pins the memory of its parts."""
 
     data: Any
@@ -45,7 +45,7 @@ class Fetched(NamedTuple):
     state: bytes | None
 
 
-class Kept(NamedTuple):
+class KeptWorkers(NamedTuple):
     """Persistent workers: what another process needs to have them too."""
 
     base_seed: int
@@ -117,12 +117,12 @@ class _Watch:
     def _wrap_fetch(self, kind: Any) -> None:
         original = kind.fetch
 
-        def fetch(fetcher: Any, index: Any) -> Fetched:
+        def fetch(fetcher: Any, index: Any) -> WorkerBatch:
             if self._owed is not None:
                 self._settle(lambda: original(fetcher, index))
             data = original(fetcher, index)
             self._streams.entering("")
-            return Fetched(data, self._worker, self._moved())
+            return WorkerBatch(data, self._worker, self._moved())
 
         kind.fetch = fetch
 
@@ -174,7 +174,7 @@ def _below(parts: dict[str, Any], prefix: str) -> dict[str, Any]:
 # ---------------------------------------------------------------------- in the rank
 
 
-class Record:
+class WorkerRecord:
     """What the workers of one iterator have told, by the number of the batch in its epoch."""
 
     def __init__(self, iterator: Any, base_seed: int, states: dict[int, bytes]) -> None:
@@ -188,7 +188,7 @@ class Record:
 
         def unpacked() -> Any:
             index, data = kind._get_data(self._iterator())
-            if type(data) is Fetched:
+            if type(data) is WorkerBatch:
                 self._told.setdefault(data.worker, []).append((index, data.state))
                 data = data.data
             return index, data
@@ -225,9 +225,9 @@ class Record:
                 del told[0]
 
 
-def record_of(iterator: Any) -> Record | None:
+def record_of(iterator: Any) -> WorkerRecord | None:
     found = getattr(iterator, "__dict__", {}).get("_keepstep_record")
-    return found if isinstance(found, Record) else None
+    return found if isinstance(found, WorkerRecord) else None
 
 
 def is_plain(loader: Any) -> bool:
@@ -262,16 +262,16 @@ def open_iterator(
         loader.__dict__["worker_init_fn"] = own
     if base_seed is not None:
         iterator._base_seed = base_seed
-    iterator._keepstep_record = Record(iterator, iterator._base_seed, states or {})
+    iterator._keepstep_record = WorkerRecord(iterator, iterator._base_seed, states or {})
     return iterator  # type: ignore[no-any-return]
 
 
-def kept(loader: Any) -> Kept | None:
+def kept(loader: Any) -> KeptWorkers | None:
     iterator = loader._iterator
     if iterator is None:
         return None
     record = record_of(iterator)
-    return Kept(iterator._base_seed, record.latest() if record is not None else {})
+    return KeptWorkers(iterator._base_seed, record.latest() if record is not None else {})
 
 
 class Empty:

@@ -20,7 +20,7 @@ from keepstep.worker.state.tensors import describe, identity, memory, on_cpu
 GRADIENT_BYTES_MAX = 256 << 20  # of gradients that travel although none is known to be used again
 
 
-class Registered(Protocol):
+class Registrable(Protocol):
     own: set[int]
 
     def save(self) -> Any: ...
@@ -48,7 +48,7 @@ class Export:
         self,
         models: dict[str, nn.Module],
         optimizers: dict[str, Optimizer],
-        objects: Mapping[str, Registered],
+        objects: Mapping[str, Registrable],
         replicas: Replicas | None = None,
         ddp: Callable[[], Iterable[Any]] = tuple,
         outliving: Callable[[], bool] = bool,

@@ -34,7 +34,7 @@ from keepstep.errors import UsageError
 from keepstep.worker.device import extension
 from keepstep.worker.device.digest import digest
 from keepstep.worker.state import codec, inputs, shards
-from keepstep.worker.state.rank import Rank
+from keepstep.worker.state.rank import RankFacts
 from keepstep.worker.state.tensors import dense, memory, on_cpu
 
 FIRST, EVERY = 3, 1024  # calls of a site in which content is looked at: all of it, three times
@@ -142,7 +142,7 @@ class _Vault(Protocol):
 
 
 class Parameters:
-    def __init__(self, me: Rank, vault: _Vault) -> None:
+    def __init__(self, me: RankFacts, vault: _Vault) -> None:
         self._me = me
         self._vault = vault
         self._samples: _Samples | None = None

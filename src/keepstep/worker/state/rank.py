@@ -10,19 +10,19 @@ import sys
 
 import torch
 
-from keepstep.worker.line.process import Process
+from keepstep.worker.line.process import OwnProcess
 from keepstep.worker.state.cells import Cells
 from keepstep.worker.state.objects import Registered
 from keepstep.worker.state.shards import Replicas
 from keepstep.worker.state.state import StateSet
 
 
-class Rank:
+class RankFacts:
     state: StateSet  # what replicas share; made anew when something is registered
 
     def __init__(
         self,
-        process: Process,
+        process: OwnProcess,
         rank: int,
         world: int,
         models: dict[str, torch.nn.Module],

@@ -57,7 +57,7 @@ class Fetch(Message, frozen=True):
     device: bool = False
 
 
-class Check(Message, frozen=True):
+class ServedCheck(Message, frozen=True):
     names: list[str]
     device: bool = False
 
@@ -71,7 +71,7 @@ class Opened(Message, frozen=True):
     addresses: dict[str, int]  # of tensors that can be read where they are
 
 
-class Fetched(Message, frozen=True):
+class FetchedState(Message, frozen=True):
     sizes: list[int]
 
 
@@ -79,14 +79,14 @@ class Digests(Message, frozen=True):
     digests: list[bytes]
 
 
-class Refused(Message, frozen=True):
+class TransferRefused(Message, frozen=True):
     error: str
 
 
-Request = Open | Fetch | Check
+Request = Open | Fetch | ServedCheck
 
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
-replies = msgspec.msgpack.Decoder(Opened | Fetched | Digests | Refused)
+replies = msgspec.msgpack.Decoder(Opened | FetchedState | Digests | TransferRefused)
 
 
 def send(sock: socket.socket, message: Message) -> None:
@@ -167,7 +167,7 @@ class StateServer:
             raise RemoteProtocolError("a second Open on the same connection")
         unknown = set(request.names) - self._export.tensors.keys()
         if unknown:
-            send(sock, Refused(error=f"unknown tensors {sorted(unknown)[:3]}"))
+            send(sock, TransferRefused(error=f"unknown tensors {sorted(unknown)[:3]}"))
             raise RemoteProtocolError("unknown tensors")
         if request.device and request.names:
             self._serve_device(sock, request, pieces)
@@ -181,12 +181,12 @@ class StateServer:
             request.token.encode(), self._token.encode()
         )
         if not isinstance(request, Open) or not right:
-            send(caller.sock, Refused(error="wrong token"))
+            send(caller.sock, TransferRefused(error="wrong token"))
             return False
         caller.admit()
         caller.sock.settimeout(SILENCE_S * 4)  # a client that waits for another source is silent
         if request.tick != self._tick:
-            send(caller.sock, Refused(error=f"holds tick {self._tick}, not {request.tick}"))
+            send(caller.sock, TransferRefused(error=f"holds tick {self._tick}, not {request.tick}"))
             return False
         addresses = {name: tensor.data_ptr() for name, tensor in self._ready.items()}
         opened = Opened(
@@ -213,7 +213,7 @@ class StateServer:
 
     def _send_tensors(self, sock: socket.socket, names: list[str]) -> None:
         views = [memory(self._tensor(name)) for name in names]
-        send(sock, Fetched(sizes=[len(view) for view in views]))
+        send(sock, FetchedState(sizes=[len(view) for view in views]))
         packed = bytearray()
         for view in views:
             if len(view) < 64 << 10:
@@ -225,16 +225,16 @@ class StateServer:
         sock.sendall(packed)
 
     def _serve_device(
-        self, sock: socket.socket, request: Fetch | Check, known: dict[torch.device, Pieces]
+        self, sock: socket.socket, request: Fetch | ServedCheck, known: dict[torch.device, Pieces]
     ) -> None:
         tensors = [self._export.tensors[name] for name in request.names]
         device = tensors[0].device
         pieces = known[device] = known.get(device) or Pieces(device)
         with pieces.turn():
-            if isinstance(request, Check):
+            if isinstance(request, ServedCheck):
                 digests = [pieces.digest(raw(tensor)) for tensor in tensors]
             else:
-                send(sock, Fetched(sizes=[tensor.nbytes for tensor in tensors]))
+                send(sock, FetchedState(sizes=[tensor.nbytes for tensor in tensors]))
                 block = pieces.block(tensors)
                 digests = [pieces.digest(block)]  # first: what changes on the way is found
                 pieces.send(sock, block)

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from keepstep.errors import UsageError
 from keepstep.worker.state import codec, gradients, shards
-from keepstep.worker.state.export import Export, Registered, flat
+from keepstep.worker.state.export import Export, Registrable, flat
 from keepstep.worker.state.shards import PLAIN, Replicas
 from keepstep.worker.state.tensors import dense
 
@@ -70,7 +70,7 @@ class StateSet(Export):
         self,
         models: dict[str, nn.Module],
         optimizers: dict[str, Optimizer],
-        objects: Mapping[str, Registered],
+        objects: Mapping[str, Registrable],
         replicas: Replicas | None = None,
         ddp: Callable[[], Iterable[Any]] = tuple,
         outliving: Callable[[], bool] = bool,

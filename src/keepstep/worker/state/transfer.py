@@ -32,13 +32,13 @@ from keepstep.worker.line import peers
 from keepstep.worker.state.pieces import Pieces, raw, receive_into
 from keepstep.worker.state.serving import (
     SILENCE_S,
-    Check,
     Digests,
     Fetch,
-    Fetched,
+    FetchedState,
     Open,
     Opened,
-    Refused,
+    ServedCheck,
+    TransferRefused,
     of_one_source,
     read_frame,
     replies,
@@ -113,7 +113,7 @@ class _Link:
 
     def _reply(self, kind: type[Any]) -> Any:
         reply = read_frame(self.sock, replies)
-        if isinstance(reply, Refused):
+        if isinstance(reply, TransferRefused):
             raise SourceRefused(self.rank, f"rank {self.rank} refused the copy: {reply.error}")
         if not isinstance(reply, kind):
             raise RemoteProtocolError(f"rank {self.rank} answered with {type(reply).__name__}")
@@ -126,7 +126,7 @@ class _Link:
         near = [name for name in rest if self.direct and name in addresses]
         far = [name for name in rest if not (self.direct and name in addresses)]
         if near:
-            send(self.sock, Check(names=near))  # hashed there while we copy and hash here
+            send(self.sock, ServedCheck(names=near))  # hashed there while we copy and hash here
             self._agree(near, [self._from_memory(addresses[n], memory(landing[n])) for n in near])
         if far:
             send(self.sock, Fetch(names=far))
@@ -146,7 +146,7 @@ class _Link:
                 )
 
     def digests(self, names: list[str], device: bool) -> list[bytes]:
-        send(self.sock, Check(names=names, device=device))
+        send(self.sock, ServedCheck(names=names, device=device))
         found: list[bytes] = self._reply(Digests).digests
         return found
 
@@ -163,7 +163,7 @@ class _Link:
         return digests
 
     def _announced(self, sizes: list[int]) -> None:
-        fetched: Fetched = self._reply(Fetched)
+        fetched: FetchedState = self._reply(FetchedState)
         if fetched.sizes != sizes:
             raise RemoteProtocolError(f"rank {self.rank} has tensors of other sizes")
 

@@ -36,7 +36,7 @@ import xxhash
 from keepstep.worker.device import digest
 from keepstep.worker.state import codec, shards
 from keepstep.worker.state.inputs import LEAVES_MAX, block, summed
-from keepstep.worker.state.rank import Rank
+from keepstep.worker.state.rank import RankFacts
 from keepstep.worker.state.tensors import memory, on_cpu, plain
 
 PERIOD = 256  # ticks
@@ -101,7 +101,7 @@ class Agreement:
 class Replicated:
     """The rolling hash of what replicas share."""
 
-    def __init__(self, me: Rank, make_own: Callable[[str], None]) -> None:
+    def __init__(self, me: RankFacts, make_own: Callable[[str], None]) -> None:
         self._me = me
         self._make_own = make_own
         self._items: dict[str, _Tensors] = {}  # class -> its tensors, by name

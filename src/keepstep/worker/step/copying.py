@@ -21,7 +21,7 @@ from keepstep.worker.groups import reducers
 from keepstep.worker.line import blobs
 from keepstep.worker.state import codec, transfer
 from keepstep.worker.state.objects import Registered
-from keepstep.worker.step.seat import Seat
+from keepstep.worker.step.seat import LiveRank
 from keepstep.worker.vault import vault
 from keepstep.worker.vault.replay import ShardsMissing
 
@@ -42,7 +42,7 @@ class Inherited:
 
 
 class Copying:
-    def __init__(self, seat: Seat, assign: m.Assign, had: Inherited) -> None:
+    def __init__(self, seat: LiveRank, assign: m.Assign, had: Inherited) -> None:
         self.seat = seat
         self.assign = assign
         self.had = had
@@ -144,7 +144,7 @@ class Copying:
         if version == 0 and seat.natural == seat.process.about["natural"]:
             return "shards as the script builds them, before the first step"
 
-        def fetch() -> tuple[vault.Fetched, str]:
+        def fetch() -> tuple[vault.FetchedShards, str]:
             if copy.checkpoint:
                 return checkpoint.read_vault(copy.checkpoint, seat.rank)
             return seat.redundancy.fetch(seat.rank, copy.holders, version)

@@ -27,12 +27,12 @@ from keepstep.worker.state.witness import EARLY
 from keepstep.worker.step.call import Call
 from keepstep.worker.step.pace import OwnTime
 from keepstep.worker.step.recovery import Recovery, Retry
-from keepstep.worker.step.seat import Seat
+from keepstep.worker.step.seat import LiveRank
 
 
 class Fencing:
     def __init__(
-        self, seat: Seat, recovery: Recovery, call: Call, roll_back: Callable[[], None]
+        self, seat: LiveRank, recovery: Recovery, call: Call, roll_back: Callable[[], None]
     ) -> None:
         self.seat = seat
         self.recovery = recovery

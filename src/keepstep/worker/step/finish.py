@@ -43,7 +43,7 @@ import torch
 from keepstep.errors import UsageError
 from keepstep.worker.device import cuda
 from keepstep.worker.script import frames, sharing, stack, values
-from keepstep.worker.script.results import RESULT_BYTES_MAX, Lost, LostGradient
+from keepstep.worker.script.results import RESULT_BYTES_MAX, LostGradient, LostResult
 from keepstep.worker.state import codec, shards
 
 LATE_BYTES_MAX: Final = 4 << 20  # of a tensor
@@ -398,7 +398,7 @@ class Finishing:
                 lost.append(name)
         for name in lost:
             why = "it is a local variable that cannot be carried to another process"
-            found[name] = Lost(f"{self._site} ({name})", why)
+            found[name] = LostResult(f"{self._site} ({name})", why)
         mine = frames.read(frame)
         for name, value in found.items():
             for one, other in zip(_tensors([value]), _tensors([mine.get(name)])):

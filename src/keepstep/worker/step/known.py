@@ -16,13 +16,13 @@ import torch
 from keepstep.worker.script import sharing
 from keepstep.worker.script.variables import Variables
 from keepstep.worker.state import codec, shards
-from keepstep.worker.state.rank import Rank
+from keepstep.worker.state.rank import RankFacts
 
 ATTACHED: Final = "attached"  # before the name of a weight or buffer
 
 
 class Known:
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: RankFacts) -> None:
         self._rank = rank
         self._variables = Variables(self.knows, self.has_memory_of)
         # What is attached, by id and by the address of its memory. Both may be another's later.

@@ -40,7 +40,7 @@ from keepstep.worker.state import buckets, fsdp, inputs
 from keepstep.worker.step.copying import Copying, Inherited
 from keepstep.worker.step.finish import Finishing, new_behind, with_locals
 from keepstep.worker.step.recovery import Recovery
-from keepstep.worker.step.seat import Seat
+from keepstep.worker.step.seat import LiveRank
 from keepstep.worker.step.transaction import Transactions
 
 NATURAL: dict[str, Any] = {}
@@ -49,7 +49,7 @@ Result = TypeVar("Result")
 
 
 class Newcomer:
-    def __init__(self, seat: Seat, recovery: Recovery, transactions: Transactions) -> None:
+    def __init__(self, seat: LiveRank, recovery: Recovery, transactions: Transactions) -> None:
         assert seat.process.assigned is not None
         self.seat = seat
         self.recovery = recovery
@@ -307,6 +307,6 @@ class Newcomer:
                 if self.seat.state.fingerprint() != self.copying.fingerprint:
                     again = self.copying.copied(ask.command)
                     return again if isinstance(again, m.CopyFailed) else None
-            case asks.Leave():
+            case asks.LeaveJob():
                 self.recovery.leave()
         return None

@@ -16,14 +16,14 @@ from keepstep.model.page import INIT_TICK, late_tick
 from keepstep.worker.line import blobs
 from keepstep.worker.line.ahead import Ahead
 from keepstep.worker.state import codec
-from keepstep.worker.state.rank import Rank
+from keepstep.worker.state.rank import RankFacts
 from keepstep.worker.vault.redundancy import Redundancy
 
 BUDDY_AGAIN_S: Final = 5  # until a lost buddy is tried again, if nobody has named another one
 
 
 class Publisher:
-    def __init__(self, rank: Rank, redundancy: Redundancy) -> None:
+    def __init__(self, rank: RankFacts, redundancy: Redundancy) -> None:
         self._rank = rank
         self._redundancy = redundancy
         self._line = blobs.BuddyLine(rank.welcome.token)

@@ -24,7 +24,7 @@ from keepstep.worker.device import cuda
 from keepstep.worker.groups import groups, reducers
 from keepstep.worker.state.serving import StateServer
 from keepstep.worker.step import faults
-from keepstep.worker.step.seat import Seat
+from keepstep.worker.step.seat import LiveRank
 
 TEXT_CHARS_MAX = 2000
 
@@ -48,7 +48,7 @@ class Finished(BaseException):
 
 
 class Recovery:
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: LiveRank) -> None:
         self.seat = seat
         self.owed_by = ""  # the step or section that COMMIT was decided for
         self._protocol = Recovering(seat, seat.channel.inbox)
@@ -194,7 +194,7 @@ class Recovery:
                 self.seat.redundancy.reconnect()
             case asks.DropStaged():
                 self.seat.stager.discard(ask.below)
-            case asks.Leave():
+            case asks.LeaveJob():
                 self.leave()
         return None
 

@@ -18,7 +18,7 @@ from keepstep.model import messages as m
 from keepstep.worker.device import cuda
 from keepstep.worker.groups import groups, nccl, reducers
 from keepstep.worker.groups.stager import Stager
-from keepstep.worker.line.process import Process
+from keepstep.worker.line.process import OwnProcess
 from keepstep.worker.script.batches import Loop
 from keepstep.worker.script.position import Tracker
 from keepstep.worker.script.rank_streams import RankStreams
@@ -29,7 +29,7 @@ from keepstep.worker.state.flags import Flags
 from keepstep.worker.state.gradients import Gradients
 from keepstep.worker.state.objects import Registered
 from keepstep.worker.state.parameters import Parameters, content
-from keepstep.worker.state.rank import Rank
+from keepstep.worker.state.rank import RankFacts
 from keepstep.worker.state.state import StateSet
 from keepstep.worker.state.witness import Agreement, Replicated
 from keepstep.worker.step.faults import Injector
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from keepstep.worker.checkpoint.periodic import Periodic
 
 
-class Seat(Rank):
+class LiveRank(RankFacts):
     """One attribute for each part of a rank that acts, and no logic of theirs: hence so many."""
 
     def __init__(
         self,
-        process: Process,
+        process: OwnProcess,
         rank: int,
         world: int,
         models: dict[str, torch.nn.Module],

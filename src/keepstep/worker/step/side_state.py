@@ -20,7 +20,7 @@ from keepstep.worker.script.variables import Variables
 from keepstep.worker.state import codec
 from keepstep.worker.state.gradients import Gradients
 from keepstep.worker.state.inputs import Inputs
-from keepstep.worker.state.rank import Rank
+from keepstep.worker.state.rank import RankFacts
 from keepstep.worker.step.finish import Behind
 from keepstep.worker.step.publishing import Publisher
 
@@ -45,7 +45,7 @@ class Parts(NamedTuple):
 
 
 class SideState:
-    def __init__(self, rank: Rank, parts: Parts, publisher: Publisher) -> None:
+    def __init__(self, rank: RankFacts, parts: Parts, publisher: Publisher) -> None:
         self._rank = rank
         self._parts = parts
         self._publisher = publisher

@@ -34,7 +34,7 @@ from keepstep.model import trace as model
 from keepstep.model.messages import WorkerSettings
 from keepstep.worker.state import rng, values
 from keepstep.worker.state.export import flat
-from keepstep.worker.step.seat import Seat
+from keepstep.worker.step.seat import LiveRank
 
 GATE_POLL_S: Final = 0.02
 
@@ -49,7 +49,7 @@ class Trace:
 
     # ------------------------------------------------------------------ called by transactions
 
-    def entry(self, seat: Seat, site: str, step: bool, call: Any) -> None:
+    def entry(self, seat: LiveRank, site: str, step: bool, call: Any) -> None:
         """A transaction is about to begin. Does not return where the rehearsal ends."""
         self._wait_at_gate(seat)
         if step and 0 < self._steps_max <= seat.version:
@@ -61,18 +61,18 @@ class Trace:
         groups["batch"] = _arguments(function, call)
         self._write(seat, "entry", site, step, groups)
 
-    def committed(self, seat: Seat, site: str, step: bool, result: Any) -> None:
+    def committed(self, seat: LiveRank, site: str, step: bool, result: Any) -> None:
         """Before the tick counts on."""
         self._write(seat, "commit", site, step, {"result": values.parts("result", result)})
 
-    def end(self, seat: Seat) -> None:
+    def end(self, seat: LiveRank) -> None:
         groups = self._state(seat, None, None)
         groups["variable"] = values.of_module(self._module)
         self._write(seat, "end", "", False, groups)
 
     # ------------------------------------------------------------------ inside
 
-    def _wait_at_gate(self, seat: Seat) -> None:
+    def _wait_at_gate(self, seat: LiveRank) -> None:
         path = self._folder / model.GATE
         while not seat.aborted():
             try:
@@ -84,7 +84,7 @@ class Trace:
             time.sleep(GATE_POLL_S)
 
     def _state(
-        self, seat: Seat, frame: FrameType | None, function: Any
+        self, seat: LiveRank, frame: FrameType | None, function: Any
     ) -> dict[str, dict[str, str]]:
         plain, streams = values.variables(frame, function)
         exported = seat.state.export().tensors
@@ -109,9 +109,9 @@ class Trace:
         }
 
     def _write(
-        self, seat: Seat, kind: Any, site: str, step: bool, groups: dict[str, dict[str, str]]
+        self, seat: LiveRank, kind: Any, site: str, step: bool, groups: dict[str, dict[str, str]]
     ) -> None:
-        line = model.Line(
+        line = model.TraceLine(
             kind=kind,
             pid=os.getpid(),
             tick=seat.tick,
@@ -137,7 +137,7 @@ def _generators() -> dict[str, str]:
     return {name: xxhash.xxh3_64_hexdigest(repr(value).encode()) for name, value in state.items()}
 
 
-def _hyper(seat: Seat) -> tuple[dict[str, str], dict[str, str]]:
+def _hyper(seat: LiveRank) -> tuple[dict[str, str], dict[str, str]]:
     """(learning rates, whatever else optimizers keep that is no tensor of their state)."""
     rates: dict[str, str] = {}
     others: dict[str, str] = {}
@@ -157,7 +157,7 @@ def _hyper(seat: Seat) -> tuple[dict[str, str], dict[str, str]]:
     return rates, others
 
 
-def _modes(seat: Seat) -> dict[str, str]:
+def _modes(seat: LiveRank) -> dict[str, str]:
     """Which modules train and which parameters are frozen, model by model."""
     found = {}
     for name, module in seat.models.items():
@@ -183,7 +183,7 @@ def _arguments(function: Any, call: Any) -> dict[str, str]:
     return found
 
 
-def _where(seat: Seat) -> list[int]:
+def _where(seat: LiveRank) -> list[int]:
     """Epochs from the outside in, then how many batches the innermost loop has handed out."""
     stack = seat.tracker.stack
     epochs = [level.epoch for level in stack if level.kind == "epochs"]

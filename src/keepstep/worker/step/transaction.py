@@ -29,14 +29,14 @@ from keepstep.worker.step.fencing import Fencing
 from keepstep.worker.step.finish import Finishing
 from keepstep.worker.step.passes import Passes
 from keepstep.worker.step.recovery import Recovery, Retry
-from keepstep.worker.step.seat import Seat
+from keepstep.worker.step.seat import LiveRank
 from keepstep.worker.step.updates import Updates
 
 NAMED_AT, NAMED_EVERY = 4, 64  # steps after which variables that are not carried are named
 
 
 class Transactions:
-    def __init__(self, seat: Seat, recovery: Recovery) -> None:
+    def __init__(self, seat: LiveRank, recovery: Recovery) -> None:
         self.seat = seat
         self.recovery = recovery
         self.call = Call()

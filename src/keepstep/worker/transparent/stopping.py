@@ -25,7 +25,7 @@ MARGIN_FACTOR = 4
 UNEVEN = "the ranks do not call their optimizers equally often"
 
 
-class Stopping:
+class ScriptStopping:
     """One for each generation of process groups."""
 
     def __init__(self, store: Any, rank: int, world: int) -> None:

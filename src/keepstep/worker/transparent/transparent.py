@@ -45,7 +45,7 @@ from keepstep.worker.line.channel import Channel
 from keepstep.worker.line.page import Page
 from keepstep.worker.line.process import RankEnvironment
 from keepstep.worker.transparent import device
-from keepstep.worker.transparent.stopping import Stopping
+from keepstep.worker.transparent.stopping import ScriptStopping
 
 PATIENCE_S = 10.0  # at least, for the others at a goal
 PATIENCE_STEPS = 50
@@ -62,7 +62,7 @@ class Runtime:
         self.steps = 0
         self._pid = os.getpid()
         self._stager = Stager(channel, self._rank, self._world, device.wait_until_back)
-        self._stopping: Stopping | None = None
+        self._stopping: ScriptStopping | None = None
         self._refused = -1  # generation of the last Hold that could not be met
         self._held = False
         self._unwanted_ns = 0  # when it last said that nobody wants it to hold
@@ -160,7 +160,7 @@ class Runtime:
             return False
         if stopping is None:
             store = c10d._get_default_store()
-            stopping = self._stopping = Stopping(store, self._rank, self._world)
+            stopping = self._stopping = ScriptStopping(store, self._rank, self._world)
         stall_s = self._channel.welcome.stall_timeout_ns / 1e9
         patience_s = max(PATIENCE_S, PATIENCE_STEPS * self._median_ns() / 1e9)
         if stopping.reached(self.steps, min(patience_s, stall_s / 2)):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from keepstep.worker.vault.inventory import Inventory
 from keepstep.worker.vault.parity import ParityLine
-from keepstep.worker.vault.staging import Staging
+from keepstep.worker.vault.staging import PinnedStaging
 from keepstep.worker.vault.units import Unit, views
 from keepstep.worker.vault.vault import VaultLine
 
@@ -24,7 +24,7 @@ class Bases:
     def __init__(self, inventory: Inventory, parity: ParityLine | None) -> None:
         self._inventory = inventory
         self._parity = parity
-        self.staging: Staging | None = None  # on a GPU
+        self.staging: PinnedStaging | None = None  # on a GPU
         self._begun = -1  # version whose share was put, but for what is due
         self._due: list[Unit] = []
         self._realign = True  # all ranks put bases at the version that they have now

@@ -11,7 +11,7 @@ import threading
 
 from keepstep.errors import KeepstepError
 from keepstep.model.messages import Address
-from keepstep.worker.state.rank import Rank
+from keepstep.worker.state.rank import RankFacts
 from keepstep.worker.vault import parity, vault
 from keepstep.worker.vault.bases import Bases
 from keepstep.worker.vault.inventory import Inventory
@@ -19,7 +19,7 @@ from keepstep.worker.vault.inventory import Inventory
 
 class Destination:
     def __init__(
-        self, me: Rank, inventory: Inventory, bases: Bases, parity: parity.ParityLine | None
+        self, me: RankFacts, inventory: Inventory, bases: Bases, parity: parity.ParityLine | None
     ) -> None:
         self._me = me
         self._inventory, self._bases, self._parity = inventory, bases, parity

@@ -31,7 +31,7 @@ import torch
 from torch.nn.utils import clip_grad
 
 from keepstep.worker.state import shards
-from keepstep.worker.vault.staging import SCALES_MAX, StagedCopy, Staging
+from keepstep.worker.vault.staging import SCALES_MAX, PinnedStaging, StagedCopy
 from keepstep.worker.vault.units import same_order
 from keepstep.worker.vault.vault import VaultLine
 
@@ -61,7 +61,7 @@ _Current = list[tuple[_Sent, list[torch.Tensor]]]
 
 
 class Early:
-    def __init__(self, staging: Staging) -> None:
+    def __init__(self, staging: PinnedStaging) -> None:
         self.staging = staging
         self._line: VaultLine | None = None  # open for puts
         self._version = -1
@@ -242,7 +242,7 @@ def _last(gathered: _Sent) -> torch.Tensor:
     return next(reversed(gathered.parts.values()))
 
 
-def _unchanged(staging: Staging, line: VaultLine, sent: _Sent) -> bool:
+def _unchanged(staging: PinnedStaging, line: VaultLine, sent: _Sent) -> bool:
     assert sent.copy is not None
     chain: list[Any] = [staging.copy_fingerprint(line, sent.copy)]
     chain += map(staging.fingerprint_at, sent.fingerprints)

@@ -20,13 +20,13 @@ from keepstep.errors import UsageError
 from keepstep.worker.device import cuda
 from keepstep.worker.state import codec, shards
 from keepstep.worker.state.export import flat
-from keepstep.worker.state.rank import Rank
+from keepstep.worker.state.rank import RankFacts
 from keepstep.worker.vault import vault
 from keepstep.worker.vault.units import Unit, described, part_of, view, views
 
 
 class Inventory:
-    def __init__(self, me: Rank) -> None:
+    def __init__(self, me: RankFacts) -> None:
         self._me = me
         self.mode = me.welcome.settings.redundancy
         self.units: list[Unit] = []

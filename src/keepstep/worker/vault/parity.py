@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from keepstep.errors import KeepstepError
 from keepstep.model import messages as m
 from keepstep.model import vault as v
-from keepstep.worker.state.rank import Rank
+from keepstep.worker.state.rank import RankFacts
 from keepstep.worker.vault.lane import View
 from keepstep.worker.vault.vault import Ticket, VaultLine, forget
 
@@ -26,7 +26,7 @@ from keepstep.worker.vault.vault import Ticket, VaultLine, forget
 class ParityLine:
     """To the holder of the parity, whoever that is at present."""
 
-    def __init__(self, me: Rank) -> None:
+    def __init__(self, me: RankFacts) -> None:
         self._me = me
         self._line: VaultLine | None = None
         self._common = -1  # version of the last bases that all members put; -1: nothing is kept

@@ -19,7 +19,7 @@ from keepstep.model import vault as v
 from keepstep.model.messages import Address
 from keepstep.worker.state.statefile import DigestMismatch
 from keepstep.worker.vault.lane import VaultLacks, View, raise_refusal
-from keepstep.worker.vault.vault import Fetched, asking, fetch
+from keepstep.worker.vault.vault import FetchedShards, asking, fetch
 
 
 class NotRebuilt(PermanentError):
@@ -35,7 +35,9 @@ class _Cell:
     data: memoryview
 
 
-def rebuild(holders: Sequence[Address], token: str, rank: int, version: int) -> tuple[Fetched, str]:
+def rebuild(
+    holders: Sequence[Address], token: str, rank: int, version: int
+) -> tuple[FetchedShards, str]:
     """What `rank` had in the vault that was lost, and how, in words. Raises NotRebuilt, or OSError
     if somebody did not answer who might have made it possible."""
     why, silent = f"no parity that rank {rank} has a part in is kept", ""
@@ -117,7 +119,7 @@ def _take_out(
 
 def _from_vault(
     holders: Sequence[Address], token: str, rank: int, version: int, base: int
-) -> Fetched:
+) -> FetchedShards:
     why: Exception = VaultLacks(f"no vault has anything of rank {rank}")
     for holder in holders:
         try:
@@ -130,7 +132,7 @@ def _from_vault(
     raise why
 
 
-def _bytes_of(fetched: Fetched, kind: v.Kind, version: int, unit: int) -> Sequence[View]:
+def _bytes_of(fetched: FetchedShards, kind: v.Kind, version: int, unit: int) -> Sequence[View]:
     if kind == "note":
         return [fetched.notes[version]] if version in fetched.notes else []
     if unit not in fetched.units:
@@ -142,7 +144,7 @@ def _bytes_of(fetched: Fetched, kind: v.Kind, version: int, unit: int) -> Sequen
     return [] if gradient is None else [gradient]
 
 
-def _assembled(layout: bytes, rank: int, cells: dict[_Key, _Cell]) -> Fetched:
+def _assembled(layout: bytes, rank: int, cells: dict[_Key, _Cell]) -> FetchedShards:
     """What is left is the lost member's; its digests are on record."""
     units: dict[int, tuple[int, list[memoryview], dict[int, memoryview | None]]] = {}
     notes: dict[int, bytes] = {}
@@ -165,4 +167,4 @@ def _assembled(layout: bytes, rank: int, cells: dict[_Key, _Cell]) -> Fetched:
             else:
                 units[part.unit][2][version] = views[0] if views else None
         total += start
-    return Fetched(layout, units, notes, total)
+    return FetchedShards(layout, units, notes, total)

@@ -34,14 +34,14 @@ from keepstep.errors import UsageError
 from keepstep.model.messages import Address
 from keepstep.worker.device import cuda
 from keepstep.worker.state import codec, shards
-from keepstep.worker.state.rank import Rank
+from keepstep.worker.state.rank import RankFacts
 from keepstep.worker.vault import replay, vault
 from keepstep.worker.vault.bases import Bases
 from keepstep.worker.vault.destination import Destination
 from keepstep.worker.vault.early import Early, same_kind, watch_clipping
 from keepstep.worker.vault.inventory import Inventory
 from keepstep.worker.vault.parity import ParityLine
-from keepstep.worker.vault.staging import Staging, fingerprint
+from keepstep.worker.vault.staging import PinnedStaging, fingerprint
 from keepstep.worker.vault.units import Unit, in_order, view
 
 NOTED_BYTES = 1 << 30  # in a piece: msgpack knows none of 4 GiB
@@ -58,7 +58,7 @@ class _Unconfirmed:
 
 
 class Redundancy:
-    def __init__(self, me: Rank) -> None:
+    def __init__(self, me: RankFacts) -> None:
         self._me = me
         self.inventory = Inventory(me)
         self._parity = ParityLine(me) if self.inventory.mode == "parity" else None
@@ -114,7 +114,7 @@ class Redundancy:
             staging = None
         if staging is None and home is not None and gradients:
             try:
-                staging = Staging(home, gradients, room, readers)
+                staging = PinnedStaging(home, gradients, room, readers)
             except RuntimeError as error:  # everything works without, only slower
                 print(f"keepstep: copies to the vault are waited for: {error}", file=sys.stderr)
         self._bases.staging = staging
@@ -281,7 +281,7 @@ class Redundancy:
         _ask(done, early.scales, instead)
 
     def _correct(
-        self, staging: Staging, done: _Unconfirmed, unit: int, let_go: Callable[[], None]
+        self, staging: PinnedStaging, done: _Unconfirmed, unit: int, let_go: Callable[[], None]
     ) -> dict[int, list[bytes] | None]:
         """Gives what the note has to say of it."""
         gradient, line, version = done.gradients[unit], done.line, done.version
@@ -323,7 +323,7 @@ class Redundancy:
         missing: frozenset[str],
         version: int,
         updated: list[str],
-        fetch: Callable[[], tuple[vault.Fetched, str]],
+        fetch: Callable[[], tuple[vault.FetchedShards, str]],
     ) -> str:
         """Bring everything to `version`; how, in words. Raises ShardsMissing, and what `fetch`
         raises."""
@@ -331,7 +331,9 @@ class Redundancy:
         self.updated = updated
         return how
 
-    def fetch(self, rank: int, holders: list[Address], version: int) -> tuple[vault.Fetched, str]:
+    def fetch(
+        self, rank: int, holders: list[Address], version: int
+    ) -> tuple[vault.FetchedShards, str]:
         """What was kept for a rank, and where, in words. Raises ShardsMissing, or
         blobs.HoldersUnreachable when somebody who may have it did not answer."""
         token, parity = self._me.welcome.token, self._parity is not None
@@ -345,7 +347,7 @@ def _ask(done: _Unconfirmed, scales: list[Any], instead: dict[int, list[bytes] |
     done.line.ask(done.version)
 
 
-def _update(me: Rank, updating: bool, before: list[str]) -> bytes:
+def _update(me: RankFacts, updating: bool, before: list[str]) -> bytes:
     """What the update of this step will be made with, and which optimizers made the last."""
     hyper = {
         name: [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]

@@ -15,7 +15,7 @@ from keepstep.errors import PermanentError
 from keepstep.model.messages import Address
 from keepstep.worker.line import blobs
 from keepstep.worker.state import codec, shards
-from keepstep.worker.state.rank import Rank
+from keepstep.worker.state.rank import RankFacts
 from keepstep.worker.state.state import set_hyper
 from keepstep.worker.vault import lane, rebuild, vault
 from keepstep.worker.vault.early import multiply
@@ -29,7 +29,7 @@ class ShardsMissing(PermanentError):
 
 def fetch(
     token: str, rank: int, holders: list[Address], version: int, *, parity: bool
-) -> tuple[vault.Fetched, str]:
+) -> tuple[vault.FetchedShards, str]:
     """What was kept for a rank, and where, in words. Raises ShardsMissing, or
     blobs.HoldersUnreachable when somebody who may have it did not answer."""
     silent: list[str] = []
@@ -55,12 +55,12 @@ def fetch(
 
 
 def restore(
-    me: Rank,
+    me: RankFacts,
     inventory: Inventory,
     missing: frozenset[str],
     version: int,
     updated: list[str],
-    fetch: Callable[[], tuple[vault.Fetched, str]],
+    fetch: Callable[[], tuple[vault.FetchedShards, str]],
 ) -> str:
     """Bring everything to `version`; how, in words. Raises ShardsMissing, and what `fetch`
     raises."""
@@ -72,19 +72,19 @@ def restore(
     fetched, where = fetch()
     if not fetched.layout.startswith(inventory.content):
         raise ShardsMissing("the vault holds another layout than this process has built")
-    steps = version - Replay(me, units).run(fetched, version, updated)
+    steps = version - UpdateReplay(me, units).run(fetched, version, updated)
     return (
         f"{fetched.bytes} bytes of {len(units)} units from {where} "
         f"(up to {steps} step{'s' if steps != 1 else ''} replayed)"
     )
 
 
-class Replay:
-    def __init__(self, me: Rank, units: list[Unit]) -> None:
+class UpdateReplay:
+    def __init__(self, me: RankFacts, units: list[Unit]) -> None:
         self._me = me
         self._units = units
 
-    def run(self, fetched: vault.Fetched, version: int, updated: list[str]) -> int:
+    def run(self, fetched: vault.FetchedShards, version: int, updated: list[str]) -> int:
         """Gives the version of the oldest base."""
         me = self._me
         optimizers = me.optimizers

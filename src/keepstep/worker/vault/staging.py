@@ -50,7 +50,7 @@ class StagedCopy:
     fingerprints: list[Future[Fingerprint]] = field(default_factory=list)  # of its pieces
 
 
-class Staging:
+class PinnedStaging:
     """Copies gradients and bases of one device, and compares gradients with their copies."""
 
     def __init__(

@@ -283,7 +283,7 @@ def _flat(data: View) -> memoryview:
 
 
 @dataclass(frozen=True)
-class Fetched:
+class FetchedShards:
     layout: bytes
     # unit or slice -> version of its base, its tensors, and the gradient of each step from there on
     units: dict[int, tuple[int, list[memoryview], dict[int, memoryview | None]]]
@@ -321,7 +321,7 @@ class Whole:
     log: dict[int, list[memoryview] | None]
 
 
-def fetch(address: Address, token: str, rank: int, version: int, base: int = -1) -> Fetched:
+def fetch(address: Address, token: str, rank: int, version: int, base: int = -1) -> FetchedShards:
     """What brings all units of `rank` to `version`, with bases of version `base` if that is given.
     Raises OSError, VaultLacks, DigestMismatch."""
     ask = v.VaultFetch(token=token, rank=rank, version=version, base=base)
@@ -336,7 +336,7 @@ def fetch(address: Address, token: str, rank: int, version: int, base: int = -1)
                 step: bytes(landed.take(size, digest, f"note {step}"))
                 for step, size, digest in reply.notes
             }
-        return Fetched(reply.layout, units, notes, landed.total)
+        return FetchedShards(reply.layout, units, notes, landed.total)
 
 
 def _unit(

@@ -13,7 +13,7 @@ import msgspec
 import xxhash
 
 from keepstep.worker.state.statefile import read_header, read_part, write_parts
-from keepstep.worker.vault.vault import Fetched
+from keepstep.worker.vault.vault import FetchedShards
 
 _MAGIC = b"KSVAULT2"
 
@@ -40,7 +40,7 @@ def _part(view: memoryview | bytes) -> _Part:
     return _Part(len(view), xxhash.xxh3_128_digest(view))
 
 
-def write(path: Path, fetched: Fetched) -> int:
+def write(path: Path, fetched: FetchedShards) -> int:
     units, views = [], list[memoryview | bytes]()
     for index, (version, tensors, log) in fetched.units.items():
         given = [(step, None if view is None else _part(view)) for step, view in log.items()]
@@ -52,7 +52,7 @@ def write(path: Path, fetched: Fetched) -> int:
     return write_parts(path, _MAGIC, msgspec.msgpack.encode(header), views)
 
 
-def read(path: Path) -> Fetched:
+def read(path: Path) -> FetchedShards:
     total = 0
     with path.open("rb") as file:
         header = read_header(file, _MAGIC, _Header)
@@ -73,4 +73,4 @@ def read(path: Path) -> Fetched:
             }
             units[unit.index] = (unit.version, tensors, log)
         notes = {step: bytes(take(part, f"note {step}")) for step, part in header.notes}
-    return Fetched(header.layout, units, notes, total)
+    return FetchedShards(header.layout, units, notes, total)
