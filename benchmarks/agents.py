@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from keepstep.core.orchestrator import EVERY_NODE, Core, Outcome
+from keepstep.model import agent_messages, commands
 from keepstep.model import messages as m
 from keepstep.model.job import (
     AgentJoined,
@@ -67,8 +68,8 @@ class Node:
     index: int
     processes: dict[str, Process] = field(default_factory=dict)
 
-    def hello(self, token: str = "") -> m.Hello:
-        return m.Hello(
+    def hello(self, token: str = "") -> agent_messages.Hello:
+        return agent_messages.Hello(
             protocol=m.PROTOCOL,
             token=token,
             job="scale",
@@ -79,12 +80,12 @@ class Node:
             slots=SLOTS,
         )
 
-    def progress(self) -> m.Progress:
+    def progress(self) -> agent_messages.Progress:
         for process in self.processes.values():
             process.tick += process.rank >= 0
-        return m.Progress(
+        return agent_messages.Progress(
             workers=[
-                m.WorkerState(
+                agent_messages.WorkerState(
                     worker=p.id,
                     slot=p.slot,
                     pid=p.slot + 1,
@@ -99,32 +100,36 @@ class Node:
             ]
         )
 
-    def die(self, process: Process, code: int) -> list[m.AgentMessage]:
+    def die(self, process: Process, code: int) -> list[agent_messages.AgentMessage]:
         if self.processes.pop(process.id, None) is None:
             return []
-        return [m.WorkerExited(worker=process.id, rank=process.rank, code=code, tail="")]
+        return [
+            agent_messages.WorkerExited(worker=process.id, rank=process.rank, code=code, tail="")
+        ]
 
-    def meant(self, command: m.AgentCommand) -> list[Process]:
+    def meant(self, command: agent_messages.AgentCommand) -> list[Process]:
         """The processes that a Tell or TellRanks is for."""
-        if isinstance(command, m.Tell):
+        if isinstance(command, agent_messages.Tell):
             return [p for p in self.processes.values() if p.id == command.worker]
-        if isinstance(command, m.TellRanks):
+        if isinstance(command, agent_messages.TellRanks):
             ranks = [p for p in self.processes.values() if p.rank >= 0]
             return [p for p in ranks if p.id not in command.besides]
         return []
 
-    def take(self, command: m.AgentCommand) -> list[m.AgentMessage]:
+    def take(self, command: agent_messages.AgentCommand) -> list[agent_messages.AgentMessage]:
         """Carry out one command; what there is to say about it."""
-        if isinstance(command, m.Tell):
+        if isinstance(command, agent_messages.Tell):
             process = self.processes.get(command.worker)
             return [] if process is None else self._told(process, command.command)
-        if isinstance(command, m.TellRanks):
+        if isinstance(command, agent_messages.TellRanks):
             told = self.meant(command)
             return _gathered([said for p in told for said in self._told(p, command.command)])
-        if isinstance(command, m.StartWorker):
+        if isinstance(command, agent_messages.StartWorker):
             process = Process(command.worker, command.slot, command.rank, command.generation)
             self.processes[process.id] = process
-            started = m.WorkerStarted(worker=process.id, slot=process.slot, pid=process.slot + 1)
+            started = agent_messages.WorkerStarted(
+                worker=process.id, slot=process.slot, pid=process.slot + 1
+            )
             first: m.WorkerMessage = m.Parked(where="train.py:1", warm_ns=1)
             if command.rank >= 0:
                 first = m.Attached(
@@ -135,49 +140,51 @@ class Node:
                     redundant=True,
                 )
             return [started, _said(process, first)]
-        if isinstance(command, m.KillWorker):
+        if isinstance(command, agent_messages.KillWorker):
             process = self.processes.get(command.worker)
             return [] if process is None else self.die(process, -9)
-        if isinstance(command, m.OpenStore):
-            return [m.StoreOpened(generation=command.generation, store=SERVE)]
+        if isinstance(command, agent_messages.OpenStore):
+            return [agent_messages.StoreOpened(generation=command.generation, store=SERVE)]
         return []
 
-    def _told(self, process: Process, command: m.WorkerCommand) -> list[m.AgentMessage]:
-        if isinstance(command, m.Leave):
+    def _told(
+        self, process: Process, command: commands.WorkerCommand
+    ) -> list[agent_messages.AgentMessage]:
+        if isinstance(command, commands.Leave):
             return self.die(process, 0)
         return [_said(process, answer) for answer in _answers(process, command)]
 
 
-def _gathered(answers: list[m.AgentMessage]) -> list[m.AgentMessage]:
+def _gathered(answers: list[agent_messages.AgentMessage]) -> list[agent_messages.AgentMessage]:
     """Ranks that answer together are heard together, once for each kind of answer."""
-    kinds: dict[type, list[m.WorkerSaid]] = {}
+    kinds: dict[type, list[agent_messages.WorkerSaid]] = {}
     for one in answers:
-        assert isinstance(one, m.WorkerSaid)
+        assert isinstance(one, agent_messages.WorkerSaid)
         kinds.setdefault(type(one.said), []).append(one)
-    return [m.WorkersSaid(said=said) for said in kinds.values()]
+    return [agent_messages.WorkersSaid(said=said) for said in kinds.values()]
 
 
-def _said(process: Process, said: m.WorkerMessage) -> m.WorkerSaid:
-    return m.WorkerSaid(worker=process.id, rank=process.rank, said=said)
+def _said(process: Process, said: m.WorkerMessage) -> agent_messages.WorkerSaid:
+    return agent_messages.WorkerSaid(worker=process.id, rank=process.rank, said=said)
 
 
-def _answers(process: Process, command: m.WorkerCommand) -> list[m.WorkerMessage]:
+def _answers(process: Process, command: commands.WorkerCommand) -> list[m.WorkerMessage]:
     generation: int = getattr(command, "generation", 0)
-    if isinstance(command, m.Assign):
+    if isinstance(command, commands.Assign):
         process.rank, process.joining = command.rank, True
         return [m.Arrived(generation=generation)]
-    if isinstance(command, m.Position):
+    if isinstance(command, commands.Position):
         return [m.Ready(generation=generation, arrived_ns=1, warm_ns=1)]
-    if isinstance(command, m.Abort):
+    if isinstance(command, commands.Abort):
         report = m.Report(
             generation=generation, tick=TICK, version=TICK, in_fence=False, computing=True
         )
         return [] if process.joining else [report]
-    if isinstance(command, m.Stage):
+    if isinstance(command, commands.Stage):
         return [m.Staged(generation=generation)]
-    if isinstance(command, m.Decide | m.Hold):
+    if isinstance(command, commands.Decide | commands.Hold):
         return [m.Held(generation=generation, tick=TICK, version=TICK, serve=SERVE, pid=1)]
-    if isinstance(command, m.Copy):
+    if isinstance(command, commands.Copy):
         copied = m.Copied(
             generation=generation,
             tick=command.tick,
@@ -187,7 +194,7 @@ def _answers(process: Process, command: m.WorkerCommand) -> list[m.WorkerMessage
             side_state="own-agent",
         )
         return [copied]
-    if isinstance(command, m.Swap):
+    if isinstance(command, commands.Swap):
         process.generation, process.joining = generation, False
         resumed = m.Resumed(
             generation=generation,
@@ -254,10 +261,14 @@ class Cluster:
         there = self.now + DELAY_NS
         for send in outcome.sends:
             command = send.command
-            told = command.command if isinstance(command, m.Tell | m.TellRanks) else None
-            if isinstance(told, m.Hold | m.Abort) and self.stood_at is None:
+            told = (
+                command.command
+                if isinstance(command, agent_messages.Tell | agent_messages.TellRanks)
+                else None
+            )
+            if isinstance(told, commands.Hold | commands.Abort) and self.stood_at is None:
                 self.stood_at = there
-            elif isinstance(told, m.Swap):
+            elif isinstance(told, commands.Swap):
                 self.went_on_at = there
             nodes = list(self.nodes) if send.node == EVERY_NODE else [send.node]
             self.commands += len(nodes)

@@ -20,7 +20,7 @@ import psutil
 
 from benchmarks.agents import SLOTS, SPARES, Node, spec_of
 from keepstep.adapters.transport.stream import Stream, StreamClosed, connect
-from keepstep.model import messages as m
+from keepstep.model import agent_messages, commands
 from keepstep.orchestrator import registry
 
 CONNECTING_MAX = 64
@@ -41,9 +41,9 @@ class Streams:
         self.swaps = 0
         self.parked = 0
         self.planned_at: float | None = None  # first command of a plan since it was set to None
-        self._streams: dict[str, Stream[m.AgentCommand]] = {}
-        self._decoder: msgspec.msgpack.Decoder[m.AgentCommand]
-        self._decoder = msgspec.msgpack.Decoder(m.AgentCommand)
+        self._streams: dict[str, Stream[agent_messages.AgentCommand]] = {}
+        self._decoder: msgspec.msgpack.Decoder[agent_messages.AgentCommand]
+        self._decoder = msgspec.msgpack.Decoder(agent_messages.AgentCommand)
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -55,7 +55,7 @@ class Streams:
                 stream = await connect(self.entry.stream, self._decoder, timeout_s=60)
                 stream.send(node.hello(self.entry.token))
                 accepted = await stream.receive()
-                assert isinstance(accepted, m.Accepted), accepted
+                assert isinstance(accepted, agent_messages.Accepted), accepted
             self._streams[node.name] = stream
             self._tasks.append(asyncio.create_task(self._listen(node, stream)))
 
@@ -74,21 +74,27 @@ class Streams:
                 self._changed.clear()
                 await self._changed.wait()
 
-    def say(self, node: Node, messages: list[m.AgentMessage]) -> None:
+    def say(self, node: Node, messages: list[agent_messages.AgentMessage]) -> None:
         for message in messages:
             self._streams[node.name].send(message)
         self.sent += len(messages)
 
-    async def _listen(self, node: Node, stream: Stream[m.AgentCommand]) -> None:
+    async def _listen(self, node: Node, stream: Stream[agent_messages.AgentCommand]) -> None:
         with contextlib.suppress(StreamClosed):
             while True:
                 command = await stream.receive()
                 self.received += 1
-                told = command.command if isinstance(command, m.Tell | m.TellRanks) else command
-                if self.planned_at is None and isinstance(told, m.Abort | m.OpenStore):
+                told = (
+                    command.command
+                    if isinstance(command, agent_messages.Tell | agent_messages.TellRanks)
+                    else command
+                )
+                if self.planned_at is None and isinstance(
+                    told, commands.Abort | agent_messages.OpenStore
+                ):
                     self.planned_at = time.monotonic()
-                self.swaps += len(node.meant(command)) if isinstance(told, m.Swap) else 0
-                self.parked += isinstance(told, m.StartWorker) and told.rank < 0
+                self.swaps += len(node.meant(command)) if isinstance(told, commands.Swap) else 0
+                self.parked += isinstance(told, agent_messages.StartWorker) and told.rank < 0
                 self.say(node, node.take(command))
                 self._changed.set()
 

@@ -28,7 +28,8 @@ import torch
 from torch import nn
 
 from benchmarks import report
-from keepstep.model.messages import Address, Source
+from keepstep.model.commands import Source
+from keepstep.model.messages import Address
 from keepstep.worker.state import transfer
 from keepstep.worker.state.serving import StateServer
 from keepstep.worker.state.state import StateSet

@@ -18,9 +18,10 @@ from typing import Any
 
 from keepstep.adapters.store.sqlite import SqliteLedger
 from keepstep.cli.main import main
+from keepstep.core.facts import Attempt, Worker
 from keepstep.core.migration import sources_for
 from keepstep.core.orchestrator import Core, Outcome
-from keepstep.core.state import Attempt, Job, Worker
+from keepstep.core.state import Job
 from keepstep.model.job import CoreInput
 from keepstep.model.records import Committed, Record
 

@@ -15,6 +15,7 @@ import msgspec
 
 from keepstep.agent import keeper
 from keepstep.agent.processes import Order
+from keepstep.model import agent_messages, commands
 from keepstep.model import messages as m
 from tests.support.agents import (
     DEADLINE_S,
@@ -56,13 +57,13 @@ class KeptNode(Node):
             env={**os.environ, "KEEPSTEP_TOKEN": token},
         )
 
-    async def again(self) -> m.Hello:
+    async def again(self) -> agent_messages.Hello:
         """Kill the agent and start another."""
         self.process.kill()
         self.process.communicate()
         self.orchestrator.heard.clear()
         self.launch()
-        return await self.orchestrator.expect(m.Hello)
+        return await self.orchestrator.expect(agent_messages.Hello)
 
 
 @contextlib.asynccontextmanager
@@ -72,7 +73,7 @@ async def kept(tmp_path: Path, lease_s: float = 20.0) -> AsyncIterator[KeptNode]
     try:
         await until(lambda: keeper.living(it.folder), "the keeper")
         it.launch()
-        it.hello = await it.orchestrator.expect(m.Hello)
+        it.hello = await it.orchestrator.expect(agent_messages.Hello)
         yield it
     finally:
         it.process.kill()
@@ -93,14 +94,16 @@ def test_a_restarted_agent_finds_its_workers_and_they_do_not_notice(tmp_path: Pa
             assert hello.session == n.keeper.pid and hello.pid == n.process.pid
             told = [(w.worker, w.slot, w.rank, w.pid) for w in hello.workers]
             assert told == [("w0", 0, 3, first), ("w1", 1, -1, second)]
-            n.orchestrator.tell("w0", m.Hold(generation=7))
-            said = await n.orchestrator.expect(m.WorkerSaid, worker="w0")
+            n.orchestrator.tell("w0", commands.Hold(generation=7))
+            said = await n.orchestrator.expect(agent_messages.WorkerSaid, worker="w0")
             assert said.said == m.Swapped(generation=7, swap_ns=1)
             # A standby that became a rank is one for the next agent, too.
-            assign = m.Assign(rank=5, generation=1, master=m.Address("127.0.0.1", 1), buddy=None)
+            assign = commands.Assign(
+                rank=5, generation=1, master=m.Address("127.0.0.1", 1), buddy=None
+            )
             n.orchestrator.tell("w1", assign)
-            n.orchestrator.tell("w1", m.Hold(generation=1))
-            await n.orchestrator.expect(m.WorkerSaid, worker="w1")
+            n.orchestrator.tell("w1", commands.Hold(generation=1))
+            await n.orchestrator.expect(agent_messages.WorkerSaid, worker="w1")
             hello = await n.again()
             assert [(w.worker, w.rank) for w in hello.workers] == [("w0", 3), ("w1", 5)]
 
@@ -113,7 +116,7 @@ def test_exits_are_told_with_their_codes_also_to_the_next_agent(tmp_path: Path) 
             pid, _ = await n.start_up("w0", "echo", rank=0)
             other, _ = await n.start_up("w1", "echo", rank=1, slot=1)
             os.kill(pid, signal.SIGTERM)
-            exited = await n.orchestrator.expect(m.WorkerExited, worker="w0")
+            exited = await n.orchestrator.expect(agent_messages.WorkerExited, worker="w0")
             assert exited.code == -signal.SIGTERM
             n.process.kill()
             n.process.communicate()
@@ -121,9 +124,9 @@ def test_exits_are_told_with_their_codes_also_to_the_next_agent(tmp_path: Path) 
             await until(lambda: not alive(other), "the worker's end")
             hello = await n.again()
             assert hello.workers == [] and sorted(hello.retained) == [("w0", 0), ("w1", 1)]
-            exited = await n.orchestrator.expect(m.WorkerExited, worker="w1")
+            exited = await n.orchestrator.expect(agent_messages.WorkerExited, worker="w1")
             assert exited.code == -signal.SIGKILL
-            n.orchestrator.send(m.Forget(workers=["w0", "w1"]))
+            n.orchestrator.send(agent_messages.Forget(workers=["w0", "w1"]))
             await n.start_up("w2", "echo", rank=0)
             hello = await n.again()
             assert hello.retained == [] and [w.worker for w in hello.workers] == ["w2"]
@@ -189,7 +192,7 @@ def test_a_live_agent_that_lost_the_orchestrator_keeps_its_workers(tmp_path: Pat
             await until(lambda: time.monotonic() > end, "several leases")
             assert alive(pid) and n.process.poll() is None
             await n.orchestrator.open()
-            hello = await n.orchestrator.expect(m.Hello)
+            hello = await n.orchestrator.expect(agent_messages.Hello)
             assert hello.pid == n.process.pid
 
     run(scenario)
@@ -200,8 +203,8 @@ def test_stop_ends_workers_keeper_and_agent(tmp_path: Path) -> None:
         async with kept(tmp_path) as n:
             pid, _ = await n.start_up("w0", "echo", rank=0)
             await n.again()
-            n.orchestrator.send(m.Stop(grace_ns=10**9))
-            await n.orchestrator.expect(m.StopDone)
+            n.orchestrator.send(agent_messages.Stop(grace_ns=10**9))
+            await n.orchestrator.expect(agent_messages.StopDone)
             assert await n.ended() == 0
             assert not alive(pid) and n.keeper.wait(5) == 0
 

@@ -29,6 +29,7 @@ from keepstep.adapters.store.sqlite import SqliteLedger
 from keepstep.cli.checkpoints import check_resume
 from keepstep.cli.main import invoke
 from keepstep.errors import UsageError
+from keepstep.model import agent_messages, blob_messages
 from keepstep.model import messages as m
 from keepstep.model.records import Tainted
 from keepstep.model.wire import FRAME_BYTES_MAX, HEADER, frame
@@ -344,7 +345,7 @@ def wrong_tokens(entry: registry.Entry) -> None:
         ):
             assert answer.status_code == 401
             assert "token" in answer.json()["error"] and answer.json()["hint"]
-    hello = m.Hello(
+    hello = agent_messages.Hello(
         protocol=m.PROTOCOL,
         token="wrong",
         job="live",
@@ -355,7 +356,7 @@ def wrong_tokens(entry: registry.Entry) -> None:
         slots=1,
     )
     heard = talk(entry.stream.host, entry.stream.port, frame(hello))
-    said = msgspec.msgpack.decode(heard[HEADER.size :], type=m.Refused)
+    said = msgspec.msgpack.decode(heard[HEADER.size :], type=agent_messages.Refused)
     assert said.error == "wrong token" and said.hint
 
 
@@ -373,9 +374,11 @@ def hostile_frames(entry: registry.Entry, agents: list[int]) -> None:
         for port in ports:
             assert talk("127.0.0.1", port, data) == b""
     for port in ports:
-        answer = talk("127.0.0.1", port, frame(m.BlobGet(token="wrong", rank=0, tick=-2)))
-        said = msgspec.msgpack.decode(answer[HEADER.size :], type=m.BlobReply)
-        assert said == m.BlobRefused(error="wrong token")
+        answer = talk(
+            "127.0.0.1", port, frame(blob_messages.BlobGet(token="wrong", rank=0, tick=-2))
+        )
+        said = msgspec.msgpack.decode(answer[HEADER.size :], type=blob_messages.BlobReply)
+        assert said == blob_messages.BlobRefused(error="wrong token")
 
 
 # --------------------------------------------------------------------------- starting in bad places

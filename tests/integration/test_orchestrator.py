@@ -20,17 +20,16 @@ import pytest
 from keepstep.adapters.transport.stream import Stream, StreamClosed, connect
 from keepstep.core.orchestrator import Outcome, Send
 from keepstep.errors import PermanentError, UsageError
-from keepstep.model.job import CoreInput, JobSpec, NodeSpec, Submit, Wake
-from keepstep.model.messages import (
-    PROTOCOL,
+from keepstep.model.agent_messages import (
     Accepted,
-    Address,
     AgentCommand,
     CloseStore,
     Hello,
     Progress,
     Refused,
 )
+from keepstep.model.job import CoreInput, JobSpec, NodeSpec, Submit, Wake
+from keepstep.model.messages import PROTOCOL, Address
 from keepstep.model.records import Record, Warned
 from keepstep.orchestrator import registry
 from keepstep.orchestrator.main import Orchestrator

@@ -30,8 +30,9 @@ from keepstep.errors import (
     TransientError,
     UsageError,
 )
+from keepstep.model.agent_messages import Hello
 from keepstep.model.job import Cancel, JobSpec, NodeSpec, Submit, Taint
-from keepstep.model.messages import PROTOCOL, Address, Hello
+from keepstep.model.messages import PROTOCOL, Address
 from keepstep.model.views import JobView
 from keepstep.orchestrator import registry
 from keepstep.orchestrator.main import Orchestrator

@@ -43,7 +43,9 @@ from keepstep.core import (
     workers,
 )
 from keepstep.core.agent import actions, blobs, gather, machine, parity, stall
-from keepstep.core.state import Attempt, Job, Out, Worker
+from keepstep.core.facts import Attempt, Worker
+from keepstep.core.state import Job, Out
+from keepstep.model import agent_messages, commands
 from keepstep.model import messages as m
 from keepstep.model import records as r
 
@@ -92,7 +94,11 @@ def _without(kind: type) -> Callable[..., Any]:
 
     def around(old: Any, self: Out, *addressed: Any) -> Any:
         command = addressed[-1]
-        inner = command.command if isinstance(command, m.Tell | m.TellRanks) else command
+        inner = (
+            command.command
+            if isinstance(command, agent_messages.Tell | agent_messages.TellRanks)
+            else command
+        )
         return True if isinstance(inner, kind) else old(self, *addressed)
 
     return around
@@ -156,7 +162,7 @@ def _swap_before_commit(old: Any, job_: Job, out: Out, attempt: Attempt) -> None
     old(job_, out, attempt)
     if phases.all_held(job_, attempt) and attempt.kind == "unplanned":
         for worker in phases.members(job_, attempt):
-            out.tell(worker, m.Swap(generation=attempt.generation, buddy=None))
+            out.tell(worker, commands.Swap(generation=attempt.generation, buddy=None))
 
 
 def _commit_without_newcomers(old: Any, job_: Job, attempt: Attempt) -> str:
@@ -240,12 +246,14 @@ def _told_is_heard(old: Any, job_: Job, out: Out, worker: Worker, state: Any) ->
     worker.synced = synced
 
 
-def _one_is_missed(old: Any, self: machine.AgentMachine, tell: m.TellRanks) -> None:
+def _one_is_missed(old: Any, self: machine.AgentMachine, tell: agent_messages.TellRanks) -> None:
     ranks = [name for name in self.alive() if self._processes[name].rank >= 0]
     old(self, msgspec.structs.replace(tell, besides=[*tell.besides, *ranks[:1]]))
 
 
-def _nobody_is_excepted(old: Any, self: machine.AgentMachine, tell: m.TellRanks) -> None:
+def _nobody_is_excepted(
+    old: Any, self: machine.AgentMachine, tell: agent_messages.TellRanks
+) -> None:
     old(self, msgspec.structs.replace(tell, besides=[]))
 
 
@@ -258,7 +266,7 @@ def _no_look_flushes(old: Any, self: machine.AgentMachine, now: int, seen: Any) 
 
 def _first_is_lost(old: Any, self: gather.Gather) -> Any:
     kept = old(self)
-    several = isinstance(kept, m.WorkersSaid)
+    several = isinstance(kept, agent_messages.WorkersSaid)
     return msgspec.structs.replace(kept, said=kept.said[1:]) if several else kept
 
 
@@ -301,18 +309,20 @@ def _stage_early(old: Any, job_: Job, out: Out, attempt: Attempt) -> None:
     old(job_, out, attempt)
     if attempt.store is None or attempt.solo or attempt.kind == "planned":
         return
-    stage = m.Stage(generation=attempt.generation, store=attempt.store)
+    stage = commands.Stage(generation=attempt.generation, store=attempt.store)
     for worker in phases.members(job_, attempt):
         reported = phases.has_reported(worker, attempt)
         if reported and out.ask(worker, "stage", attempt.generation, stage):
             attempt.staged_at = out.now
 
 
-def _stores_unknown(old: Any, job_: Job, out: Out, name: str, hello: m.Hello) -> None:
+def _stores_unknown(old: Any, job_: Job, out: Out, name: str, hello: agent_messages.Hello) -> None:
     old(job_, out, name, msgspec.structs.replace(hello, stores=[]))
 
 
-def _stray_has_no_slot(old: Any, job_: Job, out: Out, name: str, hello: m.Hello) -> None:
+def _stray_has_no_slot(
+    old: Any, job_: Job, out: Out, name: str, hello: agent_messages.Hello
+) -> None:
     dead = {w.id for w in job_.workers.values() if not w.alive}
     old(job_, out, name, hello)
     for worker in dead:
@@ -367,17 +377,17 @@ def _resume_at_zero(old: Any, job_: Job, out: Out, placed: Any) -> None:
         Job.new_generation = new  # type: ignore[method-assign]
 
 
-def _drops_the_news(old: Any, job_: Job, out: Out, name: str, hello: m.Hello) -> None:
+def _drops_the_news(old: Any, job_: Job, out: Out, name: str, hello: agent_messages.Hello) -> None:
     old(job_, out, name, hello)
     if job_.attempt is None and not job_.incidents and hello.retained:
-        out.send(name, m.Forget(workers=[worker for worker, _ in hello.retained]))
+        out.send(name, agent_messages.Forget(workers=[worker for worker, _ in hello.retained]))
 
 
 def _any_release(
-    old: Any, self: machine.AgentMachine, worker: str, command: m.WorkerCommand
+    old: Any, self: machine.AgentMachine, worker: str, command: commands.WorkerCommand
 ) -> None:
     old(self, worker, command)
-    if isinstance(command, m.Swap | m.Release) and worker in self._processes:
+    if isinstance(command, commands.Swap | commands.Release) and worker in self._processes:
         self._processes[worker].sent_on = True
 
 
@@ -508,14 +518,14 @@ def _any_understudy(old: Any, job_: Job, _incident: Any, _rank: int) -> dict[str
 
 
 def _presumed_is_real(
-    old: Any, self: machine.AgentMachine, worker: str, command: m.WorkerCommand
+    old: Any, self: machine.AgentMachine, worker: str, command: commands.WorkerCommand
 ) -> None:
     old(self, worker, command)
-    if isinstance(command, m.Assign) and worker in self._processes:
+    if isinstance(command, commands.Assign) and worker in self._processes:
         self._processes[worker].rank = command.rank
 
 
-def _keep_stalls(old: Any, job_: Job, out: Out, name: str, hello: m.Hello) -> None:
+def _keep_stalls(old: Any, job_: Job, out: Out, name: str, hello: agent_messages.Hello) -> None:
     stalls = {w.id: w.stalled for w in job_.there.get(name, ())}
     old(job_, out, name, hello)
     for worker, stalled in stalls.items():
@@ -523,12 +533,12 @@ def _keep_stalls(old: Any, job_: Job, out: Out, name: str, hello: m.Hello) -> No
 
 
 def _never_unstalled(old: Any, job_: Job, out: Out, name: str, message: Any) -> None:
-    if not isinstance(message, m.Unstalled):
+    if not isinstance(message, agent_messages.Unstalled):
         old(job_, out, name, message)
 
 
 def _deaf_to_stores(old: Any, job_: Job, out: Out, name: str, message: Any) -> None:
-    if not isinstance(message, m.StoreFailed):
+    if not isinstance(message, agent_messages.StoreFailed):
         old(job_, out, name, message)
 
 
@@ -600,7 +610,7 @@ NAMED: dict[str, Patch] = {
     "understudies: they are never led on": lambda: replace(understudies._lead, nothing),
     "fence: kill is taken for death": lambda: method(Out, "kill", _kill_is_death),
     "fence: kill is never sent": lambda: method(Out, "kill", _silent_kill),
-    "fence: KillWorker is lost": lambda: method(Out, "send", _without(m.KillWorker)),
+    "fence: KillWorker is lost": lambda: method(Out, "send", _without(agent_messages.KillWorker)),
     "fence: an unreachable node is dead at once": lambda: wrap(faults.give_up_node, _lose_at_once),
     "fence: a lost stream is a dead node": lambda: wrap(job.agent_gone, _gone_is_dead),
     "generation: the next attempt reuses it": lambda: method(
@@ -687,7 +697,7 @@ NAMED: dict[str, Patch] = {
 
 
 def _any_node() -> Any:
-    from keepstep.core.state import Node
+    from keepstep.core.facts import Node
 
     return Node(name="", index=0, slots=0)
 

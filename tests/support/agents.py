@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from keepstep.adapters.transport.stream import Stream, serve
+from keepstep.model import agent_messages
 from keepstep.model import messages as m
 
 DEADLINE_S = 10.0
@@ -48,15 +49,15 @@ class Orchestrator:
 
     def __init__(self) -> None:
         self.heard: list[Any] = []
-        self.hellos: list[m.Hello] = []
-        self.answer: m.Accepted | m.Refused = m.Accepted()
+        self.hellos: list[agent_messages.Hello] = []
+        self.answer: agent_messages.Accepted | agent_messages.Refused = agent_messages.Accepted()
         self.port = 0
         self._server: asyncio.Server | None = None
-        self._stream: Stream[m.AgentMessage] | None = None
+        self._stream: Stream[agent_messages.AgentMessage] | None = None
         self._news = asyncio.Condition()
 
     async def open(self) -> None:
-        decoder: Any = msgspec.msgpack.Decoder(m.AgentMessage)
+        decoder: Any = msgspec.msgpack.Decoder(agent_messages.AgentMessage)
         self._server = await serve(self._serve, decoder, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
@@ -71,7 +72,7 @@ class Orchestrator:
         self._stream.send(command)
 
     def tell(self, worker: str, command: Any) -> None:
-        self.send(m.Tell(worker=worker, command=command))
+        self.send(agent_messages.Tell(worker=worker, command=command))
 
     def send_raw(self, data: bytes) -> None:
         assert self._stream is not None
@@ -97,9 +98,9 @@ class Orchestrator:
         assert result is not None
         return result
 
-    async def _serve(self, stream: Stream[m.AgentMessage]) -> None:
+    async def _serve(self, stream: Stream[agent_messages.AgentMessage]) -> None:
         hello = await stream.receive()
-        assert isinstance(hello, m.Hello)
+        assert isinstance(hello, agent_messages.Hello)
         self.hellos.append(hello)
         self._stream = stream
         stream.send(self.answer)
@@ -121,7 +122,7 @@ class Node:
         self.orchestrator = Orchestrator()
         self.stall_timeout_ns = stall_timeout_ns
         self.process: subprocess.Popen[str]
-        self.hello: m.Hello
+        self.hello: agent_messages.Hello
 
     def launch(self, token: str = TOKEN) -> None:
         arguments = [
@@ -140,7 +141,7 @@ class Node:
 
     def start(self, worker: str, mode: str, *, rank: int = 0, slot: int = 0, **env: str) -> None:
         self.orchestrator.send(
-            m.StartWorker(
+            agent_messages.StartWorker(
                 worker=worker,
                 slot=slot,
                 rank=rank,
@@ -157,8 +158,8 @@ class Node:
     async def start_up(self, worker: str, mode: str, **options: Any) -> tuple[int, str]:
         """Start it and wait until it speaks: its pid, and what it has to say."""
         self.start(worker, mode, **options)
-        started = await self.orchestrator.expect(m.WorkerStarted, worker=worker)
-        said = await self.orchestrator.expect(m.WorkerSaid, worker=worker)
+        started = await self.orchestrator.expect(agent_messages.WorkerStarted, worker=worker)
+        said = await self.orchestrator.expect(agent_messages.WorkerSaid, worker=worker)
         assert isinstance(said.said, m.Parked)
         return started.pid, said.said.where
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from keepstep.core.orchestrator import Core, Outcome
+from keepstep.model import agent_messages, commands
 from keepstep.model import messages as m
 from keepstep.model import records as r
 from keepstep.model.job import (
@@ -100,7 +101,7 @@ class World:
         self.workers: dict[str, FakeWorker] = {}
         self.queue: deque[AgentSaid] = deque()
         self.records: list[r.Record] = []
-        self.sent: list[tuple[str, m.AgentCommand]] = []
+        self.sent: list[tuple[str, agent_messages.AgentCommand]] = []
         self.generation_max = -1
         self.decided: set[int] = set()
         self.known_dead: set[str] = set()
@@ -124,21 +125,21 @@ class World:
             self.worlds[send.job]._deliver(send.node, send.command)
         return outcome
 
-    def _deliver(self, node: str, command: m.AgentCommand) -> None:
-        if isinstance(command, m.TellRanks):
+    def _deliver(self, node: str, command: agent_messages.AgentCommand) -> None:
+        if isinstance(command, agent_messages.TellRanks):
             self._tell_ranks(command)
             return
         assert self.nodes[node].joined, f"{command} to {node}, which is away"
         self.sent.append((node, command))
         self._carry_out(self.nodes[node], command)
 
-    def _tell_ranks(self, command: m.TellRanks) -> None:
+    def _tell_ranks(self, command: agent_messages.TellRanks) -> None:
         """As agents do, and noted as if each rank had been told alone."""
         for worker in list(self.workers.values()):
             if not self.nodes[worker.node].joined or not worker.alive or worker.rank < 0:
                 continue
             if worker.id not in command.besides and not worker.presumed:
-                tell = m.Tell(worker=worker.id, command=command.command)
+                tell = agent_messages.Tell(worker=worker.id, command=command.command)
                 self.sent.append((worker.node, tell))
                 self._carry_out(self.nodes[worker.node], tell)
 
@@ -186,7 +187,7 @@ class World:
     def progress(self) -> None:
         for worker in self.workers.values():
             if worker.alive and self.nodes[worker.node].joined:
-                state = m.WorkerState(
+                state = agent_messages.WorkerState(
                     worker=worker.id,
                     slot=worker.slot,
                     pid=9,
@@ -196,13 +197,13 @@ class World:
                     tick=worker.tick,
                     steps_per_s=2.0,
                 )
-                self.agent_says(worker.node, m.Progress(workers=[state]))
+                self.agent_says(worker.node, agent_messages.Progress(workers=[state]))
 
     def say(self, worker: FakeWorker, message: m.WorkerMessage) -> None:
-        said = m.WorkerSaid(worker=worker.id, rank=worker.rank, said=message)
+        said = agent_messages.WorkerSaid(worker=worker.id, rank=worker.rank, said=message)
         self.queue.append(AgentSaid(job=self.spec.job, node=worker.node, message=said))
 
-    def agent_says(self, node: str, message: m.AgentMessage) -> None:
+    def agent_says(self, node: str, message: agent_messages.AgentMessage) -> None:
         self.queue.append(AgentSaid(job=self.spec.job, node=node, message=message))
 
     def kill(self, rank: int) -> FakeWorker:
@@ -213,7 +214,9 @@ class World:
     def exit(self, worker: FakeWorker, code: int, tail: str = "") -> None:
         if worker.alive:
             worker.alive = False
-            exited = m.WorkerExited(worker=worker.id, rank=worker.rank, code=code, tail=tail)
+            exited = agent_messages.WorkerExited(
+                worker=worker.id, rank=worker.rank, code=code, tail=tail
+            )
             self.agent_says(worker.node, exited)
 
     def die_silently(self, worker: FakeWorker) -> None:
@@ -221,7 +224,8 @@ class World:
         self.queue = deque(
             event
             for event in self.queue
-            if not isinstance(event.message, m.WorkerSaid) or event.message.worker != worker.id
+            if not isinstance(event.message, agent_messages.WorkerSaid)
+            or event.message.worker != worker.id
         )
         self.exit(worker, -9)
 
@@ -244,7 +248,7 @@ class World:
         node.alive = node.joined = True
         node.labels = labels or node.labels
         states = {"starting": "starting", "parked": "parked", "done": "done", "held": "held"}
-        hello = m.Hello(
+        hello = agent_messages.Hello(
             protocol=m.PROTOCOL,
             token="t",
             job=self.spec.job,
@@ -255,7 +259,7 @@ class World:
             slots=node.slots,
             labels=node.labels,
             workers=[
-                m.WorkerState(
+                agent_messages.WorkerState(
                     worker=w.id,
                     slot=w.slot,
                     pid=9,
@@ -317,7 +321,7 @@ class World:
         return [
             (command.worker, command.command)
             for _, command in self.sent
-            if isinstance(command, m.Tell) and isinstance(command.command, kind)
+            if isinstance(command, agent_messages.Tell) and isinstance(command.command, kind)
         ]
 
     def commands(self, kind: type[m.Message]) -> list[tuple[str, m.Message]]:
@@ -368,36 +372,38 @@ class World:
                     leaving = {w for w in twins if self.workers[w].state == "held"}
                     assert set(twins) <= leaving, f"rank {rank} has two owners: {twins}"
 
-    def _carry_out(self, node: FakeNode, command: m.AgentCommand) -> None:
-        if isinstance(command, m.StartWorker):
+    def _carry_out(self, node: FakeNode, command: agent_messages.AgentCommand) -> None:
+        if isinstance(command, agent_messages.StartWorker):
             self._start(node, command)
-        elif isinstance(command, m.KillWorker):
+        elif isinstance(command, agent_messages.KillWorker):
             if command.worker in self.workers:
                 self.exit(self.workers[command.worker], -9)
-        elif isinstance(command, m.SendSignal):
+        elif isinstance(command, agent_messages.SendSignal):
             if command.signal == 9:
                 self.exit(self.workers[command.worker], -9)
-        elif isinstance(command, m.KillNode):
+        elif isinstance(command, agent_messages.KillNode):
             node.alive = False
-        elif isinstance(command, m.OpenStore):
+        elif isinstance(command, agent_messages.OpenStore):
             node.stores.add(command.generation)
             store = m.Address("10.0.0.1", 9000 + command.generation)
-            self.agent_says(node.name, m.StoreOpened(generation=command.generation, store=store))
-        elif isinstance(command, m.CloseStore):
+            self.agent_says(
+                node.name, agent_messages.StoreOpened(generation=command.generation, store=store)
+            )
+        elif isinstance(command, agent_messages.CloseStore):
             node.stores.discard(command.generation)
-        elif isinstance(command, m.Tell):
+        elif isinstance(command, agent_messages.Tell):
             worker = self.workers[command.worker]
             known_dead = worker.id in self.known_dead
             assert not known_dead, f"{command.command} to {worker.id}, known to be dead"
             if worker.alive and not worker.mute:
                 self._tell(worker, command.command)
-        elif isinstance(command, m.Stop):
+        elif isinstance(command, agent_messages.Stop):
             for worker in self.workers.values():
                 if worker.node == node.name:
                     worker.alive = False
-            self.agent_says(node.name, m.StopDone())
+            self.agent_says(node.name, agent_messages.StopDone())
 
-    def _start(self, node: FakeNode, command: m.StartWorker) -> None:
+    def _start(self, node: FakeNode, command: agent_messages.StartWorker) -> None:
         if command.worker in self.workers:
             return
         worker = FakeWorker(
@@ -409,7 +415,9 @@ class World:
         shared = [w for w in (*there, command.worker) if known[w].presumed >= 0]
         assert not there or shared, "slot is taken"
         self.workers[worker.id] = worker
-        self.agent_says(node.name, m.WorkerStarted(worker=worker.id, slot=worker.slot, pid=9))
+        self.agent_says(
+            node.name, agent_messages.WorkerStarted(worker=worker.id, slot=worker.slot, pid=9)
+        )
         if command.rank < 0:
             for said in worker.park():
                 self.say(worker, said)
@@ -417,7 +425,7 @@ class World:
             worker.state = "running"
             self.say(worker, attached(command.generation))
 
-    def _tell(self, worker: FakeWorker, command: m.WorkerCommand) -> None:
+    def _tell(self, worker: FakeWorker, command: commands.WorkerCommand) -> None:
         if self.refuse is not None:
             answer = self.refuse(worker, command)
             if answer is not None:
@@ -427,13 +435,13 @@ class World:
             self.say(worker, said)
         if worker.left:
             self.exit(worker, 0)
-        elif isinstance(command, m.Snapshot):
+        elif isinstance(command, commands.Snapshot):
             self._snapshot(worker, command)
-        elif isinstance(command, m.Seal):
+        elif isinstance(command, commands.Seal):
             path = f"{self.spec.checkpoints}/checkpoint-{command.tick}"
             self.say(worker, m.Sealed(number=command.number, path=path))
 
-    def _snapshot(self, worker: FakeWorker, command: m.Snapshot) -> None:
+    def _snapshot(self, worker: FakeWorker, command: commands.Snapshot) -> None:
         """The word is heard by all. Whoever is told once more only says again what it has done."""
         again = command.number in self.snapshots
         self.snapshots.add(command.number)
@@ -457,6 +465,6 @@ def attached(generation: int) -> m.Attached:
 
 def says(event: AgentSaid, kind: type[m.Message], rank: int | None = None) -> bool:
     message = event.message
-    if not isinstance(message, m.WorkerSaid):
+    if not isinstance(message, agent_messages.WorkerSaid):
         return isinstance(message, kind)
     return isinstance(message.said, kind) and rank in (None, message.rank)

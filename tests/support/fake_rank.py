@@ -10,6 +10,7 @@ from keepstep.core.rank import asks
 from keepstep.core.rank.inbox import Inbox
 from keepstep.core.rank.joining import Joining, park
 from keepstep.core.rank.recovering import Recovering
+from keepstep.model import commands
 from keepstep.model import messages as m
 
 SERVE = m.Address("10.0.0.1", 5000)
@@ -54,24 +55,24 @@ class FakeWorker:
         self._run(park(self.inbox, m.Parked(where="train.py:7", warm_ns=1)), self._assigned)
         return self._said()
 
-    def hears(self, command: m.WorkerCommand) -> list[m.WorkerMessage]:
+    def hears(self, command: commands.WorkerCommand) -> list[m.WorkerMessage]:
         """What it answers, in order."""
-        if isinstance(command, m.Assign):
+        if isinstance(command, commands.Assign):
             self.presumed = command.presumed
         verdict, answer = self.inbox.take(command, self.state == "held")
         if answer is not None:
             return [answer]
         assert verdict != "wrong", f"{command} to {self}"
-        if isinstance(command, m.Stage):
+        if isinstance(command, commands.Stage):
             self._say(m.Staged(generation=command.generation))
-        elif isinstance(command, m.Abort) and self.state in ("running", "done"):
+        elif isinstance(command, commands.Abort) and self.state in ("running", "done"):
             self._interrupted()
         elif self._awaited is not None:
             self._look()
-        elif isinstance(command, m.Hold) and self.state in ("running", "done"):
+        elif isinstance(command, commands.Hold) and self.state in ("running", "done"):
             self.tick, self.in_fence = self.tick + self.in_fence, False  # behind a fence
             self._hold(command.generation)
-        elif isinstance(command, m.Leave | m.Finish):
+        elif isinstance(command, commands.Leave | commands.Finish):
             self.left = True
         return self._said()
 
@@ -85,17 +86,17 @@ class FakeWorker:
 
     # ------------------------------------------------------------------ protocol
 
-    def _assigned(self, command: m.Assign) -> None:
+    def _assigned(self, command: commands.Assign) -> None:
         self.rank, self.state = command.rank, "joining"
         joining = Joining(self.inbox, command)
         ready = m.Ready(generation=command.generation, arrived_ns=2_000_000, warm_ns=3_000_000)
 
-        def positioned(_: m.Position) -> None:
+        def positioned(_: commands.Position) -> None:
             self._run(joining.ready(ready), lambda _: self._run(joining.enter(), self._swap))
 
         self._run(joining.arrive(), positioned)
 
-    def _swap(self, command: m.Swap) -> None:
+    def _swap(self, command: commands.Swap) -> None:
         self._run(self._recovering.swap(command), lambda _: None)
 
     def _interrupted(self) -> None:
@@ -177,7 +178,7 @@ class FakeWorker:
         tick = self.tick
         return m.Held(generation=generation, tick=tick, version=tick, serve=SERVE, pid=9, done=done)
 
-    def _copied(self, copy: m.Copy) -> m.Copied:
+    def _copied(self, copy: commands.Copy) -> m.Copied:
         assert copy.checkpoint or copy.sources
         tick = int(copy.checkpoint.rsplit("-", 1)[1]) if copy.checkpoint else max(0, copy.tick)
         self.tick = tick

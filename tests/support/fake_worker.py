@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from keepstep.model import commands
 from keepstep.model import messages as m
 from keepstep.model.page import CAPACITY_DEFAULT, FIELDS, MAGIC, PAGE_BYTES, SLOT_HEADER, WHERE
 from keepstep.model.wire import HEADER, frame
@@ -31,7 +32,7 @@ class FakeWorker:
     def __init__(self) -> None:
         self.control = socket.socket(fileno=int(os.environ["KEEPSTEP_CONTROL_FD"]))
         self.page = mmap.mmap(int(os.environ["KEEPSTEP_PAGE_FD"]), 0)
-        self.decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(m.WorkerCommand)
+        self.decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(commands.WorkerCommand)
         self.put("capacity", CAPACITY_DEFAULT)
         self.put("where", WHERE.index("compute"))
         self.put("magic", MAGIC)
@@ -91,7 +92,7 @@ class FakeWorker:
 
     def run(self, mode: str) -> None:
         welcome = self.hear()
-        assert isinstance(welcome, m.Welcome) and welcome.token, welcome
+        assert isinstance(welcome, commands.Welcome) and welcome.token, welcome
         self.say(m.Parked(where=self.prepare(mode), warm_ns=1))
         if mode == "train":
             threading.Thread(target=self.train, daemon=True).start()
@@ -101,11 +102,11 @@ class FakeWorker:
             command = self.hear()
             print("heard", command, flush=True)
             match command:
-                case m.Arm():
+                case commands.Arm():
                     self.say(m.InjectFired(inject=command.inject, point="x", version=1))
-                case m.Leave():
+                case commands.Leave():
                     sys.exit(0)
-                case m.Hold():
+                case commands.Hold():
                     self.put("hold", 1)
                     self.say(m.Swapped(generation=command.generation, swap_ns=1))
 

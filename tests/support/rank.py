@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from keepstep.model import commands
 from keepstep.model import messages as m
 
 HERE, THERE = m.Address("h", 1), m.Address("h", 2)
@@ -13,19 +14,19 @@ def held(generation: int) -> m.Held:
     return m.Held(generation=generation, tick=7, version=5, serve=HERE, pid=1)
 
 
-def abort(generation: int) -> m.Abort:
-    return m.Abort(generation=generation, reason="")
+def abort(generation: int) -> commands.Abort:
+    return commands.Abort(generation=generation, reason="")
 
 
-def swap(generation: int, **more: Any) -> m.Swap:
-    return m.Swap(generation=generation, buddy=HERE, **more)
+def swap(generation: int, **more: Any) -> commands.Swap:
+    return commands.Swap(generation=generation, buddy=HERE, **more)
 
 
-ASSIGN = m.Assign(rank=1, generation=3, master=HERE, buddy=HERE)
+ASSIGN = commands.Assign(rank=1, generation=3, master=HERE, buddy=HERE)
 
 
-def copy(generation: int) -> m.Copy:
-    return m.Copy(generation=generation, tick=7, sources=[], holders=[])
+def copy(generation: int) -> commands.Copy:
+    return commands.Copy(generation=generation, tick=7, sources=[], holders=[])
 
 
 def copied(generation: int) -> m.Copied:

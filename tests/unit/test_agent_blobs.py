@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from keepstep.agent.blobs import BlobServer
 from keepstep.agent.page import PageReader, create_page
 from keepstep.core.agent.blobs import BlobStore
-from keepstep.model.messages import (
+from keepstep.model.blob_messages import (
     SERIAL_BITS,
     BlobData,
     BlobGet,

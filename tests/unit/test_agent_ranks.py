@@ -6,15 +6,16 @@ import pytest
 
 from keepstep.core.agent import actions, inputs
 from keepstep.core.agent.machine import AgentMachine, MachineSetting
+from keepstep.model import agent_messages, commands
 from keepstep.model import messages as m
 from keepstep.model.page import Sample
 
 S = 1_000_000_000
-ABORT = m.Abort(generation=3, reason="rank 9 died")
+ABORT = commands.Abort(generation=3, reason="rank 9 died")
 
 
-def start(worker: str, rank: int) -> m.StartWorker:
-    return m.StartWorker(
+def start(worker: str, rank: int) -> agent_messages.StartWorker:
+    return agent_messages.StartWorker(
         worker=worker,
         slot=0,
         rank=rank,
@@ -48,7 +49,7 @@ class Node:
 
     def tell(self, *besides: str) -> list[str]:
         """Who was told."""
-        command = m.TellRanks(command=ABORT, besides=list(besides))
+        command = agent_messages.TellRanks(command=ABORT, besides=list(besides))
         effects = self.do(inputs.Heard(command))
         return [one.worker for one in effects if isinstance(one, actions.Relay)]
 
@@ -61,7 +62,7 @@ def words(effects: list[actions.AnyEffect]) -> list[object]:
     said = [one.message for one in effects if isinstance(one, actions.SayUp)]
     return [
         [part.worker for part in message.said]
-        if isinstance(message, m.WorkersSaid)
+        if isinstance(message, agent_messages.WorkersSaid)
         else getattr(message, "worker", message)
         for message in said
     ]
@@ -75,7 +76,7 @@ def test_ranks_are_told_but_not_standbys_nor_whoever_is_excepted() -> None:
 
 def test_whoever_is_to_be_killed_is_told_nothing_more() -> None:
     node = Node()
-    node.do(inputs.Heard(m.KillWorker(worker="a")))
+    node.do(inputs.Heard(agent_messages.KillWorker(worker="a")))
     assert node.tell() == ["b"]
 
 
@@ -97,7 +98,7 @@ def test_an_exit_is_said_behind_the_answers_that_waited_for_it() -> None:
     node = Node()
     node.tell()
     assert node.says("a", report()) == []
-    exited = m.WorkerExited(worker="b", rank=1, code=-9, tail="")
+    exited = agent_messages.WorkerExited(worker="b", rank=1, code=-9, tail="")
     assert words(node.do(inputs.Exited(exited))) == ["a", "b"]
     assert node.says("a", report()) == ["a"]
 
@@ -149,7 +150,7 @@ def test_a_holding_rank_is_ended_out_of_reach_only_if_it_was_sent_on(
     node = Node()
     node.tell()  # stop for generation 3
     for worker in ("a", "b"):
-        tell = m.Tell(worker=worker, command=m.Release(generation=generation))
+        tell = agent_messages.Tell(worker=worker, command=commands.Release(generation=generation))
         node.do(inputs.Heard(tell))
     node.do(inputs.StreamLost())
     effects: list[actions.AnyEffect] = []

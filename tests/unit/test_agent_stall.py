@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from keepstep.core.agent.stall import StallDetector
-from keepstep.model.messages import Stalled, Unstalled
+from keepstep.model.agent_messages import Stalled, Unstalled
 from keepstep.model.page import Sample
 
 S = 1_000_000_000

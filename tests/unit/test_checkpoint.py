@@ -12,6 +12,7 @@ import pytest
 
 from keepstep.core.rank.inbox import Inbox
 from keepstep.errors import KeepstepError, PermanentError
+from keepstep.model import commands
 from keepstep.model import messages as m
 from keepstep.worker.checkpoint import checkpoint
 from keepstep.worker.step.recovery import Recovery
@@ -24,7 +25,7 @@ def test_a_checkpoint_that_can_not_be_written_is_reported(tmp_path: Path) -> Non
     (tmp_path / "taken").write_text("a file where a directory is needed")
     path = str(tmp_path / "taken" / "checkpoint-5")
     seat: Any = SimpleNamespace(channel=SimpleNamespace(inbox=Inbox()), redundancy=None)
-    order = m.Checkpoint(generation=3, path=path, lead=False, tick=5, world=2)
+    order = commands.Checkpoint(generation=3, path=path, lead=False, tick=5, world=2)
     failed = Recovery(seat)._write(order)
     assert isinstance(failed, m.CheckpointFailed)
     assert (failed.generation, failed.path) == (3, path) and "Not a directory" in failed.error
@@ -45,7 +46,7 @@ def test_shards_that_are_in_no_vault_make_no_checkpoint(tmp_path: Path) -> None:
         world=3,
         version=4,
     )
-    order = m.Checkpoint(
+    order = commands.Checkpoint(
         generation=3, path=path, lead=True, tick=5, world=3, dead={1: []}, gone=[1], kept=[1]
     )
     failed = Recovery(seat)._write(order)

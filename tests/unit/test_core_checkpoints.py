@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from keepstep.model import agent_messages, commands
 from keepstep.model import messages as m
 from keepstep.model import records as r
 from keepstep.model.job import Migrate, Wake
@@ -39,7 +40,7 @@ def ask(world: World) -> None:
     assert deadline is not None
     world.now = deadline
     world.handle(Wake())
-    assert world.told(m.Snapshot)
+    assert world.told(commands.Snapshot)
 
 
 def lose_state(world: World) -> None:
@@ -48,7 +49,7 @@ def lose_state(world: World) -> None:
         world.kill_node(name)
 
     def refuse(worker: FakeWorker, said: m.Message) -> m.Message | None:
-        if isinstance(said, m.Copy) and not said.checkpoint and worker.rank == 1:
+        if isinstance(said, commands.Copy) and not said.checkpoint and worker.rank == 1:
             return m.CopyFailed(
                 generation=said.generation, reason="side-state-missing", error="held by nobody"
             )
@@ -63,14 +64,14 @@ def assert_fell_back(world: World, lost: int = 3) -> None:
     incident = world.last
     assert (incident.outcome, incident.steps_lost) == ("FELL_BACK", lost), incident
     assert "/c/j/checkpoint-5" in incident.reason
-    copies = [c for _, c in world.told(m.Copy) if c.checkpoint]  # type: ignore[attr-defined]
+    copies = [c for _, c in world.told(commands.Copy) if c.checkpoint]  # type: ignore[attr-defined]
     assert {c.checkpoint for c in copies} == {"/c/j/checkpoint-5"}  # type: ignore[attr-defined]
 
 
 def test_one_rank_is_told_and_all_write() -> None:
     world = saving()
     world.run(40)
-    (told,) = world.told(m.Snapshot)
+    (told,) = world.told(commands.Snapshot)
     assert told[0] == world.rank(0).id
     (record,) = world.recorded(r.CheckpointSealed)
     assert isinstance(record, r.CheckpointSealed)
@@ -84,7 +85,7 @@ def test_one_rank_is_told_and_all_write() -> None:
 def test_the_next_one_keeps_the_last_one() -> None:
     world = saved()
     world.run(40)
-    seals = [seal for _, seal in world.told(m.Seal)]
+    seals = [seal for _, seal in world.told(commands.Seal)]
     assert [seal.keep for seal in seals] == [[], ["/c/j/checkpoint-5"]]  # type: ignore[attr-defined]
     assert [seal.tick for seal in seals] == [5, 8]  # type: ignore[attr-defined]
 
@@ -93,7 +94,7 @@ def test_nothing_is_written_without_a_directory() -> None:
     world = World(job_spec()).start()
     world.step(3)
     world.run()
-    assert not world.told(m.Snapshot) and world.view.checkpoints is None
+    assert not world.told(commands.Snapshot) and world.view.checkpoints is None
 
 
 def test_a_slow_disk_puts_the_next_one_off_and_says_so() -> None:
@@ -101,7 +102,7 @@ def test_a_slow_disk_puts_the_next_one_off_and_says_so() -> None:
     ask(world)
     slow = [world.queue.popleft() for _ in range(len(world.queue))]
     world.run(100)
-    assert len(world.told(m.Snapshot)) == 1
+    assert len(world.told(commands.Snapshot)) == 1
     assert world.view.checkpoints is not None and world.view.checkpoints.put_off == 1
     assert "3 of 3 parts are missing" in world.view.notes[-1].text
     world.queue.extend(slow)
@@ -114,7 +115,7 @@ def test_a_full_disk_is_said_and_it_is_tried_again() -> None:
     full = True
 
     def refuse(worker: FakeWorker, said: m.Message) -> m.Message | None:
-        if isinstance(said, m.Snapshot) and full:
+        if isinstance(said, commands.Snapshot) and full:
             return m.SaveFailed(number=said.number, error="No space left on device")
         return None
 
@@ -134,7 +135,7 @@ def test_an_attempt_drops_what_is_not_complete() -> None:
     world.die_silently(world.rank(1))
     world.run(20)
     world.assert_training()
-    first, *others = [c.number for _, c in world.told(m.Snapshot)]  # type: ignore[attr-defined]
+    first, *others = [c.number for _, c in world.told(commands.Snapshot)]  # type: ignore[attr-defined]
     assert others and others[0] > first, "asked for again when it was over"
     (record,) = world.recorded(r.CheckpointSealed)
     assert isinstance(record, r.CheckpointSealed) and record.tick == 5
@@ -147,7 +148,7 @@ def test_a_sealer_that_dies_is_replaced() -> None:
     world.die_silently(world.rank(0))
     world.run(20)
     world.assert_training()
-    assert len(world.told(m.Seal)) == 2 and world.recorded(r.CheckpointSealed)
+    assert len(world.told(commands.Seal)) == 2 and world.recorded(r.CheckpointSealed)
 
 
 def test_a_seal_that_is_lost_with_a_stream_is_asked_for_again() -> None:
@@ -163,7 +164,7 @@ def test_a_seal_that_is_lost_with_a_stream_is_asked_for_again() -> None:
     world.join(home, 1)
     world.run(20)
     world.assert_training()
-    assert len(world.told(m.Seal)) == 2 and world.recorded(r.CheckpointSealed)
+    assert len(world.told(commands.Seal)) == 2 and world.recorded(r.CheckpointSealed)
 
 
 def test_what_was_said_is_said_again_when_an_agent_comes_back() -> None:
@@ -172,7 +173,7 @@ def test_what_was_said_is_said_again_when_an_agent_comes_back() -> None:
     assert world.before(m.Saved, rank=2)
     world.lose_agent("n2", lose_answers=True)
     world.join("n2", 1)
-    assert [worker for worker, _ in world.told(m.Snapshot)][-1] == world.rank(2).id
+    assert [worker for worker, _ in world.told(commands.Snapshot)][-1] == world.rank(2).id
     world.run(5)
     assert world.recorded(r.CheckpointSealed)
 
@@ -197,7 +198,7 @@ def test_node_and_buddy_lost_go_back_to_the_checkpoint() -> None:
     assert_fell_back(world)
     (record,) = world.recorded(r.FellBack)
     assert isinstance(record, r.FellBack) and record.steps_lost == 3
-    forgotten = [c for _, c in world.commands(m.Forget) if c.before]  # type: ignore[attr-defined]
+    forgotten = [c for _, c in world.commands(agent_messages.Forget) if c.before]  # type: ignore[attr-defined]
     told = {c.before for c in forgotten}  # type: ignore[attr-defined]
     assert told <= {record.generation} and before < record.generation <= world.view.generation
     world.step(2)
@@ -252,7 +253,7 @@ def test_a_checkpoint_that_does_not_help_is_not_tried_for_ever() -> None:
 
 def damaged(world: World, path: str, why: str = "checkpoint") -> None:
     def refuse(worker: FakeWorker, said: m.Message) -> m.Message | None:
-        if isinstance(said, m.Copy) and said.checkpoint == path and worker.rank == 1:
+        if isinstance(said, commands.Copy) and said.checkpoint == path and worker.rank == 1:
             reason: Any = why
             return m.CopyFailed(generation=said.generation, reason=reason, error="a digest")
         return None
@@ -313,7 +314,16 @@ def test_a_planned_move_that_was_going_on_is_given_up() -> None:
     assert outcomes["node-lost"] == "FELL_BACK"
 
 
-ANSWERS = [m.WorkerExited, m.Parked, m.Arrived, m.Ready, m.Staged, m.Copied, m.Swapped, m.Resumed]
+ANSWERS = [
+    agent_messages.WorkerExited,
+    m.Parked,
+    m.Arrived,
+    m.Ready,
+    m.Staged,
+    m.Copied,
+    m.Swapped,
+    m.Resumed,
+]
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
@@ -357,7 +367,9 @@ def test_a_node_that_comes_back_later_is_told_to_forget_its_copies() -> None:
     world.join("n2", 3)
     world.run(60)
     world.assert_training()
-    assert [c.before for node, c in world.commands(m.Forget) if node == "n2" and c.before]  # type: ignore[attr-defined]
+    assert [
+        c.before for node, c in world.commands(agent_messages.Forget) if node == "n2" and c.before
+    ]  # type: ignore[attr-defined]
 
 
 def test_a_rank_on_a_node_out_of_reach_is_known_to_be_gone_first() -> None:

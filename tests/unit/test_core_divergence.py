@@ -9,6 +9,7 @@ import pytest
 
 from keepstep.core.differences import SENTENCES_MAX, describe, differences
 from keepstep.errors import UsageError
+from keepstep.model import commands
 from keepstep.model import messages as m
 from keepstep.model import records as r
 from keepstep.model.job import Cancel, Migrate, ProceedAnyway, Wake
@@ -154,7 +155,7 @@ def test_an_operator_lets_it_go_on_and_that_is_on_record() -> None:
     world = trained()
     all_find(world)
     world.handle(ProceedAnyway(job="j", by="ann"))
-    told = world.told(m.Proceed)
+    told = world.told(commands.Proceed)
     assert sorted(worker for worker, _ in told) == sorted(w.id for w in world.owners())
     assert {command.number for _, command in told} == {1}  # type: ignore[attr-defined]
     (record,) = world.recorded(r.DivergenceAccepted)
@@ -172,9 +173,9 @@ def test_a_proceed_that_was_lost_is_said_again_and_only_for_what_was_accepted() 
     world.handle(ProceedAnyway(job="j"))
     world.say(world.rank(1), diverged(1))
     world.pump()
-    assert len(world.told(m.Proceed)) == 5 and world.view.state == "running"
+    assert len(world.told(commands.Proceed)) == 5 and world.view.state == "running"
     all_find(world, tick=6, version=6, number=2)
-    assert world.view.state == "held" and len(world.told(m.Proceed)) == 5
+    assert world.view.state == "held" and len(world.told(commands.Proceed)) == 5
     assert len(world.incidents) == 2
 
 
@@ -183,7 +184,7 @@ def test_a_rank_that_dies_while_the_job_stands_is_replaced_when_it_goes_on() -> 
     all_find(world)
     world.kill(1)
     world.run(100)
-    assert world.view.state == "held" and not world.told(m.Abort)
+    assert world.view.state == "held" and not world.told(commands.Abort)
     world.handle(ProceedAnyway(job="j"))
     world.run()
     world.assert_training()
@@ -240,7 +241,7 @@ def test_a_newcomer_speaks_before_it_joins_and_the_others_wait() -> None:
     assert world.view.state == "held" and newcomer.alive
     assert not world.recorded(r.Committed)
     world.handle(ProceedAnyway(job="j"))
-    assert [worker for worker, _ in world.told(m.Proceed)] == [newcomer.id]
+    assert [worker for worker, _ in world.told(commands.Proceed)] == [newcomer.id]
     copied = m.Copied(
         generation=1, tick=5, bytes_copied=1, copy_ns=1, sources=[0], side_state="own-agent"
     )
@@ -316,12 +317,12 @@ def test_fall_back_takes_the_one_before_if_the_newest_is_too_late() -> None:
 def test_continue_lets_a_witness_speak_once_about_a_site() -> None:
     world = trained(on="continue")
     all_find(world)
-    assert len(world.told(m.Proceed)) == 4
+    assert len(world.told(commands.Proceed)) == 4
     assert the_one(world).outcome == "DIVERGED"
     all_find(world, tick=9, version=9, number=2)
-    assert len(world.told(m.Proceed)) == 8 and len(world.incidents) == 1
+    assert len(world.told(commands.Proceed)) == 8 and len(world.incidents) == 1
     all_find(world, tick=9, version=9, number=3, witness="learning-rate")
-    assert len(world.told(m.Proceed)) == 12 and len(world.incidents) == 2
+    assert len(world.told(commands.Proceed)) == 12 and len(world.incidents) == 2
     world.assert_training()
 
 
@@ -336,11 +337,11 @@ def test_a_divergence_survives_the_orchestrator() -> None:
     assert world.view.state == "held" and "rank 2 has ff" in world.view.divergence
     world.rejoin()
     world.run(5)
-    assert world.view.state == "held" and not world.told(m.Abort)
+    assert world.view.state == "held" and not world.told(commands.Abort)
     all_find(world)  # they repeat themselves
     world.run(5)
     world.handle(ProceedAnyway(job="j"))
-    assert len(world.told(m.Proceed)) == 4
+    assert len(world.told(commands.Proceed)) == 4
     assert the_one(world).outcome == "DIVERGED"
     world.assert_training()
 
@@ -354,7 +355,7 @@ def test_who_did_not_hear_proceed_before_a_crash_hears_it_afterwards() -> None:
     world.rejoin()
     world.run(5)
     all_find(world)
-    assert len(world.told(m.Proceed)) == 4 and len(world.incidents) == 1
+    assert len(world.told(commands.Proceed)) == 4 and len(world.incidents) == 1
     assert the_one(world).outcome == "DIVERGED"
 
 

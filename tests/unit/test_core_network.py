@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from keepstep.core.agent.network import SECOND, Limits, PathWatch
-from keepstep.model.messages import PathNoticed
+from keepstep.model.agent_messages import PathNoticed
 from keepstep.model.network import PathEvent
 
 LIMITS = Limits(flaps=3, window_ns=60 * SECOND, down_ns=20 * SECOND)

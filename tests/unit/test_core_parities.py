@@ -6,6 +6,7 @@ import msgspec
 
 from keepstep.core import processes
 from keepstep.core.state import Out, Outcome
+from keepstep.model import agent_messages, commands
 from keepstep.model import messages as m
 from tests.support.core import World, job_spec
 
@@ -17,12 +18,12 @@ def trained(nodes: str = "n0:1 n1:1 n2:1 n3:1", redundancy: str = "parity") -> W
     return world
 
 
-def at(world: World, name: str) -> m.Parity:
-    return m.Parity(holder=world.nodes[name].blobs, members=[0, 1, 2])
+def at(world: World, name: str) -> commands.Parity:
+    return commands.Parity(holder=world.nodes[name].blobs, members=[0, 1, 2])
 
 
-def told_by_start(world: World) -> dict[int, m.Parity | None]:
-    starts = [c for _, c in world.sent if isinstance(c, m.StartWorker)]
+def told_by_start(world: World) -> dict[int, commands.Parity | None]:
+    starts = [c for _, c in world.sent if isinstance(c, agent_messages.StartWorker)]
     return {start.rank: start.parity for start in starts if start.rank >= 0}
 
 
@@ -36,7 +37,7 @@ def test_a_holder_that_gets_a_member_hands_over_to_another_node_with_the_swap() 
     world.kill(1)
     world.run()
     assert world.rank(1).node == "n3"
-    swaps = {id: c.parity for id, c in world.told(m.Swap) if isinstance(c, m.Swap)}
+    swaps = {id: c.parity for id, c in world.told(commands.Swap) if isinstance(c, commands.Swap)}
     assert swaps == {world.rank(rank).id: at(world, "n1") for rank in (0, 1, 2)}
     world.assert_training()
 
@@ -48,7 +49,7 @@ def test_a_lost_holder_is_replaced_for_all_members_once() -> None:
     for rank in (0, 1, 2):
         world.say(world.rank(rank), lost)
     world.pump()
-    told = [(id, c.parity) for id, c in world.told(m.Buddy) if isinstance(c, m.Buddy)]
+    told = [(id, c.parity) for id, c in world.told(commands.Buddy) if isinstance(c, commands.Buddy)]
     assert all(parity == at(world, "n4") for _, parity in told)
     assert {id for id, _ in told} == {world.rank(rank).id for rank in (0, 1, 2)}
     world.assert_training()
@@ -58,7 +59,7 @@ def test_the_only_holder_there_is_is_tried_again() -> None:
     world = trained()
     world.say(world.rank(0), m.BuddyLost(generation=0, error="?", parity=world.nodes["n3"].blobs))
     world.pump()
-    told = [c.parity for _, c in world.told(m.Buddy) if isinstance(c, m.Buddy)]
+    told = [c.parity for _, c in world.told(commands.Buddy) if isinstance(c, commands.Buddy)]
     assert told == [at(world, "n3")] * 3
 
 
@@ -88,9 +89,9 @@ def test_a_node_that_comes_back_is_offered_to_who_has_none() -> None:
     for name in ("n0", "n1", "n2", "n3"):
         world.join(name)
         world.pump()
-    told: dict[str, m.Buddy] = {}
-    for id, command in world.told(m.Buddy):
-        assert isinstance(command, m.Buddy)
+    told: dict[str, commands.Buddy] = {}
+    for id, command in world.told(commands.Buddy):
+        assert isinstance(command, commands.Buddy)
         told[id] = command
     first = told[world.rank(0).id]
     assert first.address == world.nodes["n1"].blobs and first.parity == at(world, "n3")
@@ -100,7 +101,7 @@ def test_a_swap_that_is_said_again_names_the_holder_of_now() -> None:
     world = trained()
     core = world.core.state("j")
     worker = core.workers[world.rank(0).id]
-    worker.swap = m.Swap(generation=0, buddy=None, solo=False)
+    worker.swap = commands.Swap(generation=0, buddy=None, solo=False)
     out = Out(world.now, core, Outcome())
     assert processes.swap_of(core, out, worker).parity == at(world, "n3")
 

@@ -5,12 +5,22 @@ from __future__ import annotations
 import pytest
 
 from keepstep.errors import UsageError
+from keepstep.model import agent_messages, commands
 from keepstep.model import messages as m
 from keepstep.model import records as r
 from keepstep.model.job import Drain, Migrate, Taint, Untaint
 from tests.support.core import World, job_spec
 
-ANSWERS = [m.Arrived, m.StoreOpened, m.Ready, m.Staged, m.Held, m.Copied, m.Swapped, m.Resumed]
+ANSWERS = [
+    m.Arrived,
+    agent_messages.StoreOpened,
+    m.Ready,
+    m.Staged,
+    m.Held,
+    m.Copied,
+    m.Swapped,
+    m.Resumed,
+]
 
 
 def trained(**kwargs: object) -> World:
@@ -23,17 +33,17 @@ def test_a_migrated_rank_moves_while_the_others_train_until_the_hold() -> None:
     world = trained()
     world.handle(Migrate(job="j", ranks=[1]))
     assert world.before(m.Held)
-    assert not world.told(m.Abort) and world.view.state == "running"
-    assert [type(c).__name__ for _, c in world.told(m.Position)] == ["Position"]
-    position = world.told(m.Position)[0][1]
+    assert not world.told(commands.Abort) and world.view.state == "running"
+    assert [type(c).__name__ for _, c in world.told(commands.Position)] == ["Position"]
+    position = world.told(commands.Position)[0][1]
     assert position.tick == -2 and not position.final  # type: ignore[attr-defined]
-    staged = [worker for worker, _ in world.told(m.Stage)]
+    staged = [worker for worker, _ in world.told(commands.Stage)]
     leaver = world.view.ranks[1].worker
     assert leaver not in staged, "the leaver is no member of the new groups"
-    assert len(world.told(m.Hold)) == 4, "but it holds with the others"
+    assert len(world.told(commands.Hold)) == 4, "but it holds with the others"
     world.run()
     world.assert_training()
-    copy = world.told(m.Copy)[0][1]
+    copy = world.told(commands.Copy)[0][1]
     assert copy.sources[0].rank == 1, "the leaver itself is the first source"  # type: ignore[attr-defined]
     incident = world.last
     assert (incident.trigger, incident.cause, incident.outcome) == (
@@ -44,7 +54,7 @@ def test_a_migrated_rank_moves_while_the_others_train_until_the_hold() -> None:
     assert incident.decision == "" and incident.steps_recomputed == 0 and incident.attempts == 1
     phases = [phase.phase for phase in incident.phases]
     assert phases == ["RESERVE", "HOLD", "COPY", "COMMIT", "REWIRE", "RESUME", "RETIRE"]
-    assert world.told(m.Leave) and not world.commands(m.KillWorker)
+    assert world.told(commands.Leave) and not world.commands(agent_messages.KillWorker)
 
 
 def test_a_leaver_that_stays_is_killed_after_ten_seconds() -> None:
@@ -52,7 +62,7 @@ def test_a_leaver_that_stays_is_killed_after_ten_seconds() -> None:
     leaver = world.rank(1)
 
     def refuse(worker: object, said: m.Message) -> m.Message | None:
-        return m.Staged(generation=-7) if isinstance(said, m.Leave) else None
+        return m.Staged(generation=-7) if isinstance(said, commands.Leave) else None
 
     world.refuse = refuse
     world.handle(Migrate(job="j", ranks=[1]))
@@ -124,7 +134,7 @@ def test_a_dying_newcomer_is_replaced_or_was_committed(answer: type[m.Message]) 
     world = trained(spares=2)
     world.handle(Migrate(job="j", ranks=[1]))
     assert world.before(answer)
-    newcomer = next(iter(world.told(m.Assign)))[0]
+    newcomer = next(iter(world.told(commands.Assign)))[0]
     world.die_silently(world.workers[newcomer])
     world.run()
     world.assert_training()
@@ -134,7 +144,7 @@ def test_a_dying_newcomer_is_replaced_or_was_committed(answer: type[m.Message]) 
     if answer in (m.Swapped, m.Resumed):
         assert world.last.cause == "process-exit" and world.last.victims == [1]
     else:
-        assert planned.attempts == 2 and not world.told(m.Abort)
+        assert planned.attempts == 2 and not world.told(commands.Abort)
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
@@ -151,8 +161,8 @@ def test_a_death_during_a_planned_move_goes_first(answer: type[m.Message], rank:
     assert all(incident.outcome == "RESOLVED" for incident in world.incidents)
     # With Copied on its way the leaver is not needed any more when its death is heard of.
     assert len(world.incidents) == (1 if (rank, answer) == (1, m.Copied) else 2)
-    if rank == 1 and not committed and answer is not m.StoreOpened:
-        newcomer = next(iter(world.told(m.Assign)))[0]
+    if rank == 1 and not committed and answer is not agent_messages.StoreOpened:
+        newcomer = next(iter(world.told(commands.Assign)))[0]
         assert world.rank(1).id == newcomer, "the half-prepared newcomer is used"
     if not committed:
         assert world.rank(1).id != old, "the planned move is still made"
@@ -176,7 +186,7 @@ def test_a_failed_copy_releases_everybody_and_tries_the_next_spare(reason: str) 
     failures: list[str] = []
 
     def refuse(worker: object, said: m.Message) -> m.Message | None:
-        if isinstance(said, m.Copy) and len(failures) < limit:
+        if isinstance(said, commands.Copy) and len(failures) < limit:
             failures.append("x")
             return m.CopyFailed(generation=said.generation, reason=reason, error="x")  # type: ignore[arg-type]
         return None
@@ -186,7 +196,7 @@ def test_a_failed_copy_releases_everybody_and_tries_the_next_spare(reason: str) 
     world.handle(Migrate(job="j", ranks=[1]))
     world.run()
     world.assert_training()
-    assert world.last.outcome == "RESOLVED" and len(world.told(m.Release)) == 4
+    assert world.last.outcome == "RESOLVED" and len(world.told(commands.Release)) == 4
     limit = 99
     failures.clear()
     world.handle(Migrate(job="j", ranks=[2]))
@@ -200,7 +210,7 @@ def test_ranks_that_never_hold_are_released() -> None:
     world = trained()
 
     def refuse(worker: object, said: m.Message) -> m.Message | None:
-        if isinstance(said, m.Hold) and worker is world.rank(3):
+        if isinstance(said, commands.Hold) and worker is world.rank(3):
             return m.Staged(generation=-7)
         return None
 
@@ -216,7 +226,7 @@ def test_a_release_lost_with_the_stream_is_said_again() -> None:
     world.handle(Migrate(job="j", ranks=[1]))
     assert world.before(m.Copied)
     world.lose_agent("n1")
-    newcomer = world.workers[next(iter(world.told(m.Assign)))[0]]
+    newcomer = world.workers[next(iter(world.told(commands.Assign)))[0]]
     world.exit(newcomer, -9)
     world.pump()
     assert world.rank(2).state == "held"
@@ -239,7 +249,7 @@ def test_a_lost_stream_in_front_of_any_answer_only_delays(answer: type[m.Message
     world.progress()
     world.run()
     world.assert_training()
-    assert world.last.outcome == "RESOLVED" and not world.told(m.Abort)
+    assert world.last.outcome == "RESOLVED" and not world.told(commands.Abort)
 
 
 def test_a_move_is_dropped_when_the_script_ends_first() -> None:
@@ -296,6 +306,6 @@ def test_a_drained_node_is_nobodys_buddy_any_more(node: str) -> None:
     world.assert_training()
     owners = [worker for _, worker in world.core.state("j").owning()]
     assert {worker.buddy for worker in owners} <= {"n0", "n1", "n2", "n3"} - {node}
-    last = dict(world.told(m.Buddy))
+    last = dict(world.told(commands.Buddy))
     if node == "n2":  # it has no ranks, so nothing moves
         assert set(last) == {worker.id for worker in owners if worker.node == "n1"}

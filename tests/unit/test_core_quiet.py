@@ -8,6 +8,7 @@ import pytest
 
 from keepstep.core import job as jobs
 from keepstep.core import quiet
+from keepstep.model import agent_messages
 from keepstep.model import messages as m
 from keepstep.model import records as r
 from keepstep.model.job import Migrate, Taint
@@ -43,7 +44,7 @@ def neighbours_fail(world: World) -> None:
 
 def hang(world: World) -> None:
     for worker in world.owners():
-        stalled = m.Stalled(
+        stalled = agent_messages.Stalled(
             worker=worker.id,
             rank=worker.rank,
             version=1,

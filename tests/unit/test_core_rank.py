@@ -13,6 +13,7 @@ from keepstep.core.rank.inbox import Inbox
 from keepstep.core.rank.joining import Joining
 from keepstep.core.rank.recovering import Recovering
 from keepstep.errors import LocalProtocolError
+from keepstep.model import commands
 from keepstep.model import messages as m
 from tests.support.rank import ASSIGN, HERE, THERE, abort, copied, copy, held, ready, swap
 
@@ -29,7 +30,9 @@ class Driver:
     """Does at once what is asked, and notes it. A command of the agent comes when the rank waits
     and finds none: one after the other, as the test has named them."""
 
-    def __init__(self, *commands: m.WorkerCommand | None, place: Place | None = None) -> None:
+    def __init__(
+        self, *commands: commands.WorkerCommand | None, place: Place | None = None
+    ) -> None:
         """None: the time is up."""
         self.place = place or Place()
         self.inbox = Inbox()
@@ -49,7 +52,7 @@ class Driver:
     def did(self) -> list[str]:
         return [type(one).__name__ for one in self.log if not isinstance(one, asks.Await)]
 
-    def takes(self, command: m.WorkerCommand) -> None:
+    def takes(self, command: commands.WorkerCommand) -> None:
         answer = self.inbox.take(command, self.holds).answer
         if answer is not None:
             self.inbox.said(answer)
@@ -93,7 +96,7 @@ class Driver:
                 return self.settled.pop(0) if self.settled else None
         return None
 
-    def _awaited(self, ask: asks.Await) -> m.WorkerCommand | None:
+    def _awaited(self, ask: asks.Await) -> commands.WorkerCommand | None:
         while True:
             found = self.inbox.pop(ask.accept)
             if found is not None:
@@ -117,7 +120,7 @@ def interrupted(driver: Driver, kind: recovering.Kind = "", **more: bool) -> Any
 
 
 def test_roll_back_comes_behind_the_groups_and_before_the_hold() -> None:
-    driver = Driver(m.Decide(generation=3, tick=7), swap(3))
+    driver = Driver(commands.Decide(generation=3, tick=7), swap(3))
     driver.takes(abort(3))
     assert interrupted(driver) == "RETRY"
     assert driver.did == [
@@ -133,7 +136,7 @@ def test_roll_back_comes_behind_the_groups_and_before_the_hold() -> None:
 
 
 def test_a_step_that_all_had_reached_is_applied_and_then_held_for() -> None:
-    driver = Driver(m.Decide(generation=3, tick=8))
+    driver = Driver(commands.Decide(generation=3, tick=8))
     driver.takes(abort(3))
     assert interrupted(driver, in_fence=True) == "COMMIT"
     assert driver.did[-1] == "ShowBusy" and "RollBack" not in driver.did
@@ -141,7 +144,7 @@ def test_a_step_that_all_had_reached_is_applied_and_then_held_for() -> None:
 
 
 def test_a_rank_outside_of_its_fence_can_not_be_told_to_apply() -> None:
-    driver = Driver(m.Decide(generation=3, tick=8))
+    driver = Driver(commands.Decide(generation=3, tick=8))
     driver.takes(abort(3))
     with pytest.raises(LocalProtocolError, match="at tick 7 told to go to 8"):
         interrupted(driver)
@@ -149,7 +152,10 @@ def test_a_rank_outside_of_its_fence_can_not_be_told_to_apply() -> None:
 
 def test_a_newer_abort_is_answered_in_place_of_the_older_decision() -> None:
     driver = Driver(
-        abort(4), m.Decide(generation=3, tick=8), m.Decide(generation=4, tick=7), swap(4)
+        abort(4),
+        commands.Decide(generation=3, tick=8),
+        commands.Decide(generation=4, tick=7),
+        swap(4),
     )
     driver.takes(abort(3))
     assert interrupted(driver, "device", in_fence=True) == "RETRY"
@@ -161,7 +167,10 @@ def test_a_newer_abort_is_answered_in_place_of_the_older_decision() -> None:
 
 def test_an_abort_in_a_hold_is_answered_from_the_boundary() -> None:
     driver = Driver(
-        m.Decide(generation=3, tick=7), abort(4), m.Decide(generation=4, tick=7), swap(4)
+        commands.Decide(generation=3, tick=7),
+        abort(4),
+        commands.Decide(generation=4, tick=7),
+        swap(4),
     )
     driver.takes(abort(3))
     assert interrupted(driver, "device", in_fence=True) == "RETRY"
@@ -172,7 +181,7 @@ def test_an_abort_in_a_hold_is_answered_from_the_boundary() -> None:
 
 
 def test_a_failure_is_said_until_it_is_answered() -> None:
-    driver = Driver(None, None, abort(3), m.Decide(generation=3, tick=7), swap(3))
+    driver = Driver(None, None, abort(3), commands.Decide(generation=3, tick=7), swap(3))
     assert interrupted(driver, "user") == "RETRY"
     assert [type(word).__name__ for word in driver.said[:4]] == ["Failure"] * 3 + ["Report"]
     failure = driver.said[0]
@@ -184,19 +193,19 @@ def test_a_failure_is_said_until_it_is_answered() -> None:
 
 
 def test_a_broken_connection_is_no_news_if_the_abort_is_on_its_way() -> None:
-    driver = Driver(abort(3), m.Decide(generation=3, tick=7), swap(3))
+    driver = Driver(abort(3), commands.Decide(generation=3, tick=7), swap(3))
     assert interrupted(driver, "comm") == "RETRY"
     assert not any(isinstance(word, m.Failure) for word in driver.said)
     (grace,) = [one for one in driver.log[:1] if isinstance(one, asks.Await)]
     assert grace.seconds == recovering.GRACE_S
-    late = Driver(None, abort(3), m.Decide(generation=3, tick=7), swap(3))
+    late = Driver(None, abort(3), commands.Decide(generation=3, tick=7), swap(3))
     assert interrupted(late, "comm") == "RETRY"
     assert sum(isinstance(word, m.Failure) for word in late.said) == 1
 
 
-@pytest.mark.parametrize("command", [m.Leave(generation=3), m.Finish()])
-def test_a_rank_that_waits_for_a_decision_can_be_sent_away(command: m.WorkerCommand) -> None:
-    driver = Driver(m.Leave(generation=9), command)
+@pytest.mark.parametrize("command", [commands.Leave(generation=3), commands.Finish()])
+def test_a_rank_that_waits_for_a_decision_can_be_sent_away(command: commands.WorkerCommand) -> None:
+    driver = Driver(commands.Leave(generation=9), command)
     driver.takes(abort(3))
     assert interrupted(driver) == "left"
     assert driver.commands == [], "a Leave of another attempt is none of its business"
@@ -210,15 +219,15 @@ def obeys(driver: Driver, generation: int = 3) -> Any:
 
 
 def test_a_release_of_a_later_attempt_ends_a_hold_and_one_of_an_older_does_not() -> None:
-    driver = Driver(m.Release(generation=2), m.Release(generation=4))
+    driver = Driver(commands.Release(generation=2), commands.Release(generation=4))
     assert obeys(driver) is None
     assert driver.commands == [] and asks.DropStaged(5) in driver.log
     assert driver.did[-1] == "StopServing"
 
 
 def test_a_swap_and_a_checkpoint_of_another_attempt_are_not_obeyed() -> None:
-    def order(generation: int) -> m.Checkpoint:
-        return m.Checkpoint(
+    def order(generation: int) -> commands.Checkpoint:
+        return commands.Checkpoint(
             generation=generation, path=f"/{generation}", lead=False, tick=7, world=2
         )
 
@@ -231,7 +240,7 @@ def test_a_swap_and_a_checkpoint_of_another_attempt_are_not_obeyed() -> None:
 
 
 def test_a_leaver_is_told_in_the_generation_in_which_its_move_is_over() -> None:
-    driver = Driver(swap(4), m.Leave(generation=4))
+    driver = Driver(swap(4), commands.Leave(generation=4))
     assert obeys(driver) == "left"
 
 
@@ -251,16 +260,16 @@ def test_groups_that_an_abort_has_taken_away_are_reported_for_later() -> None:
 def test_behind_a_swap_nothing_is_left_of_the_hold_before() -> None:
     driver = Driver()
     for command in (
-        m.Hold(generation=3),
-        m.Snapshot(generation=2, number=6),
-        m.Buddy(address=THERE),
+        commands.Hold(generation=3),
+        commands.Snapshot(generation=2, number=6),
+        commands.Buddy(address=THERE),
     ):
         driver.takes(command)
     assert (driver.inbox.hold_generation, driver.inbox.snapshot) == (3, 6)
     driver.run(driver.rank.swap(swap(3, same_buddy=True)))
     assert (driver.inbox.hold_generation, driver.inbox.snapshot) == (-1, -1)
     assert driver.inbox.buddy == THERE
-    driver.takes(m.Hold(generation=5))
+    driver.takes(commands.Hold(generation=5))
     driver.run(driver.rank.swap(swap(4)))
     assert driver.inbox.hold_generation == 5, "it belongs to a later attempt"
     assert driver.inbox.buddy == HERE
@@ -289,7 +298,9 @@ def word(number: int = 1) -> m.Diverged:
 
 
 def test_only_the_answer_to_this_finding_lets_it_pass() -> None:
-    driver = Driver(m.Proceed(generation=2, number=1), None, m.Proceed(generation=2, number=2))
+    driver = Driver(
+        commands.Proceed(generation=2, number=1), None, commands.Proceed(generation=2, number=2)
+    )
     assert driver.run(driver.rank.diverged(word(2), joining=False)) is True
     assert driver.commands == [] and driver.did[-1] == "ShowBusy"
     assert driver.did[0] == "ShowWaiting", "before anybody hears of it"
@@ -299,14 +310,14 @@ def test_an_abort_takes_a_rank_out_of_its_fence_but_not_a_newcomer() -> None:
     driver = Driver(abort(3))
     assert driver.run(driver.rank.diverged(word(), joining=False)) is False
     assert driver.did[-1] == "ShowBusy"
-    newcomer = Driver(abort(3), m.Proceed(generation=3, number=1))
+    newcomer = Driver(abort(3), commands.Proceed(generation=3, number=1))
     assert newcomer.run(newcomer.rank.diverged(word(), joining=True)) is True
-    leaver = Driver(m.Finish())
+    leaver = Driver(commands.Finish())
     assert leaver.run(leaver.rank.diverged(word(), joining=False)) == "left"
 
 
 def test_a_finding_is_repeated_and_its_table_now_and_then() -> None:
-    driver = Driver(*[None] * 5 * 13, m.Proceed(generation=2, number=1))
+    driver = Driver(*[None] * 5 * 13, commands.Proceed(generation=2, number=1))
     assert driver.run(driver.rank.diverged(word(), joining=False)) is True
     tables = [bool(one.table) for one in driver.said if isinstance(one, m.Diverged)]
     assert tables == [True] * 2 + [False] * 10 + [True] * 2
@@ -317,7 +328,11 @@ def test_a_finding_is_repeated_and_its_table_now_and_then() -> None:
 
 def test_whoever_is_done_stays_as_a_source_until_all_are() -> None:
     driver = Driver(
-        abort(3), m.Decide(generation=3, tick=7), swap(3), m.Finish(), place=Place(done=True)
+        abort(3),
+        commands.Decide(generation=3, tick=7),
+        swap(3),
+        commands.Finish(),
+        place=Place(done=True),
     )
     assert driver.run(driver.rank.linger()) is None
     kinds = [type(one).__name__ for one in driver.said]
@@ -336,7 +351,7 @@ def failed(generation: int) -> m.CopyFailed:
 def test_from_its_park_to_its_first_step() -> None:
     driver = Driver(
         ASSIGN,
-        m.Position(generation=3, tick=7, final=True, holders=[]),
+        commands.Position(generation=3, tick=7, final=True, holders=[]),
         copy(3),
         swap(3),
     )
@@ -352,14 +367,14 @@ def test_from_its_park_to_its_first_step() -> None:
 
 
 def test_a_buddy_that_it_was_told_of_stays() -> None:
-    driver = Driver(m.Buddy(address=THERE), ASSIGN)
+    driver = Driver(commands.Buddy(address=THERE), ASSIGN)
     driver.run(joining.assigned(driver.inbox))
     assert driver.inbox.buddy == THERE
 
 
 def test_of_two_assignments_the_buddy_of_the_second_counts() -> None:
     """The first came to nothing: nobody could say what the rank has been told before."""
-    again = m.Assign(rank=1, generation=4, master=HERE, buddy=THERE)
+    again = commands.Assign(rank=1, generation=4, master=HERE, buddy=THERE)
     driver = Driver(ASSIGN, again)
     for _ in range(2):
         driver.run(joining.assigned(driver.inbox))
@@ -392,8 +407,8 @@ def test_what_the_way_has_changed_is_copied_again_and_may_fail() -> None:
     assert driver.said[1:] == [failed(3), copied(4)]
 
 
-@pytest.mark.parametrize("command", [m.Leave(generation=3), m.Finish()])
-def test_a_newcomer_can_be_sent_away_wherever_it_waits(command: m.WorkerCommand) -> None:
+@pytest.mark.parametrize("command", [commands.Leave(generation=3), commands.Finish()])
+def test_a_newcomer_can_be_sent_away_wherever_it_waits(command: commands.WorkerCommand) -> None:
     def waits(inbox: Inbox) -> list[Callable[[], asks.Protocol[Any]]]:
         newcomer, installed = Joining(inbox, ASSIGN), Joining(inbox, ASSIGN)
         installed._installed = copy(3), copied(3)

@@ -8,6 +8,7 @@ import pytest
 
 from keepstep.core.rank.inbox import Inbox
 from keepstep.core.rank.staging import Staging
+from keepstep.model import commands
 from keepstep.model import messages as m
 from tests.support.rank import ASSIGN, HERE, THERE, abort, copied, copy, held, ready, swap
 
@@ -46,9 +47,9 @@ def report(generation: int) -> m.Report:
     ("command", "answer"),
     [
         (abort(3), report(3)),
-        (m.Decide(generation=3, tick=7), held(3)),
-        (m.Hold(generation=3), held(3)),
-        (m.Stage(generation=3, store=HERE), m.Staged(generation=3)),
+        (commands.Decide(generation=3, tick=7), held(3)),
+        (commands.Hold(generation=3), held(3)),
+        (commands.Stage(generation=3, store=HERE), m.Staged(generation=3)),
         (copy(3), copied(3)),
         (swap(3), m.Swapped(generation=3, swap_ns=1)),
     ],
@@ -74,24 +75,24 @@ def test_a_newcomer_answers_once_whatever_the_generation() -> None:
     inbox = Inbox()
     assert inbox.take(ASSIGN, False).verdict == "kept"
     inbox.said(m.Arrived(generation=3))
-    again = m.Assign(rank=1, generation=9, master=HERE, buddy=HERE)
+    again = commands.Assign(rank=1, generation=9, master=HERE, buddy=HERE)
     assert inbox.take(again, False) == ("again", m.Arrived(generation=3))
     inbox.said(ready())
-    position = m.Position(generation=9, tick=7, final=True, holders=[])
+    position = commands.Position(generation=9, tick=7, final=True, holders=[])
     assert inbox.take(position, False) == ("again", ready())
 
 
 def test_a_process_is_one_rank_in_its_life() -> None:
     inbox = Inbox()
     assert inbox.take(ASSIGN, False).verdict == "kept"
-    other = m.Assign(rank=2, generation=4, master=HERE, buddy=None)
+    other = commands.Assign(rank=2, generation=4, master=HERE, buddy=None)
     assert inbox.take(other, False).verdict == "wrong"
 
 
 def test_a_hold_after_its_release_is_a_new_one() -> None:
     inbox = Inbox()
     inbox.said(held(3))
-    assert inbox.take(m.Hold(generation=3), holds=False).verdict == "kept"
+    assert inbox.take(commands.Hold(generation=3), holds=False).verdict == "kept"
     assert inbox.hold_generation == 3
 
 
@@ -99,8 +100,8 @@ def test_a_snapshot_is_known_by_its_number() -> None:
     inbox = Inbox()
     saved = m.Saved(number=4, tick=7, version=5, snapshot_ns=1, write_ns=1, bytes_written=1)
     inbox.said(saved)
-    assert inbox.take(m.Snapshot(generation=9, number=4), False) == ("again", saved)
-    assert inbox.take(m.Snapshot(generation=9, number=5), False).verdict == "kept"
+    assert inbox.take(commands.Snapshot(generation=9, number=4), False) == ("again", saved)
+    assert inbox.take(commands.Snapshot(generation=9, number=5), False).verdict == "kept"
     assert inbox.snapshot == 5
 
 
@@ -109,50 +110,50 @@ def test_an_abort_drops_what_is_older_but_no_facts() -> None:
     facts = [
         swap(3),
         ASSIGN,
-        m.Position(generation=3, tick=7, final=True, holders=[]),
-        m.Leave(generation=3),
+        commands.Position(generation=3, tick=7, final=True, holders=[]),
+        commands.Leave(generation=3),
     ]
-    for command in (m.Decide(generation=3, tick=7), copy(3), *facts, m.Finish()):
+    for command in (commands.Decide(generation=3, tick=7), copy(3), *facts, commands.Finish()):
         inbox.take(command, False)
-    inbox.take(m.Hold(generation=3), False)
-    inbox.take(m.Snapshot(generation=3, number=1), False)
+    inbox.take(commands.Hold(generation=3), False)
+    inbox.take(commands.Snapshot(generation=3, number=1), False)
     assert inbox.take(abort(4), False).verdict == "now"
-    assert inbox.waiting == [*facts, m.Finish()]
+    assert inbox.waiting == [*facts, commands.Finish()]
     assert (inbox.hold_generation, inbox.snapshot, inbox.abort_generation) == (-1, -1, 4)
-    assert inbox.take(m.Decide(generation=3, tick=7), False).verdict == "stale"
-    assert inbox.take(m.Decide(generation=4, tick=7), False).verdict == "kept"
+    assert inbox.take(commands.Decide(generation=3, tick=7), False).verdict == "stale"
+    assert inbox.take(commands.Decide(generation=4, tick=7), False).verdict == "kept"
 
 
 def test_a_swap_said_again_replaces_the_first() -> None:
     inbox = Inbox()
-    for command in (swap(3), swap(2), m.Swap(generation=3, buddy=THERE)):
+    for command in (swap(3), swap(2), commands.Swap(generation=3, buddy=THERE)):
         inbox.take(command, False)
-    assert inbox.waiting == [swap(2), m.Swap(generation=3, buddy=THERE)]
+    assert inbox.waiting == [swap(2), commands.Swap(generation=3, buddy=THERE)]
     inbox.said(m.Swapped(generation=3, swap_ns=1))
-    inbox.take(m.Swap(generation=3, buddy=HERE), False)
+    inbox.take(commands.Swap(generation=3, buddy=HERE), False)
     assert inbox.buddy == HERE, "and its buddy counts even if it was obeyed before"
 
 
 def test_a_release_takes_back_the_holds_up_to_it() -> None:
     inbox = Inbox()
-    inbox.take(m.Hold(generation=4), False)
-    inbox.take(m.Release(generation=3), False)
+    inbox.take(commands.Hold(generation=4), False)
+    inbox.take(commands.Release(generation=3), False)
     assert inbox.hold_generation == 4
-    inbox.take(m.Release(generation=4), False)
+    inbox.take(commands.Release(generation=4), False)
     assert inbox.hold_generation == -1
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        m.Seal(number=1, tick=7, world=2),
-        m.Inspect(number=1),
-        m.Arm(inject="i", action="kill", step=1, point="x"),
-        m.Stage(generation=3, store=HERE),
+        commands.Seal(number=1, tick=7, world=2),
+        commands.Inspect(number=1),
+        commands.Arm(inject="i", action="kill", step=1, point="x"),
+        commands.Stage(generation=3, store=HERE),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_some_do_not_wait_for_the_main_thread(command: m.WorkerCommand) -> None:
+def test_some_do_not_wait_for_the_main_thread(command: commands.WorkerCommand) -> None:
     inbox = Inbox()
     assert inbox.take(command, False).verdict == "now" and inbox.waiting == []
 
@@ -166,5 +167,5 @@ def test_an_abort_is_unreported_until_its_report_or_the_next_groups() -> None:
     inbox.said(report(4))
     assert inbox.unreported() is None
     inbox.take(abort(5), False)
-    inbox.take(m.Stage(generation=5, store=HERE), False)
+    inbox.take(commands.Stage(generation=5, store=HERE), False)
     assert inbox.unreported() is None

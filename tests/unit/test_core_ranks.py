@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from keepstep.core.ranks import Ranks
 from keepstep.core.state import EVERY_NODE
-from keepstep.model import messages as m
+from keepstep.model import agent_messages, commands
 from keepstep.model import records as r
 from keepstep.model.job import AgentSaid
 from tests.support.core import World, job_spec
@@ -39,13 +39,15 @@ def test_a_death_is_one_command_for_all_and_the_dead_one_is_excepted() -> None:
     world = trained()
     victim = world.rank(3)
     victim.alive = False
-    exited = m.WorkerExited(worker=victim.id, rank=3, code=-9, tail="")
+    exited = agent_messages.WorkerExited(worker=victim.id, rank=3, code=-9, tail="")
     outcome = world.core.handle(world.now, AgentSaid(job="j", node=victim.node, message=exited))
-    told = [send for send in outcome.sends if isinstance(send.command, m.TellRanks)]
+    told = [send for send in outcome.sends if isinstance(send.command, agent_messages.TellRanks)]
     assert [send.node for send in told] == [EVERY_NODE]
-    assert isinstance(told[0].command.command, m.Abort)  # type: ignore[union-attr]
-    alone = [send.command for send in outcome.sends if isinstance(send.command, m.Tell)]
-    assert [type(tell.command) for tell in alone] == [m.Assign]
+    assert isinstance(told[0].command.command, commands.Abort)  # type: ignore[union-attr]
+    alone = [
+        send.command for send in outcome.sends if isinstance(send.command, agent_messages.Tell)
+    ]
+    assert [type(tell.command) for tell in alone] == [commands.Assign]
     assert len(outcome.sends) < 5
 
 
@@ -55,10 +57,10 @@ def test_ranks_whose_agent_was_away_are_asked_alone_when_it_is_back() -> None:
     world.lose_agent(away)
     world.kill(3)
     world.pump()
-    told = {worker for worker, _ in world.told(m.Abort)}
+    told = {worker for worker, _ in world.told(commands.Abort)}
     assert told.isdisjoint({"n0.w0", "n0.w1"}) and len(told) == 5
     world.join(away)
-    assert {worker for worker, _ in world.told(m.Abort)} - told == {"n0.w0", "n0.w1"}
+    assert {worker for worker, _ in world.told(commands.Abort)} - told == {"n0.w0", "n0.w1"}
     world.run()
     world.assert_training()
 
@@ -78,7 +80,7 @@ def test_a_rank_that_may_have_missed_its_buddy_is_told_again_with_the_swap() -> 
     world.join("n0")
     world.kill(3)
     world.run()
-    swaps = dict(world.told(m.Swap))
+    swaps = dict(world.told(commands.Swap))
     alone = {worker for worker, swap in swaps.items() if not swap.same_buddy}  # type: ignore[attr-defined]
     assert {"n0.w0", "n0.w1"} <= alone
     assert len(alone) < 5

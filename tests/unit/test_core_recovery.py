@@ -6,6 +6,7 @@ from collections import deque
 
 import pytest
 
+from keepstep.model import agent_messages, commands
 from keepstep.model import messages as m
 from keepstep.model import records as r
 from keepstep.model.job import AgentSaid, Migrate, Taint, Untaint
@@ -13,7 +14,7 @@ from tests.support.core import SECOND, STALL, World, attached, job_spec, says
 
 ANSWERS = [
     m.Report,
-    m.StoreOpened,
+    agent_messages.StoreOpened,
     m.Arrived,
     m.Ready,
     m.Held,
@@ -217,7 +218,7 @@ def test_the_store_is_not_opened_where_ranks_die() -> None:
     world = trained(spares=2)
     world.kill_node("n0")
     world.run()
-    opened = world.commands(m.OpenStore)
+    opened = world.commands(agent_messages.OpenStore)
     assert opened[0][0] == "n0" and opened[-1][0] != "n0"
 
 
@@ -229,7 +230,7 @@ def test_all_ranks_dead_at_once_falls_back() -> None:
     assert world.view.state == "fell_back" and world.view.exit_code == 4
     assert "lost" in world.view.reason
     assert world.last.outcome == "FELL_BACK"
-    assert {node for node, _ in world.commands(m.Stop)} == {"n0", "n1", "n2"}
+    assert {node for node, _ in world.commands(agent_messages.Stop)} == {"n0", "n1", "n2"}
 
 
 def test_without_a_spare_the_free_slot_of_the_dead_rank_is_used() -> None:
@@ -245,7 +246,7 @@ def test_no_slot_left_holds_writes_a_checkpoint_and_goes_on_when_a_node_joins() 
     world.kill_node("n1")
     world.run()
     assert world.view.state == "held" and world.view.checkpoint == "/jobs/j/checkpoint-5"
-    orders = [command for _, command in world.told(m.Checkpoint)]
+    orders = [command for _, command in world.told(commands.Checkpoint)]
     assert [order.lead for order in orders] == [True, False]  # type: ignore[attr-defined]
     assert set(orders[0].dead) == {2, 3}  # type: ignore[attr-defined]
     assert "no spare for ranks 2, 3" in world.view.reason
@@ -253,7 +254,7 @@ def test_no_slot_left_holds_writes_a_checkpoint_and_goes_on_when_a_node_joins() 
     world.run()
     world.assert_training()
     assert {worker.tick for worker in world.owners()} == {5}
-    assert len(world.told(m.Checkpoint)) == 2, "written once"
+    assert len(world.told(commands.Checkpoint)) == 2, "written once"
 
 
 def test_a_checkpoint_that_can_not_be_written_is_said_tried_again_and_the_job_holds() -> None:
@@ -261,7 +262,7 @@ def test_a_checkpoint_that_can_not_be_written_is_said_tried_again_and_the_job_ho
     full = True
 
     def refuse(worker: object, said: m.Message) -> m.Message | None:
-        if isinstance(said, m.Checkpoint) and said.lead and full:
+        if isinstance(said, commands.Checkpoint) and said.lead and full:
             return m.CheckpointFailed(
                 generation=said.generation, path=said.path, error="No space left on device"
             )
@@ -274,7 +275,7 @@ def test_a_checkpoint_that_can_not_be_written_is_said_tried_again_and_the_job_ho
     assert world.view.state == "held" and not world.view.checkpoint
     assert said in world.view.reason and said in world.last.reason
     assert [note.text for note in world.view.notes] == [said], "said once, tried several times"
-    orders = [command.lead for _, command in world.told(m.Checkpoint)]  # type: ignore[attr-defined]
+    orders = [command.lead for _, command in world.told(commands.Checkpoint)]  # type: ignore[attr-defined]
     assert orders.count(True) > 2 and orders.count(False) == 1
     full = False
     world.run(100)
@@ -289,9 +290,9 @@ def test_a_job_that_gives_up_says_that_there_is_no_checkpoint() -> None:
     world = trained(spares=2)
 
     def refuse(worker: object, said: m.Message) -> m.Message | None:
-        if isinstance(said, m.Copy):
+        if isinstance(said, commands.Copy):
             return m.CopyFailed(generation=said.generation, reason="digest", error="x")
-        if isinstance(said, m.Checkpoint):
+        if isinstance(said, commands.Checkpoint):
             return m.CheckpointFailed(generation=said.generation, path=said.path, error="full")
         return None
 
@@ -325,7 +326,7 @@ def test_a_rank_that_does_not_report_is_fenced_and_replaced() -> None:
     assert not stopped.alive
 
 
-@pytest.mark.parametrize("command", [m.Decide, m.Swap])
+@pytest.mark.parametrize("command", [commands.Decide, commands.Swap])
 def test_a_rank_that_stops_answering_later_is_fenced_too(command: type[m.Message]) -> None:
     world = trained(spares=2)
     deaf = world.rank(2)
@@ -348,7 +349,7 @@ def test_a_newcomer_that_is_never_ready_is_replaced_by_the_next_spare() -> None:
     slow: list[str] = []
 
     def refuse(worker: object, said: m.Message) -> m.Message | None:
-        if isinstance(said, m.Position) and not slow:
+        if isinstance(said, commands.Position) and not slow:
             slow.append(worker.id)  # type: ignore[attr-defined]
             return m.Arrived(generation=0)
         return None
@@ -366,7 +367,7 @@ def test_a_failed_copy_takes_the_next_spare(reason: str) -> None:
     failed: list[str] = []
 
     def refuse(worker: object, said: m.Message) -> m.Message | None:
-        if isinstance(said, m.Copy) and not failed:
+        if isinstance(said, commands.Copy) and not failed:
             failed.append(worker.id)  # type: ignore[attr-defined]
             return m.CopyFailed(generation=said.generation, reason=reason, error="x")  # type: ignore[arg-type]
         return None
@@ -383,7 +384,7 @@ def test_a_lost_source_is_left_out_and_the_others_serve() -> None:
     asked: list[list[int]] = []
 
     def refuse(worker: object, said: m.Message) -> m.Message | None:
-        if isinstance(said, m.Copy):
+        if isinstance(said, commands.Copy):
             asked.append([source.rank for source in said.sources])
             if len(asked) == 1:
                 return m.CopyFailed(
@@ -402,7 +403,7 @@ def test_missing_side_state_falls_back_and_says_so() -> None:
     world = trained()
 
     def refuse(worker: object, said: m.Message) -> m.Message | None:
-        if isinstance(said, m.Copy):
+        if isinstance(said, commands.Copy):
             return m.CopyFailed(
                 generation=said.generation, reason="side-state-missing", error="tick 5"
             )
@@ -418,7 +419,7 @@ def test_newcomers_that_always_fail_end_the_job_with_a_checkpoint() -> None:
     world = trained(spares=2)
 
     def refuse(worker: object, said: m.Message) -> m.Message | None:
-        if isinstance(said, m.Copy):
+        if isinstance(said, commands.Copy):
             return m.CopyFailed(generation=said.generation, reason="digest", error="x")
         return None
 
@@ -432,9 +433,9 @@ def test_newcomers_that_always_fail_end_the_job_with_a_checkpoint() -> None:
 
 def lose_store(world: World) -> int:
     """The newest store ends; its generation."""
-    node, command = world.commands(m.OpenStore)[-1]
+    node, command = world.commands(agent_messages.OpenStore)[-1]
     generation: int = command.generation  # type: ignore[attr-defined]
-    world.agent_says(node, m.StoreFailed(generation=generation, error="ended with -9"))
+    world.agent_says(node, agent_messages.StoreFailed(generation=generation, error="ended with -9"))
     return generation
 
 
@@ -442,16 +443,16 @@ def test_a_store_lost_before_anybody_builds_groups_is_replaced_in_the_same_attem
     world = trained()
     world.kill(1)
     assert world.before(m.Report)
-    reports = [event for event in world.queue if not says(event, m.StoreOpened)]
+    reports = [event for event in world.queue if not says(event, agent_messages.StoreOpened)]
     world.queue = type(world.queue)(e for e in world.queue if e not in reports)
     world.pump()
-    assert not world.told(m.Stage)
+    assert not world.told(commands.Stage)
     generation = lose_store(world)
     world.queue.extend(reports)
     world.run()
     world.assert_training()
     assert world.view.generation == generation and world.last.attempts == 1
-    (first, _), (second, command) = world.commands(m.OpenStore)[-2:]
+    (first, _), (second, command) = world.commands(agent_messages.OpenStore)[-2:]
     assert command.generation == generation and first != second  # type: ignore[attr-defined]
 
 
@@ -497,7 +498,7 @@ def test_a_store_lost_with_its_node_is_replaced() -> None:
     world.run()
     world.kill(0)
     assert world.before(m.Held)
-    host = world.commands(m.OpenStore)[-1][0]
+    host = world.commands(agent_messages.OpenStore)[-1][0]
     ranks = {worker.node for worker in world.owners()}
     world.kill_node(host)
     world.run()
@@ -513,7 +514,7 @@ class DarkNetwork:
         world.refuse = self._refuse
 
     def _refuse(self, worker: object, said: m.Message) -> m.Message | None:
-        if not isinstance(said, m.Stage) or worker is not self._world.rank(0):
+        if not isinstance(said, commands.Stage) or worker is not self._world.rank(0):
             return None
         if self.failures == self.limit:
             return None
@@ -632,7 +633,7 @@ def test_a_device_error_replaces_the_rank_after_fencing_it() -> None:
     world.run()
     world.assert_training()
     assert not broken.alive and world.last.cause == "device-error"
-    assert m.KillWorker(worker=broken.id) in [command for _, command in world.sent]
+    assert agent_messages.KillWorker(worker=broken.id) in [command for _, command in world.sent]
 
 
 def test_a_device_error_seen_only_in_a_report_is_fenced() -> None:
@@ -659,7 +660,7 @@ def stall(world: World, rank: int, **facts: object) -> None:
         "stopped": False,
         "cpu_busy": False,
     }
-    message = m.Stalled(worker=worker.id, rank=rank, **(seen | facts))  # type: ignore[arg-type]
+    message = agent_messages.Stalled(worker=worker.id, rank=rank, **(seen | facts))  # type: ignore[arg-type]
     world.agent_says(worker.node, message)
 
 
@@ -700,7 +701,7 @@ def test_a_rank_that_moves_again_is_no_hang() -> None:
     for rank in range(3):
         stall(world, rank, stopped=rank == 1)
     worker = world.rank(0)
-    world.agent_says(worker.node, m.Unstalled(worker=worker.id))
+    world.agent_says(worker.node, agent_messages.Unstalled(worker=worker.id))
     stall(world, 3)
     world.run()
     assert not world.incidents
@@ -783,10 +784,10 @@ def test_all_done_finishes_every_rank_and_stops_the_agents() -> None:
         done(world, rank)
     world.run()
     assert (world.view.state, world.view.exit_code) == ("done", 0)
-    told = {worker for worker, _ in world.told(m.Finish)}
+    told = {worker for worker, _ in world.told(commands.Finish)}
     assert {world.rank(rank).id for rank in range(4)} <= told  # and the standbys
-    stops = [command for _, command in world.commands(m.Stop)]
-    assert [isinstance(s, m.Stop) and s.finished for s in stops] == [True] * 3
+    stops = [command for _, command in world.commands(agent_messages.Stop)]
+    assert [isinstance(s, agent_messages.Stop) and s.finished for s in stops] == [True] * 3
     assert world.core.deadline() is None
 
 
@@ -808,7 +809,7 @@ def test_a_rank_that_dies_after_others_are_done_is_replaced_alone() -> None:
     world.kill(3)
     world.run()
     assert world.view.state == "done" and world.last.outcome == "RESOLVED"
-    swaps = [command for _, command in world.told(m.Swap)]
+    swaps = [command for _, command in world.told(commands.Swap)]
     assert [swap.solo for swap in swaps] == [True]  # type: ignore[attr-defined]
 
 
@@ -848,20 +849,25 @@ def test_old_and_foreign_messages_change_nothing() -> None:
     dead = world.workers["n0.w1"]
     report = m.Report(generation=0, tick=99, version=99, in_fence=False, computing=False)
     address = m.Address("h", 1)
-    nonsense: list[tuple[str, m.AgentMessage]] = [
-        (worker.node, m.WorkerSaid(worker=worker.id, rank=0, said=report)),
-        (worker.node, m.WorkerSaid(worker="n7.w9", rank=0, said=report)),
-        ("n1", m.WorkerSaid(worker=worker.id, rank=0, said=report)),
-        (dead.node, m.WorkerSaid(worker=dead.id, rank=1, said=attached(0))),
-        (dead.node, m.WorkerExited(worker=dead.id, rank=1, code=-9, tail="")),
-        (worker.node, m.WorkerSaid(worker=worker.id, rank=0, said=m.Staged(generation=1))),
+    nonsense: list[tuple[str, agent_messages.AgentMessage]] = [
+        (worker.node, agent_messages.WorkerSaid(worker=worker.id, rank=0, said=report)),
+        (worker.node, agent_messages.WorkerSaid(worker="n7.w9", rank=0, said=report)),
+        ("n1", agent_messages.WorkerSaid(worker=worker.id, rank=0, said=report)),
+        (dead.node, agent_messages.WorkerSaid(worker=dead.id, rank=1, said=attached(0))),
+        (dead.node, agent_messages.WorkerExited(worker=dead.id, rank=1, code=-9, tail="")),
         (
             worker.node,
-            m.WorkerSaid(worker=worker.id, rank=0, said=m.Swapped(generation=1, swap_ns=1)),
+            agent_messages.WorkerSaid(worker=worker.id, rank=0, said=m.Staged(generation=1)),
         ),
-        (worker.node, m.StoreOpened(generation=55, store=address)),
-        (worker.node, m.StoreFailed(generation=0, error="x")),
-        ("n9", m.StopDone()),
+        (
+            worker.node,
+            agent_messages.WorkerSaid(
+                worker=worker.id, rank=0, said=m.Swapped(generation=1, swap_ns=1)
+            ),
+        ),
+        (worker.node, agent_messages.StoreOpened(generation=55, store=address)),
+        (worker.node, agent_messages.StoreFailed(generation=0, error="x")),
+        ("n9", agent_messages.StopDone()),
     ]
     before = (world.view, world.incidents, world.core.deadline())
     for node, message in nonsense:
@@ -876,24 +882,24 @@ def test_an_agent_that_was_started_anew_is_offered_as_a_buddy_again() -> None:
     for rank in (0, 1):
         world.say(world.rank(rank), m.BuddyLost(generation=0, error="refused"))
     world.pump()
-    assert [b.address for _, b in world.told(m.Buddy)] == [None, None]  # alone for now
+    assert [b.address for _, b in world.told(commands.Buddy)] == [None, None]  # alone for now
     world.nodes["n1"].agents += 1
     world.join("n1")
-    told = dict(world.told(m.Buddy)[2:])
+    told = dict(world.told(commands.Buddy)[2:])
     assert told == {
-        world.rank(rank).id: m.Buddy(address=world.nodes["n1"].blobs) for rank in (0, 1)
+        world.rank(rank).id: commands.Buddy(address=world.nodes["n1"].blobs) for rank in (0, 1)
     }
     # One that only lost its stream has not moved: only its own ranks are told, once more, because
     # what they were told may have been lost with the stream.
     world.lose_agent("n0")
     world.join("n0")
-    assert dict(world.told(m.Buddy)[4:]) == told
+    assert dict(world.told(commands.Buddy)[4:]) == told
     assert world.incidents == []
     world.assert_training()
 
 
 def without_side_state(_: object, command: m.Message) -> m.Message | None:
-    if not isinstance(command, m.Copy):
+    if not isinstance(command, commands.Copy):
         return None
     return m.CopyFailed(
         generation=command.generation, reason="side-state-missing", error="held by nobody"
@@ -909,7 +915,7 @@ def test_side_state_is_not_lost_while_an_agent_that_may_have_it_is_away() -> Non
     away = next(n for n in world.nodes if n not in (world.rank(0).node, "n2"))
     world.lose_agent(away)
     world.pump()
-    assert world.view.state == "recovering" and len(world.told(m.Copy)) == 1
+    assert world.view.state == "recovering" and len(world.told(commands.Copy)) == 1
     world.refuse = None
     world.join(away)
     world.run()
@@ -923,7 +929,7 @@ def test_side_state_that_nobody_has_is_lost_when_everybody_is_there() -> None:
     world.kill(1)
     world.run()
     assert world.view.state == "fell_back"
-    assert len(world.told(m.Copy)) == 2
+    assert len(world.told(commands.Copy)) == 2
 
 
 def test_side_state_of_a_rank_that_died_while_its_agent_was_away_is_not_forgotten() -> None:
@@ -936,10 +942,12 @@ def test_side_state_of_a_rank_that_died_while_its_agent_was_away_is_not_forgotte
     assert world.last.outcome == "RESOLVED"
     # Only once another process has its seat.
     sent = [command for _, command in world.sent]
-    committed = next(i for i, c in enumerate(sent) if isinstance(c, m.Tell)
-                     and isinstance(c.command, m.Swap))  # fmt: skip
+    committed = next(i for i, c in enumerate(sent) if isinstance(c, agent_messages.Tell)
+                     and isinstance(c.command, commands.Swap))  # fmt: skip
     forgotten = [
-        i for i, c in enumerate(sent) if isinstance(c, m.Forget) and victim.id in c.workers
+        i
+        for i, c in enumerate(sent)
+        if isinstance(c, agent_messages.Forget) and victim.id in c.workers
     ]
     assert all(i > committed for i in forgotten)
     world.assert_training()
@@ -951,7 +959,7 @@ def test_an_init_record_that_nobody_has_is_asked_for_again_and_then_lost() -> No
     assigned: list[str] = []
 
     def refuse(worker: object, said: m.Message) -> m.Message | None:
-        if isinstance(said, m.Assign) and said.rank == 1:
+        if isinstance(said, commands.Assign) and said.rank == 1:
             assigned.append(worker.id)  # type: ignore[attr-defined]
             return m.CopyFailed(
                 generation=said.generation, reason="side-state-missing", error="held by nobody"

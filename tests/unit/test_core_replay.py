@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from keepstep.errors import UsageError
+from keepstep.model import agent_messages, commands
 from keepstep.model import messages as m
 from keepstep.model import records as r
 from keepstep.model.job import Drain, Migrate, Note, Taint, Wake
@@ -12,7 +13,7 @@ from tests.support.core import SECOND, World, job_spec
 
 ANSWERS = [
     m.Report,
-    m.StoreOpened,
+    agent_messages.StoreOpened,
     m.Arrived,
     m.Ready,
     m.Held,
@@ -39,7 +40,9 @@ def test_a_running_job_does_not_notice_a_restart() -> None:
     world.run()
     told = [command for _, command in world.sent[sent:]]
     # Who the buddies were is not on record. They are told again, and nothing else is.
-    assert all(isinstance(c, m.Tell) and isinstance(c.command, m.Buddy) for c in told)
+    assert all(
+        isinstance(c, agent_messages.Tell) and isinstance(c.command, commands.Buddy) for c in told
+    )
     world.assert_training()
     after = world.view
     assert (after.generation, after.ranks) == (
@@ -113,9 +116,9 @@ def test_a_rank_that_died_meanwhile_is_replaced() -> None:
     worker = world.workers["n1.w2"]
     worker.alive = False
     world.rejoin()
-    assert not world.commands(m.Forget), "its side state is needed"
+    assert not world.commands(agent_messages.Forget), "its side state is needed"
     world.run()
-    assert ("n1", m.Forget(workers=["n1.w2"])) in world.commands(m.Forget)
+    assert ("n1", agent_messages.Forget(workers=["n1.w2"])) in world.commands(agent_messages.Forget)
     world.assert_training()
     assert world.last.victims == [2]
 
@@ -132,7 +135,7 @@ def test_an_agent_that_stays_away_is_waited_for_then_lost() -> None:
     world.rejoin()
     world.run(8)
     sent = len(world.sent)
-    assert world.view.state == "recovering" and not world.told(m.Swap)
+    assert world.view.state == "recovering" and not world.told(commands.Swap)
     world.run(60)
     assert len(world.sent) > sent
     world.assert_training()
@@ -152,10 +155,10 @@ def test_a_swap_that_is_said_again_names_the_buddy_of_now() -> None:
     world.assert_training()
     buddies: dict[str, m.Address | None] = {}
     for _, command in world.sent[sent:]:
-        told = command.command if isinstance(command, m.Tell) else None
-        if isinstance(told, m.Buddy):
+        told = command.command if isinstance(command, agent_messages.Tell) else None
+        if isinstance(told, commands.Buddy):
             buddies[command.worker] = told.address
-        elif isinstance(told, m.Swap) and not told.same_buddy:
+        elif isinstance(told, commands.Swap) and not told.same_buddy:
             buddies[command.worker] = told.buddy
     for rank in range(world.spec.world):
         worker = world.core.state("j").owner(rank)
@@ -203,13 +206,15 @@ def test_a_held_job_goes_on_after_a_restart() -> None:
     world.rejoin()
     world.run()
     assert world.view.state == "held" and world.view.checkpoint
-    assert len(world.told(m.Checkpoint)) == 2
+    assert len(world.told(commands.Checkpoint)) == 2
     world.join("n5")
     world.run()
     world.assert_training()
 
 
-@pytest.mark.parametrize("answer", [m.StoreOpened, m.WorkerStarted, m.Attached])
+@pytest.mark.parametrize(
+    "answer", [agent_messages.StoreOpened, agent_messages.WorkerStarted, m.Attached]
+)
 def test_a_restart_during_the_start(answer: type[m.Message]) -> None:
     world = World()
     assert world.before(answer)
@@ -275,5 +280,5 @@ def test_a_newcomer_of_an_earlier_term_that_comes_back_late_is_ended_first() -> 
     world.run()
     world.assert_training()
     about = [c for _, c in world.sent[sent:] if getattr(c, "worker", "") == stray]
-    assert isinstance(about[0], m.KillWorker)
-    assert not any(isinstance(c, m.Tell) for c in about)
+    assert isinstance(about[0], agent_messages.KillWorker)
+    assert not any(isinstance(c, agent_messages.Tell) for c in about)

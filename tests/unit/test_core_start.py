@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from keepstep.errors import UsageError
+from keepstep.model import agent_messages, commands
 from keepstep.model import messages as m
 from keepstep.model import records as r
 from keepstep.model.job import (
@@ -42,9 +43,9 @@ def test_agents_join_then_the_store_opens_then_all_ranks_start() -> None:
         world.join(name)
         assert not world.sent
     world.join("n2")
-    assert world.sent == [("n0", m.OpenStore(generation=0))]
+    assert world.sent == [("n0", agent_messages.OpenStore(generation=0))]
     world.run()
-    started = [command for _, command in world.commands(m.StartWorker)]
+    started = [command for _, command in world.commands(agent_messages.StartWorker)]
     assert [command.rank for command in started] == [0, 1, 2, 3, -1]  # type: ignore[attr-defined]
     assert [command.slot for command in started] == [0, 1, 0, 1, 0]  # type: ignore[attr-defined]
     assert started[0].buddy == world.nodes["n1"].blobs  # type: ignore[attr-defined]
@@ -77,7 +78,7 @@ def test_a_spare_node_that_is_late_does_not_delay_the_start_for_long() -> None:
     assert not world.sent
     world.now += 3 * SECOND
     world.handle(Wake())
-    assert world.commands(m.OpenStore)
+    assert world.commands(agent_messages.OpenStore)
     world.pump()
     world.join("n2")
     world.run()
@@ -94,7 +95,7 @@ def test_an_agent_that_never_joins_ends_the_start_if_no_slot_is_left() -> None:
 def test_one_node_says_that_its_loss_is_not_protected() -> None:
     world = trained(nodes="n0:5", world=4, local_world=4)
     assert not world.view.node_loss_protected and "n0" in world.view.protection
-    started = [command for _, command in world.commands(m.StartWorker)]
+    started = [command for _, command in world.commands(agent_messages.StartWorker)]
     assert all(command.buddy is None for command in started)  # type: ignore[attr-defined]
 
 
@@ -111,7 +112,7 @@ def test_a_death_before_all_attached_starts_everybody_again() -> None:
     world.run()
     world.assert_training()
     assert not any(worker.alive for worker in first)
-    assert world.view.generation == 1 and not world.told(m.Abort)
+    assert world.view.generation == 1 and not world.told(commands.Abort)
     assert world.last.cause == "start" and world.last.outcome == "RESOLVED"
 
 
@@ -263,20 +264,20 @@ def test_a_newcomer_with_other_process_groups_is_refused_at_once() -> None:
     world.say(newcomer, msgspec.structs.replace(attached(1), members={"0": [0, 1, 2]}))
     world.pump()
     assert not newcomer.alive
-    assert world.commands(m.KillWorker)[-1][1].worker == newcomer.id  # type: ignore[attr-defined]
+    assert world.commands(agent_messages.KillWorker)[-1][1].worker == newcomer.id  # type: ignore[attr-defined]
 
 
 def where(world: World, **ranks: str) -> None:
     """`r0="attaching"`: what the progress page of rank 0 says."""
     for worker in world.owners():
-        state = m.WorkerState(
+        state = agent_messages.WorkerState(
             worker=worker.id,
             slot=worker.slot,
             pid=9,
             rank=worker.rank,
             where=ranks.get(f"r{worker.rank}", "building"),
         )
-        world.agent_says(worker.node, m.Progress(workers=[state]))
+        world.agent_says(worker.node, agent_messages.Progress(workers=[state]))
 
 
 def test_a_rank_that_never_attaches_is_started_again_once_and_then_named() -> None:
@@ -330,7 +331,7 @@ def test_a_store_lost_before_all_attached_starts_everybody_again() -> None:
     world.attach = False
     world.run(5)
     world.attach = True
-    world.agent_says("n0", m.StoreFailed(generation=0, error="ended with -9"))
+    world.agent_says("n0", agent_messages.StoreFailed(generation=0, error="ended with -9"))
     world.run(30)
     world.assert_training()
     assert world.view.generation == 1
@@ -354,10 +355,10 @@ def test_a_resumed_job_takes_all_state_from_the_checkpoint() -> None:
     world = World(job_spec(resume="/old/checkpoint-40"))
     world.run()
     world.assert_training()
-    copies = [command for _, command in world.told(m.Copy)]
+    copies = [command for _, command in world.told(commands.Copy)]
     assert len(copies) == 4
     assert all(c.checkpoint == "/old/checkpoint-40" and not c.sources for c in copies)  # type: ignore[attr-defined]
-    assert all(c.tick == -3 for _, c in world.told(m.Position))  # type: ignore[attr-defined]
+    assert all(c.tick == -3 for _, c in world.told(commands.Position))  # type: ignore[attr-defined]
     assert [rank.slot for rank in world.view.ranks] == ["n0/0", "n0/1", "n1/0", "n1/1"]
     incident = world.last
     assert (incident.trigger, incident.cause, incident.outcome) == ("planned", "resume", "RESOLVED")
@@ -382,7 +383,7 @@ def test_a_checkpoint_without_side_state_can_not_be_resumed() -> None:
     world = World(job_spec(resume="/old/checkpoint-40"), join=False)
 
     def refuse(worker: object, said: m.Message) -> m.Message | None:
-        if isinstance(said, m.Copy):
+        if isinstance(said, commands.Copy):
             return m.CopyFailed(
                 generation=said.generation, reason="side-state-missing", error="rank 1"
             )
@@ -453,13 +454,13 @@ def test_cancel_stops_everything_with_the_given_exit_code() -> None:
     world.before(m.Held)
     world.handle(Cancel(job="j", reason="Ctrl-C", exit_code=130))
     assert (world.view.state, world.view.exit_code) == ("cancelled", 130)
-    assert len(world.commands(m.Stop)) == 3 and world.core.deadline() is None
+    assert len(world.commands(agent_messages.Stop)) == 3 and world.core.deadline() is None
     assert world.last.outcome == "ABORTED"
     world.pump()
     with pytest.raises(UsageError, match="ended"):
         world.handle(Migrate(job="j", ranks=[1]))
     world.join("n0")
-    assert world.sent[-1] == ("n0", m.Stop(grace_ns=0))
+    assert world.sent[-1] == ("n0", agent_messages.Stop(grace_ns=0))
 
 
 def test_nothing_can_be_migrated_before_the_job_runs() -> None:
@@ -506,7 +507,9 @@ def test_a_rank_that_lost_its_buddy_gets_the_next_one() -> None:
     worker = world.rank(0)
     world.say(worker, m.BuddyLost(generation=0, error="reset"))
     world.run()
-    assert world.told(m.Buddy) == [(worker.id, m.Buddy(address=world.nodes["n2"].blobs))]
+    assert world.told(commands.Buddy) == [
+        (worker.id, commands.Buddy(address=world.nodes["n2"].blobs))
+    ]
 
 
 def test_the_buddy_of_the_only_node_left_is_nobody() -> None:
@@ -514,7 +517,7 @@ def test_the_buddy_of_the_only_node_left_is_nobody() -> None:
     world.kill_node("n1")
     world.say(world.rank(0), m.BuddyLost(generation=0, error="reset"))
     world.run()
-    assert world.told(m.Buddy)[-1][1] == m.Buddy(address=None)
+    assert world.told(commands.Buddy)[-1][1] == commands.Buddy(address=None)
 
 
 # ------------------------------------------------------------------ injection
@@ -523,21 +526,21 @@ def test_the_buddy_of_the_only_node_left_is_nobody() -> None:
 def test_injects_of_the_spec_are_armed_with_the_rank_and_not_again_after_they_fired() -> None:
     kill = InjectSpec(id="k", action="kill", rank=1, step=3, point="in_fence")
     world = trained(inject=[kill])
-    arms = world.told(m.Arm)
-    armed = m.Arm(inject="k", action="kill", step=3, point="in_fence")
+    arms = world.told(commands.Arm)
+    armed = commands.Arm(inject="k", action="kill", step=3, point="in_fence")
     assert arms == [(world.rank(1).id, armed)]
     world.say(world.rank(1), m.InjectFired(inject="k", point="in_fence", version=3))
     world.kill(1)
     world.run()
     world.assert_training()
-    assert world.view.injects_fired == ["k"] and len(world.told(m.Arm)) == 1
+    assert world.view.injects_fired == ["k"] and len(world.told(commands.Arm)) == 1
 
 
 def test_an_inject_of_a_later_step_moves_with_its_rank() -> None:
     world = trained(inject=[InjectSpec(id="k", action="kill", rank=1, step=50)])
     world.kill(1)
     world.run()
-    assert [worker for worker, _ in world.told(m.Arm)] == ["n0.w1", world.rank(1).id]
+    assert [worker for worker, _ in world.told(commands.Arm)] == ["n0.w1", world.rank(1).id]
 
 
 def test_an_inject_of_the_step_being_made_is_not_armed_again() -> None:
@@ -545,7 +548,7 @@ def test_an_inject_of_the_step_being_made_is_not_armed_again() -> None:
     world.kill(1)  # its InjectFired was lost
     world.run()
     world.assert_training()
-    assert len(world.told(m.Arm)) == 1
+    assert len(world.told(commands.Arm)) == 1
 
 
 def test_kill_stop_and_kill_node_at_once() -> None:
@@ -556,11 +559,11 @@ def test_kill_stop_and_kill_node_at_once() -> None:
     world.run()
     world.assert_training()
     world.handle(InjectNow(job="j", inject=InjectSpec(id="b", action="stop", rank=2, seconds=1.5)))
-    assert world.sent[-1][1] == m.SendSignal(
+    assert world.sent[-1][1] == agent_messages.SendSignal(
         worker=world.rank(2).id, signal=19, resume_after_ns=1_500_000_000
     )
     world.handle(InjectNow(job="j", inject=InjectSpec(id="c", action="kill-node", node="n1")))
-    assert world.sent[-1] == ("n1", m.KillNode())
+    assert world.sent[-1] == ("n1", agent_messages.KillNode())
     world.kill_node("n1")
     world.run()
     world.assert_training()
@@ -572,11 +575,11 @@ def test_a_node_is_killed_at_the_step_it_was_planned_for() -> None:
     world = trained(inject=[inject])
     world.progress()
     world.run()
-    assert not world.commands(m.KillNode)
+    assert not world.commands(agent_messages.KillNode)
     world.step(3)
     world.progress()
     world.run()
-    assert world.commands(m.KillNode) == [("n1", m.KillNode())]
+    assert world.commands(agent_messages.KillNode) == [("n1", agent_messages.KillNode())]
     assert world.view.injects_fired == ["k"]
 
 

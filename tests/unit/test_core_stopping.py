@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from keepstep.model import agent_messages, commands
 from keepstep.model import messages as m
 from keepstep.model import records as r
 from keepstep.model.job import Cancel, Wake
@@ -24,9 +25,9 @@ def trained(**kwargs: Any) -> World:
 def test_a_stop_holds_writes_and_ends() -> None:
     world = trained()
     world.handle(TERM)
-    assert world.view.state == "running" and len(world.told(m.Hold)) == 4
+    assert world.view.state == "running" and len(world.told(commands.Hold)) == 4
     world.pump()
-    written = world.told(m.Checkpoint)
+    written = world.told(commands.Checkpoint)
     assert {c.path for _, c in written} == {"/ckpt/j/checkpoint-5-stop"}  # type: ignore[attr-defined]
     assert [c.lead for _, c in written] == [True, False, False, False]  # type: ignore[attr-defined]
     view = world.view
@@ -39,7 +40,7 @@ def test_a_stop_holds_writes_and_ends() -> None:
 def test_without_checkpoints_or_in_a_hurry_it_ends_at_once(kwargs: dict[str, Any]) -> None:
     world = trained(**kwargs)
     world.handle(Cancel(job="j", reason="SIGTERM", exit_code=143, checkpoint=bool(kwargs)))
-    assert world.view.state == "cancelled" and not world.told(m.Hold)
+    assert world.view.state == "cancelled" and not world.told(commands.Hold)
 
 
 def test_before_the_first_step_there_is_nothing_to_write() -> None:
@@ -54,7 +55,7 @@ def test_a_second_request_does_not_begin_anew_and_one_without_a_checkpoint_ends(
     world = trained()
     world.handle(TERM)
     world.handle(TERM)
-    assert world.view.state == "running" and len(world.told(m.Hold)) == 4
+    assert world.view.state == "running" and len(world.told(commands.Hold)) == 4
     world.handle(Cancel(job="j", reason="now", exit_code=3))
     assert (world.view.state, world.view.exit_code) == ("cancelled", 3)
 
@@ -74,7 +75,7 @@ def test_a_disk_that_is_full_ends_it_too() -> None:
     world = trained()
 
     def full(worker: FakeWorker, command: m.Message) -> m.Message | None:
-        if isinstance(command, m.Checkpoint) and worker.rank == 1:
+        if isinstance(command, commands.Checkpoint) and worker.rank == 1:
             generation, path = command.generation, command.path
             return m.CheckpointFailed(generation=generation, path=path, error="No space left")
         return None
@@ -102,7 +103,7 @@ def test_a_stop_in_a_recovery_waits_for_it() -> None:
     world.kill(1)
     assert world.before(m.Copied)
     world.handle(TERM)
-    assert not world.told(m.Hold)
+    assert not world.told(commands.Hold)
     world.run(50)
     assert world.view.state == "cancelled" and world.view.checkpoint
 
@@ -173,7 +174,9 @@ def test_the_steps_of_a_rank_that_dies_alone_are_counted_by_its_page() -> None:
     world = World(job_spec(nodes="n0:2", world=1, local_world=1)).start()
     worker = world.rank(0)
     worker.alive = False
-    exited = m.WorkerExited(worker=worker.id, rank=0, code=-9, tail="", version=5, tick=6)
+    exited = agent_messages.WorkerExited(
+        worker=worker.id, rank=0, code=-9, tail="", version=5, tick=6
+    )
     world.agent_says(worker.node, exited)
     world.run(5)
     assert world.view.state == "fell_back" and "about 5 steps" in world.view.reason

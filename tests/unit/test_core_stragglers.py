@@ -7,7 +7,7 @@ import pytest
 
 from keepstep.core.stragglers import STEPS, ratios, stand_out
 from keepstep.errors import UsageError
-from keepstep.model import messages as m
+from keepstep.model import agent_messages
 from keepstep.model import records as r
 from keepstep.model.schedule import Policy
 from tests.support.core import SECOND, World, job_spec
@@ -72,7 +72,7 @@ class Paced:
             world.step(20)
             for worker in world.owners():
                 self.steps[worker.id] = self.steps.get(worker.id, 0) + 20
-                state = m.WorkerState(
+                state = agent_messages.WorkerState(
                     worker=worker.id,
                     slot=worker.slot,
                     pid=9,
@@ -84,7 +84,7 @@ class Paced:
                     own_ns=self.own[worker.rank] * MS,
                     own_steps=self.steps[worker.id],
                 )
-                world.agent_says(worker.node, m.Progress(workers=[state]))
+                world.agent_says(worker.node, agent_messages.Progress(workers=[state]))
             world.run(0)
 
     def said(self) -> list[str]:

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from keepstep.errors import UsageError
+from keepstep.model import agent_messages, commands
 from keepstep.model import messages as m
 from keepstep.model.job import Migrate
 from tests.support.core import FakeWorker, World, job_spec
@@ -22,23 +23,25 @@ def test_nobody_connects_before_the_image_lives_and_the_stopped_process_is_kille
     leaver = world.rank(1)
     world.handle(Migrate(job="j", ranks=[1]))
     assert world.before(m.Copied)
-    assert len(world.told(m.Hold)) == 4
-    assert not world.told(m.Stage), "a process that is dumped has no connections"
-    copy = world.told(m.Copy)[0][1]
-    assert isinstance(copy, m.Copy)
+    assert len(world.told(commands.Hold)) == 4
+    assert not world.told(commands.Stage), "a process that is dumped has no connections"
+    copy = world.told(commands.Copy)[0][1]
+    assert isinstance(copy, commands.Copy)
     assert copy.holders[0] == world.nodes[leaver.node].blobs, "the image is where the process is"
-    assert not world.commands(m.KillWorker), "the source is there until the move is committed"
+    assert not world.commands(agent_messages.KillWorker), (
+        "the source is there until the move is committed"
+    )
     world.run()
     world.assert_training()
     assert world.last.outcome == "RESOLVED"
-    assert [kill.worker for _, kill in world.commands(m.KillWorker)] == [leaver.id]  # type: ignore[attr-defined]
-    assert not world.told(m.Leave), "it is stopped, and would not hear it"
+    assert [kill.worker for _, kill in world.commands(agent_messages.KillWorker)] == [leaver.id]  # type: ignore[attr-defined]
+    assert not world.told(commands.Leave), "it is stopped, and would not hear it"
     assert world.rank(1) is not leaver
 
 
 def test_workers_are_started_in_nests() -> None:
     world = trained()
-    starts = [start for _, start in world.commands(m.StartWorker)]
+    starts = [start for _, start in world.commands(agent_messages.StartWorker)]
     assert starts and all(start.transparent for start in starts)  # type: ignore[attr-defined]
 
 
@@ -46,7 +49,7 @@ def test_a_refusal_ends_the_incident_before_anybody_holds() -> None:
     world = trained()
 
     def refuse(worker: FakeWorker, said: m.Message) -> m.Message | None:
-        if isinstance(said, m.Assign):
+        if isinstance(said, commands.Assign):
             return m.CopyFailed(generation=said.generation, reason="refused", error="a socket")
         return None
 
@@ -55,14 +58,14 @@ def test_a_refusal_ends_the_incident_before_anybody_holds() -> None:
     world.run()
     world.assert_training()
     assert world.last.outcome == "ABORTED" and world.last.attempts == 1
-    assert "a socket" in world.last.reason and not world.told(m.Hold)
+    assert "a socket" in world.last.reason and not world.told(commands.Hold)
 
 
 def test_ranks_that_cannot_hold_say_so_and_train_on() -> None:
     world = trained()
 
     def refuse(worker: FakeWorker, said: m.Message) -> m.Message | None:
-        if isinstance(said, m.Hold):
+        if isinstance(said, commands.Hold):
             return m.CopyFailed(generation=said.generation, reason="refused", error="uneven")
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from keepstep.core.understudies import FAILURES_MAX
+from keepstep.model import commands
 from keepstep.model import messages as m
 from keepstep.model.job import Migrate, Taint, Wake
 from keepstep.model.views import UnderstudyView
@@ -66,7 +67,9 @@ def test_it_is_told_its_buddy_with_the_swap() -> None:
     chosen = of_rank(world, 2)
     world.kill(2)
     world.run()
-    swaps = [c for w, c in world.told(m.Swap) if w == chosen and isinstance(c, m.Swap)]
+    swaps = [
+        c for w, c in world.told(commands.Swap) if w == chosen and isinstance(c, commands.Swap)
+    ]
     assert swaps[0].buddy is not None and not swaps[0].same_buddy
 
 
@@ -85,7 +88,7 @@ def test_those_that_cannot_be_led_on_do_not_use_up_the_patience_with_newcomers()
     assert len(ready_for(world)) == 24
 
     def refuse(worker: object, command: m.Message) -> m.Message | None:
-        if isinstance(command, m.Copy) and getattr(worker, "id", "") in before:
+        if isinstance(command, commands.Copy) and getattr(worker, "id", "") in before:
             return m.CopyFailed(generation=command.generation, reason="position", error="too far")
         return None
 
@@ -143,7 +146,7 @@ def test_an_understudy_that_fails_leaves_the_seat_to_the_standby_beside_it() -> 
     chosen, standby = of_rank(world, 2), world.view.spares[0].worker
 
     def refuse(worker: object, command: m.Message) -> m.Message | None:
-        if isinstance(command, m.Copy) and getattr(worker, "id", "") == chosen:
+        if isinstance(command, commands.Copy) and getattr(worker, "id", "") == chosen:
             return m.CopyFailed(
                 generation=command.generation, reason="position", error="it cannot go on to there"
             )
@@ -189,7 +192,7 @@ def test_those_that_always_fail_are_given_up_and_the_spare_stays() -> None:
     world = World(job_spec(understudies=2))
 
     def refuse(worker: object, command: m.Message) -> m.Message | None:
-        if isinstance(command, m.Assign) and command.presumed:
+        if isinstance(command, commands.Assign) and command.presumed:
             return m.Failure(generation=0, error_kind="user", error="KeyError: 'x'", version=0)
         return None
 
@@ -208,7 +211,7 @@ def test_one_that_hangs_is_given_up_in_the_end() -> None:
     world = World(job_spec(understudies=1))
     world.refuse = lambda worker, command: (
         m.Parked(where="again", warm_ns=1)
-        if isinstance(command, m.Assign) and command.presumed
+        if isinstance(command, commands.Assign) and command.presumed
         else None
     )
     world.start()

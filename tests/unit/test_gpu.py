@@ -14,7 +14,7 @@ import pytest
 
 from keepstep.agent import areas, gpu
 from keepstep.errors import PermanentError, TransientError
-from keepstep.model.messages import Gpu
+from keepstep.model.agent_messages import Gpu
 from keepstep.native import segments
 
 FAKE = Path(__file__).parent / "fake_cuda.c"

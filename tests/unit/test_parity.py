@@ -17,8 +17,9 @@ from keepstep.agent.blobs import BlobServer
 from keepstep.core import placement
 from keepstep.core.agent.parity import xor
 from keepstep.errors import PermanentError, UsageError
+from keepstep.model.commands import Parity
 from keepstep.model.job import JobSpec, NodeSpec
-from keepstep.model.messages import Address, BuddyLost, Parity
+from keepstep.model.messages import Address, BuddyLost
 from keepstep.worker.vault import lane
 from keepstep.worker.vault.parity import Both, ParityLine
 from keepstep.worker.vault.rebuild import NotRebuilt, rebuild

@@ -28,7 +28,7 @@ from keepstep.adapters.transport.pending import PENDING_MIN, Pending, share_of_d
 from keepstep.adapters.transport.reception import Reception, Visitor
 from keepstep.adapters.transport.threads import Caller, ThreadServer
 from keepstep.agent.blobs import BlobServer
-from keepstep.model import image, vault
+from keepstep.model import blob_messages, image, vault
 from keepstep.model import messages as m
 from keepstep.model.wire import frame, leading_token
 from keepstep.orchestrator import web as web_module
@@ -106,7 +106,7 @@ def test_strangers_get_a_share_of_what_the_process_may_open(
 
 
 def first_requests() -> list[type[m.Message]]:
-    unions = (m.BlobRequest, vault.VaultRequest, image.ImageRequest)
+    unions = (blob_messages.BlobRequest, vault.VaultRequest, image.ImageRequest)
     kinds = [kind for union in unions for kind in get_args(union)]
     return [kind for kind in kinds if "token" in kind.__struct_fields__]
 
@@ -492,11 +492,11 @@ def test_a_large_frame_is_read_from_whoever_begins_with_the_token() -> None:
     server = BlobServer("t", lambda rank: [])
     loop = asyncio.new_event_loop()
     address = loop.run_until_complete(server.start("127.0.0.1"))
-    put = frame(m.BlobPut(token="t", rank=0, tick=0, data=b"x" * (32 << 20)))
-    wrong = frame(m.BlobPut(token="u", rank=0, tick=0, data=b"x" * (32 << 20)))
+    put = frame(blob_messages.BlobPut(token="t", rank=0, tick=0, data=b"x" * (32 << 20)))
+    wrong = frame(blob_messages.BlobPut(token="u", rank=0, tick=0, data=b"x" * (32 << 20)))
     with socket.create_connection((address.host, address.port), DEADLINE_S) as sock:
         sock.sendall(put)
-        assert sock.recv(100) == frame(m.BlobOk())
+        assert sock.recv(100) == frame(blob_messages.BlobOk())
     with socket.create_connection((address.host, address.port), DEADLINE_S) as sock:
         sock.sendall(wrong[: 8 << 10])
         assert closed(sock)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from keepstep.errors import PermanentError
+from keepstep.model import commands
 from keepstep.model import messages as m
 from keepstep.worker.checkpoint import checkpoint, periodic
 from keepstep.worker.checkpoint.periodic import Periodic, owners_of, prefix
@@ -83,7 +84,7 @@ def ranks(tmp_path: Path) -> list[Rank]:
 def sealed(ranks: list[Rank], number: int = 5, keep: tuple[str, ...] = ()) -> Path:
     take(ranks, number)
     tick = ranks[0].seat.tick
-    ranks[1].periodic.seal(m.Seal(number=number, tick=tick, world=WORLD, keep=list(keep)))
+    ranks[1].periodic.seal(commands.Seal(number=number, tick=tick, world=WORLD, keep=list(keep)))
     answer = ranks[1].last()
     assert isinstance(answer, m.Sealed), answer
     return Path(answer.path)
@@ -145,7 +146,7 @@ def test_the_snapshot_is_of_the_boundary_whatever_training_does_then(ranks: list
         gate.set()
         assert all(isinstance(rank.last(), m.Saved) for rank in ranks)
     assert isinstance(skipped, m.SaveFailed) and "still being written" in skipped.error
-    ranks[0].periodic.seal(m.Seal(number=5, tick=9, world=WORLD))
+    ranks[0].periodic.seal(commands.Seal(number=5, tick=9, world=WORLD))
     fresh = state(2)
     checkpoint.read_state(ranks[0].last().path, 0, fresh)
     assert fresh.digest() == before
@@ -162,7 +163,7 @@ def test_a_number_is_taken_once(ranks: list[Rank]) -> None:
 
 def test_a_part_that_is_missing_makes_no_checkpoint(ranks: list[Rank]) -> None:
     take(ranks[:2])
-    ranks[0].periodic.seal(m.Seal(number=5, tick=9, world=WORLD))
+    ranks[0].periodic.seal(commands.Seal(number=5, tick=9, world=WORLD))
     answer = ranks[0].last()
     assert isinstance(answer, m.SaveFailed) and "rank-2.part" in answer.error
 

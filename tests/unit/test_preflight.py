@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from keepstep.agent import preflight
+from keepstep.model.agent_messages import Gpu
 from keepstep.model.image import Host, ImageFacts
-from keepstep.model.messages import Gpu
 
 HOST = Host(kernel="6.18", machine="x86_64", features=["avx", "sse"], criu="4.2.1")
 FACTS = ImageFacts(

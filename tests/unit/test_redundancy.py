@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from keepstep.agent.blobs import BlobServer
 from keepstep.errors import UsageError
-from keepstep.model.messages import Address, Parity, WorkerSettings
+from keepstep.model.commands import Parity, WorkerSettings
+from keepstep.model.messages import Address
 from keepstep.worker.device import cuda
 from keepstep.worker.state import shards
 from keepstep.worker.state.objects import Registered

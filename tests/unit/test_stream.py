@@ -23,7 +23,8 @@ from keepstep.adapters.transport.stream import (
     serve,
 )
 from keepstep.errors import RemoteProtocolError, TransientError
-from keepstep.model.messages import Address, BlobData, BlobGet, BlobOk, BlobReply
+from keepstep.model.blob_messages import BlobData, BlobGet, BlobOk, BlobReply
+from keepstep.model.messages import Address
 from keepstep.model.wire import HEADER, frame
 
 DEADLINE_S = 10.0

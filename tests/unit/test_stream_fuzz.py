@@ -24,18 +24,19 @@ from keepstep.adapters.transport.threads import ThreadServer
 from keepstep.agent.blobs import BlobServer
 from keepstep.agent.channel import WorkerChannel
 from keepstep.errors import RemoteProtocolError
+from keepstep.model import agent_messages, blob_messages, commands
 from keepstep.model import messages as m
 from keepstep.model import vault as v
 from keepstep.model.wire import HEADER, decode, frame
 from tests.support.fuzz import of, values
 
 UNIONS: dict[str, Any] = {
-    "agent": m.AgentMessage,
-    "command": m.AgentCommand,
+    "agent": agent_messages.AgentMessage,
+    "command": agent_messages.AgentCommand,
     "worker": m.WorkerMessage,
-    "told": m.WorkerCommand,
-    "blob": m.BlobRequest,
-    "reply": m.BlobReply,
+    "told": commands.WorkerCommand,
+    "blob": blob_messages.BlobRequest,
+    "reply": blob_messages.BlobReply,
     "vault": v.VaultRequest,
     "vault reply": v.VaultReply,
 }
@@ -133,16 +134,16 @@ def test_a_worker_that_says_anything_is_heard_or_reported_broken(chunks: list[by
     asyncio.run(asyncio.wait_for(scenario(), 10))
 
 
-@given(request=st.sampled_from(kinds(m.BlobRequest)).flatmap(of), right=st.booleans())
+@given(request=st.sampled_from(kinds(blob_messages.BlobRequest)).flatmap(of), right=st.booleans())
 @fuzz
 def test_a_blob_server_answers_every_request_and_only_with_the_token(
-    request: m.BlobRequest, right: bool
+    request: blob_messages.BlobRequest, right: bool
 ) -> None:
     server = BlobServer("the-token", lambda rank: [])
     given_token = "the-token" if right else f"x{request.token}"
     reply = server.answer(msgspec.structs.replace(request, token=given_token))
-    assert isinstance(reply, get_args(m.BlobReply))
-    assert right or isinstance(reply, m.BlobRefused)
+    assert isinstance(reply, get_args(blob_messages.BlobReply))
+    assert right or isinstance(reply, blob_messages.BlobRefused)
 
 
 def served(parts: Iterable[bytes]) -> bytes:

@@ -21,7 +21,8 @@ from keepstep.agent import identity
 from keepstep.cli.client import checked
 from keepstep.cli.token import seconds
 from keepstep.errors import KeepstepError, UsageError
-from keepstep.model.messages import Address, BlobOk, BlobReply, TlsFiles
+from keepstep.model.blob_messages import BlobOk, BlobReply
+from keepstep.model.messages import Address, TlsFiles
 from keepstep.model.views import JobView, NodeView
 from keepstep.orchestrator.absent import Gone, NotFound
 from keepstep.orchestrator.join import Desk

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from keepstep.errors import KeepstepError, PermanentError, UsageError
-from keepstep.model.messages import Address, Source
+from keepstep.model.commands import Source
+from keepstep.model.messages import Address
 from keepstep.worker.state import statefile, transfer
 from keepstep.worker.state.objects import Registered
 from keepstep.worker.state.pieces import Pieces

@@ -24,7 +24,8 @@ from keepstep.agent.blobs import BlobServer
 from keepstep.core.agent.vault import Refusal, Shelf, StoredPiece, VaultStore
 from keepstep.errors import PermanentError, UsageError
 from keepstep.model import vault as v
-from keepstep.model.messages import Address, BlobOk, BlobPut, TlsFiles
+from keepstep.model.blob_messages import BlobOk, BlobPut
+from keepstep.model.messages import Address, TlsFiles
 from keepstep.model.wire import frame
 from keepstep.worker.line import peers
 from keepstep.worker.state.statefile import DigestMismatch

@@ -20,7 +20,8 @@ from keepstep.adapters.transport import tls
 from keepstep.agent import blobs as server_module
 from keepstep.agent.blobs import BlobServer
 from keepstep.errors import PermanentError
-from keepstep.model.messages import Address, BlobData, BlobGet, BlobOk, BlobPut, BlobReply, TlsFiles
+from keepstep.model.blob_messages import BlobData, BlobGet, BlobOk, BlobPut, BlobReply
+from keepstep.model.messages import Address, TlsFiles
 from keepstep.model.wire import HEADER, frame
 from keepstep.worker.line import peers
 from keepstep.worker.line.ahead import PAUSE, Ahead

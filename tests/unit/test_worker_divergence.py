@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from keepstep.core.rank import recovering
+from keepstep.model import commands, wire
 from keepstep.model import messages as m
-from keepstep.model import wire
 from keepstep.worker.line.channel import Channel
 from keepstep.worker.line.page import Page
 from keepstep.worker.step import recovery as recovery_module
@@ -24,7 +24,7 @@ NOWHERE = m.Address("h", 1)
 
 
 class Process:
-    assigned: m.Assign | None = None
+    assigned: commands.Assign | None = None
 
 
 class Seat:
@@ -67,7 +67,7 @@ class Agent:
             with contextlib.suppress(TimeoutError):
                 self._mine.recv(1 << 16)
 
-    def says(self, *commands: m.WorkerCommand) -> None:
+    def says(self, *commands: commands.WorkerCommand) -> None:
         self._mine.sendall(b"".join(wire.frame(command) for command in commands))
 
 
@@ -98,7 +98,7 @@ def seat(page: Page, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Seat, Ag
     mine, theirs = socket.socketpair()
     mine.sendall(
         wire.frame(
-            m.Welcome(
+            commands.Welcome(
                 job="j",
                 node="n",
                 worker="w",
@@ -138,7 +138,7 @@ def test_it_says_what_it_has_and_goes_on_when_it_is_told_to(seat: tuple[Any, Age
     assert (word.generation, word.tick, word.version, word.agreed) == (2, 7, 5, 4)
     assert (word.number, word.words, word.table) == (1, "other bytes", {"all|weight": "ab"})
     assert rank.page.get("hold") == 1 and rank.page.get("asked_ns") > 0, "it is no hang"
-    agent.says(m.Proceed(generation=9, number=1))
+    agent.says(commands.Proceed(generation=9, number=1))
     thread.join(10)
     assert not thread.is_alive() and not raised
     assert rank.page.get("hold") == rank.page.get("asked_ns") == 0
@@ -152,14 +152,14 @@ def test_an_answer_that_was_said_twice_does_not_let_the_next_finding_pass(
     recovery = Recovery(rank)
     first, _ = in_thread(recovery)
     agent.heard()
-    agent.says(m.Proceed(generation=2, number=1), m.Proceed(generation=2, number=1))
+    agent.says(commands.Proceed(generation=2, number=1), commands.Proceed(generation=2, number=1))
     first.join(10)
     second, raised = in_thread(recovery)
     assert agent.heard().number == 2
-    agent.says(m.Proceed(generation=2, number=1))
+    agent.says(commands.Proceed(generation=2, number=1))
     second.join(1.5)
     assert second.is_alive()
-    agent.says(m.Proceed(generation=2, number=2))
+    agent.says(commands.Proceed(generation=2, number=2))
     second.join(10)
     assert not second.is_alive() and not raised
 
@@ -174,7 +174,7 @@ def test_it_repeats_itself_and_the_table_only_now_and_then(
     assert [bool(word.table) for word in words] == [True] * 2 + [False] * 10 + [True] * 2
     assert {(word.number, word.words) for word in words} == {(1, "other bytes")}
     monkeypatch.setattr(recovering, "DIVERGED_AGAIN_S", 5)
-    agent.says(m.Proceed(generation=2, number=1))
+    agent.says(commands.Proceed(generation=2, number=1))
     agent.drain(thread)
     assert not thread.is_alive()
 
@@ -183,7 +183,7 @@ def test_an_abort_takes_it_out_of_its_fence(seat: tuple[Any, Agent]) -> None:
     rank, agent = seat
     thread, raised = in_thread(Recovery(rank))
     agent.heard()
-    agent.says(m.Abort(generation=3, reason="rank 1 died"))
+    agent.says(commands.Abort(generation=3, reason="rank 1 died"))
     thread.join(10)
     assert [type(error) for error in raised] == [ConnectionAbortedError]
     assert rank.page.get("hold") == 0
@@ -193,13 +193,13 @@ def test_a_newcomer_waits_through_aborts_and_speaks_for_its_attempt(
     seat: tuple[Any, Agent],
 ) -> None:
     rank, agent = seat
-    rank.process.assigned = m.Assign(rank=1, generation=3, master=NOWHERE, buddy=None)
+    rank.process.assigned = commands.Assign(rank=1, generation=3, master=NOWHERE, buddy=None)
     thread, raised = in_thread(Recovery(rank))
     assert agent.heard().generation == 3
-    agent.says(m.Abort(generation=4, reason="rank 1 died"))
+    agent.says(commands.Abort(generation=4, reason="rank 1 died"))
     thread.join(1.5)
     assert thread.is_alive()
-    agent.says(m.Proceed(generation=4, number=1))
+    agent.says(commands.Proceed(generation=4, number=1))
     thread.join(10)
     assert not thread.is_alive() and not raised
 
@@ -213,6 +213,6 @@ def test_tables_are_bounded(seat: tuple[Any, Agent]) -> None:
     assert max(map(len, word.table)) == m.TABLE_NAME_CHARS_MAX
     assert set(map(len, word.table.values())) == {m.TABLE_VALUE_CHARS_MAX}
     assert len(word.words) == recovery_module.TEXT_CHARS_MAX
-    agent.says(m.Proceed(generation=2, number=1))
+    agent.says(commands.Proceed(generation=2, number=1))
     thread.join(10)
     assert not thread.is_alive()

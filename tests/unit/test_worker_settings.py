@@ -5,7 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from keepstep.agent.environment import worker_environment, worker_settings
-from keepstep.model.messages import Address, StartWorker, Welcome, WorkerSettings
+from keepstep.model.agent_messages import StartWorker
+from keepstep.model.commands import Welcome, WorkerSettings
+from keepstep.model.messages import Address
 
 START = StartWorker(
     worker="w0",

@@ -15,8 +15,8 @@ import pytest
 
 from keepstep.core.rank import asks, recovering
 from keepstep.core.rank.inbox import Inbox
+from keepstep.model import commands, wire
 from keepstep.model import messages as m
-from keepstep.model import wire
 from keepstep.worker.device import cuda
 from keepstep.worker.groups import stager as stager_module
 from keepstep.worker.groups.stager import Stager
@@ -43,7 +43,7 @@ def channel(page: Page, monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel]:
     """One that reads nothing by itself: its thread would end the process with the line."""
     monkeypatch.setattr(Channel, "_run", lambda _: None)
     mine, theirs = socket.socketpair()
-    welcome = m.Welcome(
+    welcome = commands.Welcome(
         job="j", node="n", worker="w", token="t", blobs=OLD, stall_timeout_ns=1, interface="::1"
     )
     mine.sendall(wire.frame(welcome))
@@ -51,14 +51,14 @@ def channel(page: Page, monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel]:
         yield Channel(theirs.detach(), page)
 
 
-def swap(address: m.Address) -> m.Swap:
-    return m.Swap(generation=3, buddy=address)
+def swap(address: m.Address) -> commands.Swap:
+    return commands.Swap(generation=3, buddy=address)
 
 
 def test_a_swap_said_again_brings_its_buddy(channel: Channel) -> None:
-    for command in (swap(OLD), m.Swap(generation=2, buddy=OLD), swap(NEW)):
+    for command in (swap(OLD), commands.Swap(generation=2, buddy=OLD), swap(NEW)):
         channel._take(command)
-    assert channel.inbox.waiting == [m.Swap(generation=2, buddy=OLD), swap(NEW)]
+    assert channel.inbox.waiting == [commands.Swap(generation=2, buddy=OLD), swap(NEW)]
     channel.send(m.Swapped(generation=3, swap_ns=1))
     channel._take(swap(OLD))
     assert channel.inbox.buddy == OLD
@@ -69,11 +69,11 @@ def test_an_abort_is_repeated_until_the_rank_has_left_its_groups(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A connection that was just being made is not cut by the first."""
-    aborts: list[m.Abort] = []
+    aborts: list[commands.Abort] = []
     now = [100.0]
     channel.on_abort = aborts.append
     monkeypatch.setattr(channel_module.time, "monotonic", lambda: now[0])
-    channel._take(m.Abort(generation=3, reason=""))
+    channel._take(commands.Abort(generation=3, reason=""))
     channel._insist()
     assert len(aborts) == 1
     now[0] += channel_module.ABORT_AGAIN_S
@@ -93,8 +93,8 @@ def test_what_the_script_raises_does_not_end_a_protocol(channel: Channel) -> Non
         SimpleNamespace(tick=1, version=1, generation=0, done=False), channel.inbox
     )
     protocol = rolls_back.interrupted("", "", in_fence=True, computing=True)
-    channel._take(m.Abort(generation=1, reason=""))
-    channel._take(m.Decide(generation=1, tick=1))
+    channel._take(commands.Abort(generation=1, reason=""))
+    channel._take(commands.Decide(generation=1, tick=1))
 
     def perform(ask: asks.Ask) -> None:
         if isinstance(ask, asks.RollBack):
@@ -157,8 +157,8 @@ def test_groups_of_a_later_attempt_outlive_the_release_of_an_older_one(
     stager = Stager(channel, 0, 2)
     for generation in (1, 2):
         stager._staging.begin(generation)
-        stager._build(m.Stage(generation=generation, store=OLD))
-    stager._build(m.Stage(generation=1, store=OLD))  # was asked for first, and took longer
+        stager._build(commands.Stage(generation=generation, store=OLD))
+    stager._build(commands.Stage(generation=1, store=OLD))  # was asked for first, and took longer
     stager.discard(below=2)
     assert stager.take(2) is built[2]
     built[2].discard.assert_not_called()

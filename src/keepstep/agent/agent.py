@@ -36,26 +36,18 @@ from keepstep.core.agent import actions, inputs
 from keepstep.core.agent import machine as core
 from keepstep.core.agent.network import Limits
 from keepstep.errors import KeepstepError
-from keepstep.model.messages import (
-    Abort,
-    Address,
+from keepstep.model.agent_messages import (
     AgentCommand,
     Examine,
     Examined,
     Hello,
-    Inspect,
-    Inspected,
-    Offload,
-    Offloaded,
-    Release,
-    Restored,
     StartWorker,
     StoreFailed,
     StoreOpened,
-    TlsFiles,
     WorkerExited,
-    WorkerMessage,
 )
+from keepstep.model.commands import Abort, Inspect, Offload, Release
+from keepstep.model.messages import Address, Inspected, Offloaded, Restored, TlsFiles, WorkerMessage
 
 STOP_GRACE_NS = 2_000_000_000  # for SIGTERM to the agent; Stop brings its own
 

@@ -36,10 +36,8 @@ from keepstep.agent.page import PageReader
 from keepstep.agent.vault import Vault
 from keepstep.core.agent.blobs import BlobStore
 from keepstep.errors import RemoteProtocolError
-from keepstep.model.image import ImageRequest
-from keepstep.model.messages import (
+from keepstep.model.blob_messages import (
     SERIAL_BITS,
-    Address,
     BlobConfirm,
     BlobData,
     BlobGet,
@@ -49,8 +47,9 @@ from keepstep.model.messages import (
     BlobRefused,
     BlobReply,
     BlobRequest,
-    TlsFiles,
 )
+from keepstep.model.image import ImageRequest
+from keepstep.model.messages import Address, TlsFiles
 from keepstep.model.page import INIT_TICK, is_late
 from keepstep.model.vault import VaultRequest
 from keepstep.model.wire import frame, leading_token

@@ -17,7 +17,8 @@ from collections.abc import Callable
 import msgspec
 
 from keepstep.errors import RemoteProtocolError
-from keepstep.model.messages import WorkerCommand, WorkerMessage
+from keepstep.model.commands import WorkerCommand
+from keepstep.model.messages import WorkerMessage
 from keepstep.model.wire import HEADER, body_length, decode, frame
 
 FRAME_BYTES_MAX = 4 << 20  # error texts are the largest thing a worker says

@@ -13,7 +13,8 @@ import psutil  # type: ignore[import-untyped]
 
 from keepstep.adapters.transport.tls import is_loopback
 from keepstep.model import trace
-from keepstep.model.messages import StartWorker, WorkerSettings
+from keepstep.model.agent_messages import StartWorker
+from keepstep.model.commands import WorkerSettings
 from keepstep.net.environment import worker_network
 
 TOKEN = "KEEPSTEP_TOKEN"

@@ -30,7 +30,7 @@ import msgspec
 from keepstep.agent import areas
 from keepstep.agent.tree import inner_pid
 from keepstep.errors import KeepstepError, PermanentError, TransientError
-from keepstep.model.messages import Gpu
+from keepstep.model.agent_messages import Gpu
 from keepstep.native import libcuda
 
 CHECKPOINT_CALLS = 12_080  # the driver's version of CUDA: 12.8, driver 570

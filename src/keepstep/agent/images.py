@@ -43,6 +43,7 @@ from keepstep.agent.nest import image_folder, last_error
 from keepstep.agent.session import kill_group
 from keepstep.agent.tree import inner_pid, tree
 from keepstep.errors import KeepstepError, TransientError, UsageError
+from keepstep.model.commands import Inspect, Offload
 from keepstep.model.image import (
     PARTS,
     PARTS_FOLDER,
@@ -57,7 +58,7 @@ from keepstep.model.image import (
     ImageReply,
     ImageRequest,
 )
-from keepstep.model.messages import Inspect, Inspected, Offload, Offloaded
+from keepstep.model.messages import Inspected, Offloaded
 from keepstep.model.wire import frame
 from keepstep.native import criu
 

@@ -26,16 +26,15 @@ import msgspec
 from keepstep.adapters.transport.stream import Stream, StreamClosed, connect
 from keepstep.adapters.transport.tls import ORCHESTRATOR_NAME, client_context
 from keepstep.errors import ProtocolError, RemoteProtocolError
-from keepstep.model.messages import (
+from keepstep.model.agent_messages import (
     Accepted,
-    Address,
     AgentCommand,
     AgentMessage,
     Alive,
     Hello,
     Refused,
-    TlsFiles,
 )
+from keepstep.model.messages import Address, TlsFiles
 
 BACKOFF_S_MIN = 0.1
 BACKOFF_S_MAX = 2.0

@@ -46,9 +46,9 @@ from keepstep.agent.namespaces import (
     wait_for,
 )
 from keepstep.errors import KeepstepError, PermanentError, RemoteProtocolError
+from keepstep.model import commands, page, wire
 from keepstep.model import image as i
 from keepstep.model import messages as m
-from keepstep.model import page, wire
 from keepstep.native import criu
 
 FIRST_PID = 1000  # CRIU and its helpers stay below
@@ -57,7 +57,9 @@ FETCH_SILENCE_S = 120.0  # while the other side dumps
 DUMP_S_MIN, DUMP_S_MAX = 10.0, 60.0
 DUMP_BYTES_PER_S = 250e6  # at least, beyond that
 
-_decoder: msgspec.msgpack.Decoder[m.WorkerCommand] = msgspec.msgpack.Decoder(m.WorkerCommand)
+_decoder: msgspec.msgpack.Decoder[commands.WorkerCommand] = msgspec.msgpack.Decoder(
+    commands.WorkerCommand
+)
 _replies: msgspec.msgpack.Decoder[i.ImageReply] = msgspec.msgpack.Decoder(i.ImageReply)
 
 
@@ -105,7 +107,7 @@ class _Line:
     def send(self, message: m.WorkerMessage) -> None:
         self.socket.sendall(wire.frame(message))
 
-    def receive(self) -> m.WorkerCommand:
+    def receive(self) -> commands.WorkerCommand:
         header = self._exactly(wire.HEADER.size)
         return wire.decode(_decoder, self._exactly(wire.body_length(header)))
 
@@ -126,7 +128,7 @@ def _show_parked(number: int) -> None:
         os.pwrite(number, value.to_bytes(8, "little"), page.FIELDS[name])
 
 
-def _connect(welcome: m.Welcome, address: m.Address) -> socket.socket:
+def _connect(welcome: commands.Welcome, address: m.Address) -> socket.socket:
     line = socket.create_connection((address.host, address.port), CONNECT_S)
     line.settimeout(FETCH_SILENCE_S)
     if welcome.tls is None:
@@ -141,7 +143,7 @@ class Standby:
         self._page = page_fd
         self._slot = slot
         welcome = self._line.receive()
-        if not isinstance(welcome, m.Welcome):
+        if not isinstance(welcome, commands.Welcome):
             raise RemoteProtocolError(f"{type(welcome).__name__} came before Welcome")
         self._welcome = welcome
         self._rank = -1
@@ -158,15 +160,15 @@ class Standby:
         while True:
             command = self._line.receive()
             match command:
-                case m.Assign():
+                case commands.Assign():
                     self._rank = command.rank
                     self._assign(command)
-                case m.Position():
+                case commands.Position():
                     ready = m.Ready(generation=command.generation, arrived_ns=0, warm_ns=0)
                     self._line.send(ready)
-                case m.Copy():
+                case commands.Copy():
                     self._copy(command)
-                case m.Leave() | m.Finish():
+                case commands.Leave() | commands.Finish():
                     os._exit(0)
                 case _:
                     pass  # meant for ranks
@@ -176,7 +178,7 @@ class Standby:
             m.CopyFailed(generation=generation, reason=reason, error=error)  # type: ignore[arg-type]
         )
 
-    def _assign(self, command: m.Assign) -> None:
+    def _assign(self, command: commands.Assign) -> None:
         """Before anything is held: would it work?"""
         try:
             trouble = self.look(command.holders)
@@ -214,7 +216,7 @@ class Standby:
 
     # -------------------------------------------------------------------------------- the image
 
-    def _copy(self, command: m.Copy) -> None:
+    def _copy(self, command: commands.Copy) -> None:
         try:
             first, restored = self._wake(command)
         except (OSError, KeepstepError) as error:
@@ -231,7 +233,7 @@ class Standby:
         os.close(self._page)
         wait_for(first)
 
-    def _wake(self, command: m.Copy) -> tuple[int, m.Restored]:
+    def _wake(self, command: commands.Copy) -> tuple[int, m.Restored]:
         began = time.monotonic_ns()
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(mode=0o700, parents=True)

@@ -25,8 +25,8 @@ import psutil  # type: ignore[import-untyped]
 from keepstep.agent import gpu
 from keepstep.agent.tree import tree
 from keepstep.errors import KeepstepError, UsageError
+from keepstep.model.agent_messages import Host
 from keepstep.model.image import ImageFacts
-from keepstep.model.messages import Host
 from keepstep.native import criu, libcuda
 
 # Bits of CapEff, from linux/capability.h.

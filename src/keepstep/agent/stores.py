@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from keepstep.errors import TransientError
-from keepstep.model.messages import Address, StoreFailed, StoreOpened
+from keepstep.model.agent_messages import StoreFailed, StoreOpened
+from keepstep.model.messages import Address
 
 OPEN_TIMEOUT_S = 30.0
 PORT_LINE_BYTES_MAX = 16

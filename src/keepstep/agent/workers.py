@@ -27,19 +27,9 @@ from keepstep.agent.page import PageReader
 from keepstep.agent.processes import Order, OwnProcesses, Process, Processes
 from keepstep.agent.tree import inner_pid
 from keepstep.errors import UsageError
-from keepstep.model.messages import (
-    Address,
-    Assign,
-    Buddy,
-    Restored,
-    StartWorker,
-    TlsFiles,
-    Welcome,
-    WorkerCommand,
-    WorkerExited,
-    WorkerMessage,
-    WorkerSettings,
-)
+from keepstep.model.agent_messages import StartWorker, WorkerExited
+from keepstep.model.commands import Assign, Buddy, Welcome, WorkerCommand, WorkerSettings
+from keepstep.model.messages import Address, Restored, TlsFiles, WorkerMessage
 from keepstep.model.wire import frame
 from keepstep.native import libcuda, segments
 

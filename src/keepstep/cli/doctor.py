@@ -9,7 +9,7 @@ from keepstep.agent import namespaces, preflight
 from keepstep.cli import find, operate, show
 from keepstep.cli.surroundings import home
 from keepstep.errors import UsageError
-from keepstep.model.messages import Examined
+from keepstep.model.agent_messages import Examined
 
 ROOM_MIN = 1 << 28  # bytes: less than an empty process of torch needs
 

@@ -24,9 +24,10 @@ from typing import NamedTuple
 
 from keepstep.core import placement, processes
 from keepstep.core.demand import shared
+from keepstep.core.facts import SECOND, Node, Worker
 from keepstep.core.incidents import close_incident, open_incident
 from keepstep.core.operator import check_running
-from keepstep.core.state import SECOND, Job, Node, Out, Worker
+from keepstep.core.state import Job, Out
 from keepstep.errors import UsageError
 from keepstep.model.job import Rebalance
 from keepstep.model.views import MoveView, PlanView, RejectedView

@@ -9,8 +9,9 @@ still there. What is asked for by an operator (migrate, drain) is not limited.
 
 from __future__ import annotations
 
+from keepstep.core.facts import SECOND
 from keepstep.core.incidents import open_incident
-from keepstep.core.state import SECOND, Job, Out
+from keepstep.core.state import Job, Out
 from keepstep.core.triage import name_ranks
 from keepstep.model.records import Deferred
 

@@ -16,11 +16,13 @@ old one left on disk is removed by those who wrote it, or by whoever seals the n
 
 from __future__ import annotations
 
+from keepstep.core.facts import SECOND, Worker
 from keepstep.core.incidents import warn
 from keepstep.core.ranks import Tally
 from keepstep.core.saves import Complete, Saving
-from keepstep.core.state import SECOND, Job, Out, Worker
-from keepstep.model.messages import Saved, SaveFailed, Seal, Sealed, Snapshot
+from keepstep.core.state import Job, Out
+from keepstep.model.commands import Seal, Snapshot
+from keepstep.model.messages import Saved, SaveFailed, Sealed
 from keepstep.model.records import CheckpointSealed
 
 AGAIN_NS = 60 * SECOND  # after one that failed

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from keepstep.core.state import Job, Node
+from keepstep.core.facts import Node
+from keepstep.core.state import Job
 
 
 def victims(job: Job) -> list[int]:

@@ -27,6 +27,7 @@ import msgspec
 
 from keepstep.core import differences
 from keepstep.core.differences import Divergence
+from keepstep.core.facts import SECOND, Incident, Worker
 from keepstep.core.fallback import fall_back
 from keepstep.core.incidents import (
     EXIT_DIVERGED,
@@ -37,9 +38,10 @@ from keepstep.core.incidents import (
 )
 from keepstep.core.phases import newcomers
 from keepstep.core.saves import Complete
-from keepstep.core.state import SECOND, Incident, Job, Out, Worker
+from keepstep.core.state import Job, Out
 from keepstep.errors import UsageError
-from keepstep.model.messages import Diverged, Proceed
+from keepstep.model.commands import Proceed
+from keepstep.model.messages import Diverged
 from keepstep.model.records import DivergenceAccepted, DivergenceFound
 
 COLLECT_NS = 2 * SECOND

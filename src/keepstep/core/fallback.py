@@ -20,11 +20,12 @@ times, the job ends.
 
 from __future__ import annotations
 
+from keepstep.core.facts import Incident
 from keepstep.core.incidents import EXIT_DIVERGED, close_incident, end_job
 from keepstep.core.processes import close_stores
 from keepstep.core.saves import Complete
-from keepstep.core.state import Incident, Job, Out
-from keepstep.model.messages import Forget
+from keepstep.core.state import Job, Out
+from keepstep.model.agent_messages import Forget
 from keepstep.model.records import FellBack
 
 EXIT_FELL_BACK = 4

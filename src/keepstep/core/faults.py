@@ -7,6 +7,7 @@ not matter in which phase the previous one was.
 
 from __future__ import annotations
 
+from keepstep.core.facts import SECOND, Attempt, Incident, Worker
 from keepstep.core.fallback import EXIT_FELL_BACK, fall_back, further_back
 from keepstep.core.incidents import (
     close_incident,
@@ -27,7 +28,7 @@ from keepstep.core.phases import all_staged, newcomers
 from keepstep.core.planned import fail_move
 from keepstep.core.processes import node_lost
 from keepstep.core.rewire import settle_committed_planned
-from keepstep.core.state import SECOND, Attempt, Incident, Job, Out, Worker
+from keepstep.core.state import Job, Out
 from keepstep.core.triage import hang_culprits, name_ranks, uneven_steps
 from keepstep.model.records import SignalSeen
 

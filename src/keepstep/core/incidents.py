@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from keepstep.core.facts import SECOND, Incident
 from keepstep.core.project import incident_view, job_view
-from keepstep.core.state import SECOND, Incident, Job, Out
+from keepstep.core.state import Job, Out
 from keepstep.core.timeline import Timeline
-from keepstep.model.messages import Finish, Stop
+from keepstep.model.agent_messages import Stop
+from keepstep.model.commands import Finish
 from keepstep.model.records import (
     IncidentClosed,
     IncidentOpened,

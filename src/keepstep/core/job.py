@@ -23,14 +23,15 @@ from keepstep.core import (
     stragglers,
     understudies,
 )
+from keepstep.core.facts import Attempt, Worker
 from keepstep.core.incidents import end_job, warn
 from keepstep.core.migration import EXIT_GAVE_UP, recover
 from keepstep.core.phases import all_filled
 from keepstep.core.recovery import agents_are_back
-from keepstep.core.state import Attempt, Job, Out, Worker
+from keepstep.core.state import Job, Out
 from keepstep.core.together import tell_ranks
 from keepstep.core.workers import worker_said
-from keepstep.model.messages import (
+from keepstep.model.agent_messages import (
     AgentMessage,
     CloseStore,
     Forget,
@@ -40,8 +41,6 @@ from keepstep.model.messages import (
     PathNoticed,
     PathsSeen,
     Progress,
-    Release,
-    Resumed,
     Stalled,
     StoreFailed,
     StoreOpened,
@@ -52,6 +51,8 @@ from keepstep.model.messages import (
     WorkerStarted,
     WorkerState,
 )
+from keepstep.model.commands import Release
+from keepstep.model.messages import Resumed
 from keepstep.model.records import NodeJoined
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from itertools import chain
 
 from keepstep.core import checkpoints, placement
+from keepstep.core.facts import SECOND, Attempt, Incident, Kind, Worker
 from keepstep.core.fallback import fall_back
 from keepstep.core.incidents import end_job
 from keepstep.core.phases import (
@@ -24,21 +25,12 @@ from keepstep.core.phases import (
     phase_now,
 )
 from keepstep.core.processes import NOWHERE, close_stores, give_buddy, may_get_spare, swap_of
-from keepstep.core.state import SECOND, Attempt, Incident, Job, Kind, Out, Worker
+from keepstep.core.state import Job, Out
 from keepstep.core.together import ask_ranks
 from keepstep.core.triage import group_mismatch, headline, judge_reports, name_ranks
-from keepstep.model.messages import (
-    Abort,
-    Address,
-    Assign,
-    Checkpoint,
-    Copy,
-    Decide,
-    OpenStore,
-    Position,
-    Source,
-    Stage,
-)
+from keepstep.model.agent_messages import OpenStore
+from keepstep.model.commands import Abort, Assign, Checkpoint, Copy, Decide, Position, Source, Stage
+from keepstep.model.messages import Address
 from keepstep.model.page import CHECKPOINT_TICK, NEWEST
 from keepstep.model.records import AttemptStarted, Decided
 

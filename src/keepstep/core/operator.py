@@ -12,13 +12,15 @@ from collections.abc import Callable
 import msgspec
 
 from keepstep.core import breaker, divergence, processes, stopping
+from keepstep.core.facts import Node, Worker
 from keepstep.core.faults import newcomer_failed
 from keepstep.core.incidents import close_incident, end_job, open_incident
 from keepstep.core.placement import parity_trouble
 from keepstep.core.recovery import apply_taint, tell_buddy
-from keepstep.core.state import Job, Node, Out, Worker
+from keepstep.core.state import Job, Out
 from keepstep.errors import UsageError
 from keepstep.model import labels
+from keepstep.model.agent_messages import KillNode, PathNoticed
 from keepstep.model.job import (
     POINTS,
     Cancel,
@@ -32,7 +34,6 @@ from keepstep.model.job import (
     Taint,
     Untaint,
 )
-from keepstep.model.messages import KillNode, PathNoticed
 from keepstep.model.records import SignalSeen, Tainted, Untainted
 
 # One request must not make the orchestrator count to infinity: whatever is looped over is bounded.

@@ -26,6 +26,7 @@ from keepstep.core.project import incident_view, job_view
 from keepstep.core.state import EVERY_NODE, Job, Out, Outcome, Send
 from keepstep.core.timers import fire, timers
 from keepstep.errors import UsageError
+from keepstep.model.agent_messages import Stop
 from keepstep.model.job import (
     AgentGone,
     AgentJoined,
@@ -48,7 +49,6 @@ from keepstep.model.job import (
     Untaint,
     Wake,
 )
-from keepstep.model.messages import Stop
 from keepstep.model.records import JobSubmitted, Record, SpareWanted
 from keepstep.model.schedule import Ask
 from keepstep.model.views import IncidentView, JobView, PlanView

@@ -9,9 +9,11 @@ the same facts.
 from __future__ import annotations
 
 from keepstep.core import placement
-from keepstep.core.state import Job, Worker
+from keepstep.core.facts import Worker
+from keepstep.core.state import Job
 from keepstep.core.triage import name_ranks
-from keepstep.model.messages import Address, Parity
+from keepstep.model.commands import Parity
+from keepstep.model.messages import Address
 
 
 def give(job: Job, worker: Worker) -> Parity | None:

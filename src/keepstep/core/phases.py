@@ -33,7 +33,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from keepstep.core.state import Attempt, Job, Kind, Out, Worker
+from keepstep.core.facts import Attempt, Kind, Worker
+from keepstep.core.state import Job, Out
 
 
 def mark(attempt: Attempt, out: Out, phase: str) -> None:

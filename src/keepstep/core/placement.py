@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 
 from keepstep.core.demand import mismatch, shared
-from keepstep.core.state import Node, Worker
+from keepstep.core.facts import Node, Worker
 from keepstep.model.job import JobSpec
 from keepstep.model.messages import Address
 

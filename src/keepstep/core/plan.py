@@ -14,7 +14,8 @@ import msgspec
 
 from keepstep.core import operator, placement, processes, provision
 from keepstep.core.demand import domains, mismatch, shared
-from keepstep.core.state import Job, Node, Worker
+from keepstep.core.facts import Node, Worker
+from keepstep.core.state import Job
 from keepstep.core.triage import name_ranks
 from keepstep.core.turns import Offer
 from keepstep.model.job import Drain, Migrate

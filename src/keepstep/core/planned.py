@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Literal
 
 from keepstep.core import placement
+from keepstep.core.facts import Attempt, Incident
 from keepstep.core.incidents import close_incident
 from keepstep.core.migration import (
     assign_row,
@@ -29,10 +30,10 @@ from keepstep.core.phases import (
     phase_now,
 )
 from keepstep.core.processes import close_stores, may_come
-from keepstep.core.state import Attempt, Incident, Job, Out
+from keepstep.core.state import Job, Out
 from keepstep.core.together import ask_ranks
 from keepstep.core.triage import name_ranks
-from keepstep.model.messages import Hold
+from keepstep.model.commands import Hold
 
 FAILURES_MAX = 3
 

@@ -12,17 +12,12 @@ from collections import Counter
 import msgspec
 
 from keepstep.core import demand, parities, placement
+from keepstep.core.facts import Node, Role, Worker
 from keepstep.core.incidents import warn
-from keepstep.core.state import Job, Node, Out, Role, Worker
-from keepstep.model.messages import (
-    Address,
-    Arm,
-    Buddy,
-    CloseStore,
-    SendSignal,
-    StartWorker,
-    Swap,
-)
+from keepstep.core.state import Job, Out
+from keepstep.model.agent_messages import CloseStore, SendSignal, StartWorker
+from keepstep.model.commands import Arm, Buddy, Swap
+from keepstep.model.messages import Address
 from keepstep.model.records import InjectDone, NodeLost, Placed, Tainted, WorkerEnded
 
 SIGKILL = 9

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from keepstep.core import parities
 from keepstep.core.capacity import Capacity
+from keepstep.core.facts import SECOND, Incident, Node, Worker
 from keepstep.core.interval import HOUR
 from keepstep.core.placement import buddy_node
 from keepstep.core.saves import Complete
-from keepstep.core.state import SECOND, Incident, Job, Node, Worker
+from keepstep.core.state import Job
 from keepstep.core.triage import name_ranks
 from keepstep.model.views import (
     CheckpointsView,

@@ -31,10 +31,11 @@ from collections.abc import Sequence
 
 from keepstep.core.capacity import CapacityView, Want, Yielded
 from keepstep.core.demand import domains, unmet, victims
+from keepstep.core.facts import SECOND, Node
 from keepstep.core.incidents import warn
 from keepstep.core.placement import start_slots
 from keepstep.core.processes import free_slots
-from keepstep.core.state import SECOND, Job, Node, Out
+from keepstep.core.state import Job, Out
 from keepstep.errors import UsageError
 from keepstep.model.job import JobSpec, PlaceReturned, SpareGranted, SpareRefused
 from keepstep.model.records import (

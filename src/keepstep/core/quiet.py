@@ -24,28 +24,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from keepstep.core.facts import Attempt, Worker
 from keepstep.core.phases import has_held
 from keepstep.core.rewire import goes_on
-from keepstep.core.state import Attempt, Job, Out, Worker
+from keepstep.core.state import Job, Out
+from keepstep.model.agent_messages import (
+    PathsSeen,
+    Progress,
+    Stalled,
+    Unstalled,
+    WorkerSaid,
+    WorkersSaid,
+    WorkerStarted,
+)
 from keepstep.model.job import AgentJoined, AgentSaid, CoreInput
 from keepstep.model.messages import (
     Attached,
     Done,
     Failure,
     Held,
-    PathsSeen,
-    Progress,
     Report,
     Resumed,
     Saved,
     Staged,
-    Stalled,
     Swapped,
-    Unstalled,
     WorkerMessage,
-    WorkerSaid,
-    WorkersSaid,
-    WorkerStarted,
 )
 
 

@@ -14,14 +14,15 @@ happened since. In between (`Job.replayed`) the core only collects. Then:
 from __future__ import annotations
 
 from keepstep.core import divergence, parities, provision, stopping
+from keepstep.core.facts import SECOND, Incident, Node, Role, Worker
 from keepstep.core.fallback import fallen
 from keepstep.core.incidents import close_incident
 from keepstep.core.processes import give_buddy
 from keepstep.core.saves import Complete
-from keepstep.core.state import SECOND, Incident, Job, Node, Out, Role, Worker
+from keepstep.core.state import Job, Out
 from keepstep.core.timeline import Timeline
+from keepstep.model.commands import Buddy, Swap
 from keepstep.model.job import JobSpec
-from keepstep.model.messages import Buddy, Swap
 from keepstep.model.records import (
     AttemptStarted,
     CheckpointSealed,

@@ -7,14 +7,16 @@ whose script has ended needs no groups and is left alone. See phases.py for the 
 from __future__ import annotations
 
 from keepstep.core import parities
+from keepstep.core.facts import Attempt, Incident, Worker
 from keepstep.core.incidents import close_incident
 from keepstep.core.phases import Gate, mark, newcomers
 from keepstep.core.processes import arm, close_stores, give_buddy, swap_of
 from keepstep.core.ranks import Tally
-from keepstep.core.state import Attempt, Incident, Job, Out, Worker
+from keepstep.core.state import Job, Out
 from keepstep.core.timeline import source_sentence
 from keepstep.core.together import aside, tell_ranks
-from keepstep.model.messages import Forget, Leave, Swap
+from keepstep.model.agent_messages import Forget
+from keepstep.model.commands import Leave, Swap
 from keepstep.model.records import Committed
 
 

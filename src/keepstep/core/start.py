@@ -17,6 +17,7 @@ back (fallback.py), in its own incident.
 from __future__ import annotations
 
 from keepstep.core import fallback, placement
+from keepstep.core.facts import SECOND, Worker
 from keepstep.core.incidents import (
     close_incident,
     end_job,
@@ -26,9 +27,10 @@ from keepstep.core.incidents import (
 )
 from keepstep.core.migration import EXIT_GAVE_UP, EXIT_USAGE, EXIT_USER, start_attempt
 from keepstep.core.processes import close_stores, start_worker
-from keepstep.core.state import SECOND, Job, Out, Worker
+from keepstep.core.state import Job, Out
 from keepstep.core.triage import group_mismatch, headline, name_ranks
-from keepstep.model.messages import Failure, OpenStore, StoreOpened
+from keepstep.model.agent_messages import OpenStore, StoreOpened
+from keepstep.model.messages import Failure
 from keepstep.model.records import JobStarted, StartBegun
 
 BY_SCRIPT = {"user": EXIT_USER, "usage": EXIT_USAGE}  # the latter says more

@@ -13,11 +13,13 @@ ended, numbers differ between ranks) ends at once.
 
 from __future__ import annotations
 
+from keepstep.core.facts import SECOND, Attempt, Worker
 from keepstep.core.incidents import end_job, warn
 from keepstep.core.saves import Stopping
-from keepstep.core.state import SECOND, Attempt, Job, Out, Worker
+from keepstep.core.state import Job, Out
+from keepstep.model.commands import Checkpoint, Hold
 from keepstep.model.job import Cancel
-from keepstep.model.messages import Checkpoint, Checkpointed, CheckpointFailed, Held, Hold
+from keepstep.model.messages import Checkpointed, CheckpointFailed, Held
 from keepstep.model.records import CheckpointWritten, StopBegun
 
 

@@ -20,8 +20,9 @@ from collections.abc import Mapping
 
 from keepstep.core import operator, placement
 from keepstep.core.demand import shared
+from keepstep.core.facts import SECOND, Worker
 from keepstep.core.pace import Slow
-from keepstep.core.state import SECOND, Job, Out, Worker
+from keepstep.core.state import Job, Out
 from keepstep.model.records import SignalSeen
 
 CAUSE = "straggler"

@@ -20,6 +20,7 @@ from keepstep.core import (
     turns,
     understudies,
 )
+from keepstep.core.facts import SECOND, Attempt, Node, Worker
 from keepstep.core.faults import (
     ALL_SILENT_NS,
     FENCE_SLACK_NS,
@@ -38,9 +39,9 @@ from keepstep.core.phases import newcomers as newcomers_of
 from keepstep.core.planned import fail_move
 from keepstep.core.ranks import Tally
 from keepstep.core.start import JOIN_SPARES_NS, attach_is_late, start_is_slow, store_failed
-from keepstep.core.state import SECOND, Attempt, Job, Node, Out, Worker
+from keepstep.core.state import Job, Out
 from keepstep.core.together import aside
-from keepstep.model.messages import KillWorker
+from keepstep.model.agent_messages import KillWorker
 
 LEAVE_NS = 10 * SECOND
 KILL_AGAIN_NS = 5 * SECOND

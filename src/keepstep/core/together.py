@@ -23,9 +23,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from keepstep.core.facts import Attempt, Worker
 from keepstep.core.ranks import Tally, Told
-from keepstep.core.state import Attempt, Job, Out, Worker
-from keepstep.model.messages import TellRanks, WorkerCommand
+from keepstep.core.state import Job, Out
+from keepstep.model.agent_messages import TellRanks
+from keepstep.model.commands import WorkerCommand
 
 
 def tell_ranks(out: Out, command: WorkerCommand, besides: Collection[str] = ()) -> Told:

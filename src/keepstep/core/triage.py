@@ -16,7 +16,8 @@ from typing import Literal
 
 import msgspec
 
-from keepstep.model.messages import Report, Stalled
+from keepstep.model.agent_messages import Stalled
+from keepstep.model.messages import Report
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,9 +23,10 @@ from typing import NamedTuple
 
 from keepstep.core import operator, provision
 from keepstep.core.demand import domains, mismatch
+from keepstep.core.facts import SECOND, Node
 from keepstep.core.incidents import warn
 from keepstep.core.project import protection_of
-from keepstep.core.state import SECOND, Job, Node, Out
+from keepstep.core.state import Job, Out
 from keepstep.core.triage import name_ranks
 from keepstep.model.job import Drain, Untaint
 from keepstep.model.records import NodeYielded

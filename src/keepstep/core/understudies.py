@@ -17,20 +17,14 @@ They are started one at a time on each node, while nothing is wrong.
 
 from __future__ import annotations
 
+from keepstep.core.facts import Worker
 from keepstep.core.incidents import warn
 from keepstep.core.migration import group_trouble, side_state_holders
 from keepstep.core.processes import NOWHERE, start_worker
-from keepstep.core.state import Job, Out, Worker
+from keepstep.core.state import Job, Out
 from keepstep.core.triage import headline
-from keepstep.model.messages import (
-    Arrived,
-    Assign,
-    Attached,
-    Failure,
-    Position,
-    Ready,
-    WorkerMessage,
-)
+from keepstep.model.commands import Assign, Position
+from keepstep.model.messages import Arrived, Attached, Failure, Ready, WorkerMessage
 from keepstep.model.page import NEWEST
 
 FAILURES_MAX = 3

@@ -7,6 +7,7 @@ Arrived and Ready count for any generation, because its process outlives attempt
 from __future__ import annotations
 
 from keepstep.core import checkpoints, divergence, start, stopping, understudies
+from keepstep.core.facts import Attempt, Worker
 from keepstep.core.fallback import fall_back, further_back
 from keepstep.core.faults import newcomer_failed, repeat_attempt, stage_failed
 from keepstep.core.incidents import end_job, warn
@@ -26,7 +27,7 @@ from keepstep.core.processes import (
     replace_parity,
     signal_now,
 )
-from keepstep.core.state import Attempt, Job, Out, Worker
+from keepstep.core.state import Job, Out
 from keepstep.core.triage import headline
 from keepstep.model.messages import (
     Arrived,

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from keepstep.model.messages import Host, Message
+from keepstep.model.agent_messages import Host
+from keepstep.model.messages import Message
 
 # The same path in every nest, and nobody else's: a folder for named sockets, and parts in it.
 NEST: Final = "/run/keepstep-nest"

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from keepstep.model.messages import AgentMessage, Hello
+from keepstep.model.agent_messages import AgentMessage, Hello
 from keepstep.model.schedule import Policy, Provision
 
 POINTS = (

@@ -20,7 +20,7 @@ from fastapi.responses import JSONResponse
 
 from keepstep.errors import NotActive, UsageError
 from keepstep.model import job as inputs
-from keepstep.model.messages import Examined
+from keepstep.model.agent_messages import Examined
 from keepstep.model.records import IncidentOpened
 from keepstep.model.schedule import Ask
 from keepstep.model.views import IncidentView, JobView, OfferView, PlanView

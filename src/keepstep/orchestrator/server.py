@@ -29,9 +29,7 @@ from keepstep.adapters.transport.stream import READ_BUFFER_BYTES, Stream, Stream
 from keepstep.adapters.transport.tls import node_of, server_context
 from keepstep.core.orchestrator import EVERY_NODE, Send
 from keepstep.errors import KeepstepError, RemoteProtocolError, TransientError, UsageError
-from keepstep.model.job import AgentGone, AgentJoined, AgentSaid
-from keepstep.model.messages import (
-    PROTOCOL,
+from keepstep.model.agent_messages import (
     Accepted,
     AgentCommand,
     AgentMessage,
@@ -40,8 +38,9 @@ from keepstep.model.messages import (
     Examined,
     Hello,
     Refused,
-    TlsFiles,
 )
+from keepstep.model.job import AgentGone, AgentJoined, AgentSaid
+from keepstep.model.messages import PROTOCOL, TlsFiles
 from keepstep.model.wire import FRAME_BYTES_MAX, frame
 from keepstep.runtime.driver import Driver
 

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from keepstep.errors import UsageError
+from keepstep.model import commands
 
 _STARTED_NS = time.monotonic_ns()
 PR_SET_PDEATHSIG = 1
@@ -285,7 +286,7 @@ def _finished(process: Any) -> None:
         "done"
     )  # a script that never attached: nothing to protect, nothing to wait for
     process.channel.send(m.Done(tick=0, version=0))
-    process.channel.wait(lambda c: isinstance(c, m.Finish | m.Leave))
+    process.channel.wait(lambda c: isinstance(c, commands.Finish | commands.Leave))
 
 
 if __name__ == "__main__":

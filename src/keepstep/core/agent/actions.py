@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from keepstep.model.messages import (
-    AgentMessage,
-    StartWorker,
-    WorkerCommand,
-)
+from keepstep.model.agent_messages import AgentMessage, StartWorker
+from keepstep.model.commands import WorkerCommand
 
 
 class Effect(msgspec.Struct, frozen=True):

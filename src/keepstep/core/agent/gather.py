@@ -15,22 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from keepstep.model.messages import (
-    Abort,
-    Decide,
-    Held,
-    Hold,
-    Report,
-    Resumed,
-    Stage,
-    Staged,
-    Swap,
-    Swapped,
-    WorkerCommand,
-    WorkerMessage,
-    WorkerSaid,
-    WorkersSaid,
-)
+from keepstep.model.agent_messages import WorkerSaid, WorkersSaid
+from keepstep.model.commands import Abort, Decide, Hold, Stage, Swap, WorkerCommand
+from keepstep.model.messages import Held, Report, Resumed, Staged, Swapped, WorkerMessage
 
 ANSWERS: dict[type[WorkerCommand], tuple[type[WorkerMessage], ...]] = {
     Abort: (Report,),

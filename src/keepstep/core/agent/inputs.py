@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from keepstep.model.messages import (
+from keepstep.model.agent_messages import (
     AgentCommand,
     StartWorker,
     StoreFailed,
     StoreOpened,
     WorkerExited,
-    WorkerMessage,
 )
+from keepstep.model.messages import WorkerMessage
 from keepstep.model.network import PathEvent
 from keepstep.model.page import Sample
 

@@ -66,37 +66,31 @@ from keepstep.core.agent.inputs import (
 from keepstep.core.agent.network import Limits, PathWatch
 from keepstep.core.agent.rate import Rate
 from keepstep.core.agent.stall import StallDetector, may_stand_still
-from keepstep.model.messages import (
-    PROTOCOL,
-    Abort,
-    Address,
+from keepstep.model.agent_messages import (
     AgentCommand,
     AgentMessage,
-    Assign,
     CloseStore,
     Forget,
     Hello,
-    Hold,
     KillNode,
     KillWorker,
     OpenStore,
     PathsSeen,
     Progress,
-    Release,
     SendSignal,
     Stalled,
     StartWorker,
     Stop,
     StopDone,
-    Swap,
     Tell,
     TellRanks,
-    WorkerCommand,
     WorkerExited,
     WorkerSaid,
     WorkerStarted,
     WorkerState,
 )
+from keepstep.model.commands import Abort, Assign, Hold, Release, Swap, WorkerCommand
+from keepstep.model.messages import PROTOCOL, Address
 from keepstep.model.network import PathView
 
 PROGRESS_NS = 250_000_000

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from keepstep.model.messages import PathNoticed
+from keepstep.model.agent_messages import PathNoticed
 from keepstep.model.network import PathEvent, PathView
 
 SECOND = 1_000_000_000

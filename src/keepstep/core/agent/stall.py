@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from keepstep.model.messages import Stalled, Unstalled
+from keepstep.model.agent_messages import Stalled, Unstalled
 from keepstep.model.page import Sample
 
 # A rank waiting in a collective sleeps; one in an endless loop uses a core. A quarter of the

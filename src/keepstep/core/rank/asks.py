@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 from typing import Protocol as Interface
 
+from keepstep.model import commands
 from keepstep.model import messages as m
 
 
@@ -42,7 +43,7 @@ class Await:
     """The first command that `accept` takes. Answered with None if no such command waits and an
     Abort newer than `newer_than` has come, or `seconds` are over."""
 
-    accept: Callable[[m.WorkerCommand], bool]
+    accept: Callable[[commands.WorkerCommand], bool]
     newer_than: int | None = None
     seconds: float | None = None
 
@@ -86,7 +87,7 @@ class StopServing:
 class Write:
     """A just-in-time checkpoint. Answered with what came of it."""
 
-    command: m.Checkpoint
+    command: commands.Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class Enter:
     """Put the staged groups in place, unless the Swap is `solo` or the script is over, and belong
     to its generation from here on. Answered with Entered."""
 
-    command: m.Swap
+    command: commands.Swap
 
 
 class Entered(NamedTuple):
@@ -118,7 +119,7 @@ class DropStaged:
 class Take:
     """Copy and install the state. Answered with Copied or CopyFailed."""
 
-    command: m.Copy
+    command: commands.Copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ class Settle:
     """Put in place again what the code on the way to this entry has changed. Answered with
     CopyFailed, if that takes another copy, which fails."""
 
-    command: m.Copy
+    command: commands.Copy
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,26 +10,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, Literal, NamedTuple
 
+from keepstep.model import commands
 from keepstep.model import messages as m
 
 # command -> answer, of the same generation
 ANSWERS: Final[dict[type[m.Message], type[m.Message]]] = {
-    m.Abort: m.Report,
-    m.Decide: m.Held,
-    m.Hold: m.Held,
-    m.Stage: m.Staged,
-    m.Copy: m.Copied,
-    m.Swap: m.Swapped,
+    commands.Abort: m.Report,
+    commands.Decide: m.Held,
+    commands.Hold: m.Held,
+    commands.Stage: m.Staged,
+    commands.Copy: m.Copied,
+    commands.Swap: m.Swapped,
 }
 # A newcomer does these once in its life, whatever the generation.
 ANSWERED_ONCE: Final[dict[type[m.Message], type[m.Message]]] = {
-    m.Assign: m.Arrived,
-    m.Position: m.Ready,
+    commands.Assign: m.Arrived,
+    commands.Position: m.Ready,
 }
 # Facts and not requests: they are obeyed even if an Abort comes right behind them.
-FACTS: Final = (m.Swap, m.Assign, m.Position, m.Leave)
+FACTS: Final = (commands.Swap, commands.Assign, commands.Position, commands.Leave)
 # They must not wait for the main thread.
-AT_ONCE: Final = (m.Abort, m.Stage, m.Seal, m.Inspect, m.Arm)
+AT_ONCE: Final = (commands.Abort, commands.Stage, commands.Seal, commands.Inspect, commands.Arm)
 
 
 class Taken(NamedTuple):
@@ -54,31 +55,31 @@ class Inbox:
         self.snapshot = -1  # number of the checkpoint to raise the word for
         self.buddy: m.Address | None = None
         self.buddy_known = False
-        self.parity: m.Parity | None = None
+        self.parity: commands.Parity | None = None
         # The newest, until groups for what follows are asked for.
-        self._abort: m.Abort | None = None
-        self.waiting: list[m.WorkerCommand] = []
+        self._abort: commands.Abort | None = None
+        self.waiting: list[commands.WorkerCommand] = []
         self._answers: dict[type[m.Message], m.WorkerMessage] = {}
 
     # ------------------------------------------------------------------ what comes
 
-    def take(self, command: m.WorkerCommand, holds: bool) -> Taken:
+    def take(self, command: commands.WorkerCommand, holds: bool) -> Taken:
         """`holds`: this rank does nothing but wait for commands."""
         generation = _generation(command)
         if 0 <= generation < self.abort_generation:
             return Taken("stale")
-        if isinstance(command, m.Assign):
+        if isinstance(command, commands.Assign):
             if self.rank not in (-1, command.rank):
                 return Taken("wrong")
             self.rank = command.rank
         answer = self._answered(command, generation, holds)
         if answer is not None:
-            if isinstance(command, m.Swap):
+            if isinstance(command, commands.Swap):
                 self._take_buddy(command)  # it may be another one than in the first Swap
             return Taken("again", answer)
-        if isinstance(command, m.Abort):
+        if isinstance(command, commands.Abort):
             self._aborts(command)
-        elif isinstance(command, m.Stage):
+        elif isinstance(command, commands.Stage):
             self._abort = None
         if isinstance(command, AT_ONCE):
             return Taken("now")
@@ -86,12 +87,12 @@ class Inbox:
         return Taken("kept")
 
     def _answered(
-        self, command: m.WorkerCommand, generation: int, holds: bool
+        self, command: commands.WorkerCommand, generation: int, holds: bool
     ) -> m.WorkerMessage | None:
         kind = type(command)
         if kind in ANSWERED_ONCE:
             return self._answers.get(ANSWERED_ONCE[kind])
-        if isinstance(command, m.Snapshot):
+        if isinstance(command, commands.Snapshot):
             saved = self._answers.get(m.Saved)
             same = isinstance(saved, m.Saved) and saved.number == command.number
             return saved if same else None
@@ -99,39 +100,39 @@ class Inbox:
         if answer is None or getattr(answer, "generation", None) != generation:
             return None
         # A rank that was released does not hold any more; then the Hold is a new one.
-        return answer if kind is not m.Hold or holds else None
+        return answer if kind is not commands.Hold or holds else None
 
-    def _aborts(self, command: m.Abort) -> None:
+    def _aborts(self, command: commands.Abort) -> None:
         self.abort_generation = command.generation
         self.hold_generation = self.snapshot = -1
         self.waiting = [one for one in self.waiting if not self._stale(one)]
         self._abort = command
 
-    def _stale(self, command: m.WorkerCommand) -> bool:
+    def _stale(self, command: commands.WorkerCommand) -> bool:
         generation: int | None = getattr(command, "generation", None)
         old = generation is not None and generation < self.abort_generation
         return old and not isinstance(command, FACTS)
 
-    def _keep(self, command: m.WorkerCommand) -> None:
+    def _keep(self, command: commands.WorkerCommand) -> None:
         match command:
-            case m.Hold():
+            case commands.Hold():
                 self.hold_generation = command.generation
-            case m.Snapshot():
+            case commands.Snapshot():
                 self.snapshot = command.number
-            case m.Buddy():
+            case commands.Buddy():
                 self.buddy, self.parity = command.address, command.parity
                 self.buddy_known = True
-            case m.Release():
+            case commands.Release():
                 if self.hold_generation <= command.generation:
                     self.hold_generation = -1
                 self.waiting.append(command)
-            case m.Swap():
+            case commands.Swap():
                 # Said again, it replaces the first: its buddy may be another one.
                 same = command.generation
                 self.waiting = [
                     one
                     for one in self.waiting
-                    if not (isinstance(one, m.Swap) and one.generation == same)
+                    if not (isinstance(one, commands.Swap) and one.generation == same)
                 ]
                 self.waiting.append(command)
             case _:
@@ -142,7 +143,7 @@ class Inbox:
     def said(self, message: m.WorkerMessage) -> None:
         self._answers[type(message)] = message
 
-    def unreported(self) -> m.Abort | None:
+    def unreported(self) -> commands.Abort | None:
         """The newest Abort, until a Report has answered it."""
         report = self._answers.get(m.Report)
         if self._abort is None or not isinstance(report, m.Report):
@@ -156,26 +157,28 @@ class Inbox:
     def aborted(self, generation: int) -> bool:
         return self.abort_generation > generation
 
-    def pop(self, accept: Callable[[m.WorkerCommand], bool]) -> m.WorkerCommand | None:
+    def pop(
+        self, accept: Callable[[commands.WorkerCommand], bool]
+    ) -> commands.WorkerCommand | None:
         for index, command in enumerate(self.waiting):
             if accept(command):
                 del self.waiting[index]
                 return command
         return None
 
-    def assigned(self, command: m.Assign) -> None:
+    def assigned(self, command: commands.Assign) -> None:
         """The main thread takes the rank that it was given, or another time the same one."""
         if not self.buddy_known:
             self.buddy = command.buddy
 
-    def swapped(self, command: m.Swap) -> None:
+    def swapped(self, command: commands.Swap) -> None:
         """The rank is in a new generation: what was asked for before was dropped with the old."""
         if self.hold_generation <= command.generation:
             self.hold_generation = -1
         self.snapshot = -1
         self._take_buddy(command)
 
-    def _take_buddy(self, command: m.Swap) -> None:
+    def _take_buddy(self, command: commands.Swap) -> None:
         if not command.same_buddy:
             self.buddy, self.parity = command.buddy, command.parity
 

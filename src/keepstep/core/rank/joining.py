@@ -15,36 +15,41 @@ from __future__ import annotations
 from keepstep.core.rank import asks
 from keepstep.core.rank.asks import Protocol
 from keepstep.core.rank.inbox import Inbox
+from keepstep.model import commands
 from keepstep.model import messages as m
 
 
-def park(inbox: Inbox, parked: m.Parked) -> Protocol[m.Assign]:
+def park(inbox: Inbox, parked: m.Parked) -> Protocol[commands.Assign]:
     yield asks.Say(parked)
     return (yield from assigned(inbox))
 
 
-def assigned(inbox: Inbox) -> Protocol[m.Assign]:
+def assigned(inbox: Inbox) -> Protocol[commands.Assign]:
     """Also again, if nobody could say what the rank has been told before."""
-    command = yield asks.Await(lambda c: isinstance(c, m.Assign | m.Finish | m.Leave))
-    if not isinstance(command, m.Assign):
+    command = yield asks.Await(
+        lambda c: isinstance(c, commands.Assign | commands.Finish | commands.Leave)
+    )
+    if not isinstance(command, commands.Assign):
         yield asks.LeaveJob()
-    assert isinstance(command, m.Assign)
+    assert isinstance(command, commands.Assign)
     inbox.assigned(command)
     return command
 
 
 class Joining:
-    def __init__(self, inbox: Inbox, assign: m.Assign) -> None:
+    def __init__(self, inbox: Inbox, assign: commands.Assign) -> None:
         self._inbox = inbox
         self._assign = assign
-        self._installed: tuple[m.Copy, m.Copied] | None = None
+        self._installed: tuple[commands.Copy, m.Copied] | None = None
 
-    def arrive(self) -> Protocol[m.Position]:
+    def arrive(self) -> Protocol[commands.Position]:
         yield asks.Say(m.Arrived(generation=self._assign.generation))
-        command = yield asks.Await(lambda c: isinstance(c, m.Position | m.Finish | m.Leave))
-        if not isinstance(command, m.Position):
+        command = yield asks.Await(
+            lambda c: isinstance(c, commands.Position | commands.Finish | commands.Leave)
+        )
+        if not isinstance(command, commands.Position):
             yield asks.LeaveJob()
-        assert isinstance(command, m.Position)
+        assert isinstance(command, commands.Position)
         return command
 
     def ready(self, ready: m.Ready) -> Protocol[None]:
@@ -55,8 +60,10 @@ class Joining:
     def _install(self) -> Protocol[None]:
         """Again after a copy that failed, or after an Abort."""
         while self._installed is None:
-            command = yield asks.Await(lambda c: isinstance(c, m.Copy | m.Finish | m.Leave))
-            if not isinstance(command, m.Copy):
+            command = yield asks.Await(
+                lambda c: isinstance(c, commands.Copy | commands.Finish | commands.Leave)
+            )
+            if not isinstance(command, commands.Copy):
                 yield asks.LeaveJob()
             said = yield asks.Take(command)
             if isinstance(said, m.Copied):
@@ -64,7 +71,7 @@ class Joining:
             else:
                 yield asks.Say(said)
 
-    def enter(self) -> Protocol[m.Swap]:
+    def enter(self) -> Protocol[commands.Swap]:
         """At the entry of the transaction that comes next, or at the script's end."""
         while True:
             yield from self._install()
@@ -78,13 +85,13 @@ class Joining:
             yield asks.Say(copied)
             generation = copy.generation
 
-            def accept(command: m.WorkerCommand, wanted: int = generation) -> bool:
-                if isinstance(command, m.Swap):
+            def accept(command: commands.WorkerCommand, wanted: int = generation) -> bool:
+                if isinstance(command, commands.Swap):
                     return command.generation == wanted
-                return isinstance(command, m.Finish | m.Leave)
+                return isinstance(command, commands.Finish | commands.Leave)
 
             command = yield asks.Await(accept, newer_than=generation)
-            if isinstance(command, m.Swap):
+            if isinstance(command, commands.Swap):
                 return command
             if command is not None:
                 yield asks.LeaveJob()

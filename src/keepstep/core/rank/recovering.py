@@ -26,6 +26,7 @@ from keepstep.core.rank import asks
 from keepstep.core.rank.asks import Protocol, Standing
 from keepstep.core.rank.inbox import Inbox
 from keepstep.errors import LocalProtocolError
+from keepstep.model import commands
 from keepstep.model import messages as m
 
 GRACE_S: Final = 0.2  # a peer's death breaks collectives a moment before the Abort comes
@@ -115,15 +116,15 @@ class Recovering:
     def _decision(self, generation: int) -> Protocol[int | None]:
         """None: a newer Abort has come."""
 
-        def accept(command: m.WorkerCommand) -> bool:
-            if isinstance(command, m.Decide | m.Leave):
+        def accept(command: commands.WorkerCommand) -> bool:
+            if isinstance(command, commands.Decide | commands.Leave):
                 return command.generation == generation
-            return isinstance(command, m.Finish)
+            return isinstance(command, commands.Finish)
 
         command = yield asks.Await(accept, newer_than=generation)
-        if isinstance(command, m.Leave | m.Finish):
+        if isinstance(command, commands.Leave | commands.Finish):
             yield asks.LeaveJob()
-        return command.tick if isinstance(command, m.Decide) else None
+        return command.tick if isinstance(command, commands.Decide) else None
 
     # ------------------------------------------------------------------ holding
 
@@ -144,15 +145,15 @@ class Recovering:
         return newer
 
     def _obey(self, generation: int) -> Protocol[int | None]:
-        def accept(command: m.WorkerCommand) -> bool:
+        def accept(command: commands.WorkerCommand) -> bool:
             match command:
-                case m.Finish():
+                case commands.Finish():
                     return True
-                case m.Release() | m.Leave():
+                case commands.Release() | commands.Leave():
                     # A move may be over only in a later generation, of which a leaver hears
                     # nothing else.
                     return command.generation >= generation
-                case m.Swap() | m.Checkpoint():
+                case commands.Swap() | commands.Checkpoint():
                     return command.generation == generation
             return False
 
@@ -161,20 +162,20 @@ class Recovering:
             match command:
                 case None:
                     return self._inbox.abort_generation
-                case m.Checkpoint():
+                case commands.Checkpoint():
                     written = yield asks.Write(command)
                     yield asks.Say(written)
-                case m.Swap():
+                case commands.Swap():
                     yield from self.swap(command)
                     return None
-                case m.Release():
+                case commands.Release():
                     # The next attempt may have staged its own already.
                     yield asks.DropStaged(command.generation + 1)
                     return None
                 case _:
                     yield asks.LeaveJob()
 
-    def swap(self, command: m.Swap) -> Protocol[None]:
+    def swap(self, command: commands.Swap) -> Protocol[None]:
         """An Abort right behind the Swap takes the staged groups away. The generation is committed
         all the same: the rank stays without groups, and reports for the newer one before its next
         transaction."""
@@ -200,10 +201,10 @@ class Recovering:
             for _ in range(DIVERGED_AGAIN_S):
                 yield asks.ShowWaiting(asking=True)
                 command = yield asks.Await(_of_divergence, newer_than=newer_than, seconds=1.0)
-                while isinstance(command, m.Proceed) and command.number != word.number:
+                while isinstance(command, commands.Proceed) and command.number != word.number:
                     # It answers an earlier word, and was said twice.
                     command = yield asks.Await(_of_divergence, newer_than=newer_than, seconds=1.0)
-                if isinstance(command, m.Finish | m.Leave):
+                if isinstance(command, commands.Finish | commands.Leave):
                     yield asks.LeaveJob()
                 if command is not None:
                     yield asks.ShowBusy()
@@ -227,13 +228,13 @@ class Recovering:
             yield from self.interrupted("", "", in_fence=False, computing=False)
 
 
-def _nothing(_: m.WorkerCommand) -> bool:
+def _nothing(_: commands.WorkerCommand) -> bool:
     return False
 
 
-def _of_divergence(command: m.WorkerCommand) -> bool:
-    return isinstance(command, m.Proceed | m.Finish | m.Leave)
+def _of_divergence(command: commands.WorkerCommand) -> bool:
+    return isinstance(command, commands.Proceed | commands.Finish | commands.Leave)
 
 
-def _of_the_end(command: m.WorkerCommand) -> bool:
-    return isinstance(command, m.Finish | m.Leave)
+def _of_the_end(command: commands.WorkerCommand) -> bool:
+    return isinstance(command, commands.Finish | commands.Leave)

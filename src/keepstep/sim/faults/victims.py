@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from keepstep.core.facts import Attempt
 from keepstep.core.migration import sources_for
-from keepstep.core.state import Attempt
 from keepstep.sim.rank.rank import Rank
 from keepstep.sim.world.node import SimNode
 from keepstep.sim.world.world import World

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keepstep.model import messages as m
+from keepstep.model import agent_messages
 from keepstep.model.job import AgentSaid, Cancel, Drain, Migrate, ProceedAnyway, Taint, Untaint
 from keepstep.sim.faults.processes import LATER
 from keepstep.sim.faults.victims import node_of, spare
@@ -32,7 +32,7 @@ def detector(world: World, fault: Fault) -> str:
 
 def _lie(world: World, process: Rank, length_ns: int, lost: bool) -> None:
     """`lost`: that it is over is said on a stream that breaks."""
-    stalled = m.Stalled(
+    stalled = agent_messages.Stalled(
         worker=process.id,
         rank=process.rank,
         version=process.version,
@@ -55,7 +55,7 @@ def _lie(world: World, process: Rank, length_ns: int, lost: bool) -> None:
 def _take_back(world: World, process: Rank) -> None:
     """The truth is what its agent has seen for itself meanwhile."""
     node = node_of(process)
-    truth = node.stalls.get(process.id, m.Unstalled(worker=process.id))
+    truth = node.stalls.get(process.id, agent_messages.Unstalled(worker=process.id))
     _hear(world, node.name, AgentSaid(job=world.plan.job, node=node.name, message=truth))
 
 

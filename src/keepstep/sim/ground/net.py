@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from keepstep.model.messages import AgentCommand, AgentMessage
+from keepstep.model.agent_messages import AgentCommand, AgentMessage
 from keepstep.sim.ground.clock import Clock
 from keepstep.sim.units import MS, SECOND
 

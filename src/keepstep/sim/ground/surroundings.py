@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from keepstep.core.orchestrator import Core, Outcome
 from keepstep.core.state import Job
+from keepstep.model import agent_messages
 from keepstep.model import messages as m
 from keepstep.model.job import CoreInput
 from keepstep.model.records import Record
@@ -76,7 +77,7 @@ class Rules(Protocol):
 
     def handled(self, core: Core, given: CoreInput, outcome: Outcome) -> None: ...
 
-    def sent(self, node: str, command: m.AgentCommand) -> None: ...
+    def sent(self, node: str, command: agent_messages.AgentCommand) -> None: ...
 
     def acted(self, job: Job) -> None: ...
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from keepstep.core.rank import asks
+from keepstep.model import commands
 from keepstep.model import messages as m
 from keepstep.sim.ground import training
 from keepstep.sim.ground.groups import Group
@@ -24,12 +25,12 @@ class Member(Stepper):
 
     # ------------------------------------------------------------------ aborts and losses
 
-    def _do_at_once(self, command: m.WorkerCommand) -> None:
-        if isinstance(command, m.Abort):
+    def _do_at_once(self, command: commands.WorkerCommand) -> None:
+        if isinstance(command, commands.Abort):
             self._on_abort()
-        elif isinstance(command, m.Seal):
+        elif isinstance(command, commands.Seal):
             self.seal(command)
-        elif isinstance(command, m.Stage) and self.staging.begin(command.generation):
+        elif isinstance(command, commands.Stage) and self.staging.begin(command.generation):
             self._meet(command.generation, command.store)
 
     def _on_abort(self) -> None:
@@ -147,7 +148,7 @@ class Member(Stepper):
             done=self.done,
         )
 
-    def _written(self, command: m.Checkpoint) -> None:
+    def _written(self, command: commands.Checkpoint) -> None:
         generation, path = command.generation, command.path
         if self.node.disk == "stuck":
             return  # a call that never comes back, whatever becomes of the disk
@@ -157,7 +158,7 @@ class Member(Stepper):
         else:
             self.reply(m.Checkpointed(generation=generation, path=path, bytes_written=1))
 
-    def _enter(self, command: m.Swap) -> asks.Entered:
+    def _enter(self, command: commands.Swap) -> asks.Entered:
         staged = True
         if not command.solo and not self.done:
             group = self.staging.take(command.generation)

@@ -14,6 +14,7 @@ from typing import Any
 
 from keepstep.core.rank import asks
 from keepstep.core.rank.joining import Joining, park
+from keepstep.model import commands
 from keepstep.model import messages as m
 from keepstep.model.page import CHECKPOINT_TICK
 from keepstep.sim.ground import training
@@ -26,7 +27,7 @@ from keepstep.sim.units import SECOND
 
 
 class Rank(Member):
-    copy: m.Copy | None = None
+    copy: commands.Copy | None = None
 
     def _started(self) -> None:
         if self.place in self.world.ills.bad_slots:
@@ -40,7 +41,7 @@ class Rank(Member):
         self.staging.begin(self.generation)
         self._meet(self.generation, self.master)
 
-    def _assigned(self, command: m.Assign) -> None:
+    def _assigned(self, command: commands.Assign) -> None:
         self.assigned, self.joining = command, Joining(self.inbox, command)
         self.rank = command.rank
         self.own = 0
@@ -52,7 +53,7 @@ class Rank(Member):
         self.say(self.attached(self.assigned.generation))
         self.run(self.joining.arrive(), self._position)
 
-    def _position(self, command: m.Position) -> None:
+    def _position(self, command: commands.Position) -> None:
         self.go("warming")
         if command.tick == CHECKPOINT_TICK:
             self._positioned(self._from_checkpoint())
@@ -75,7 +76,7 @@ class Rank(Member):
         """Its script has no way to go between its first call and the entry that follows."""
         self.run(self.joining.enter(), self._joined)
 
-    def _joined(self, command: m.Swap) -> None:
+    def _joined(self, command: commands.Swap) -> None:
         self.run(self.recovering.swap(command), lambda _: self._begin())
 
     def _notice_abort(self) -> None:
@@ -112,7 +113,7 @@ class Rank(Member):
             self.node.name, node, lambda: node.memory.blob(self.rank, tick), answered, failed
         )
 
-    def _take(self, command: m.Copy) -> None:
+    def _take(self, command: commands.Copy) -> None:
         self.go("copying")
         self.copy = command
         if command.checkpoint:
@@ -137,7 +138,7 @@ class Rank(Member):
         else:
             self._pull(blob, list(self.copy.sources))
 
-    def _pull(self, blob: Blob, sources: list[m.Source], lost: int = -1) -> None:
+    def _pull(self, blob: Blob, sources: list[commands.Source], lost: int = -1) -> None:
         assert self.copy is not None
         if not sources:
             self._copy_failed("source-lost", "no source is left", lost)
@@ -145,7 +146,7 @@ class Rank(Member):
         wait = self.world.plan.copy_ns // 2 + self.world.random.randrange(self.world.plan.copy_ns)
         self.after(wait, self._pulled, blob, sources)
 
-    def _pulled(self, blob: Blob, sources: list[m.Source]) -> None:
+    def _pulled(self, blob: Blob, sources: list[commands.Source]) -> None:
         assert self.copy is not None
         source = self.world.ranks.get(sources[0].serve.host)
         copy = self.copy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from keepstep.model import commands
 from keepstep.model import messages as m
 from keepstep.sim.ground.disk import SavedState
 from keepstep.sim.rank.grouped import Grouped
@@ -44,10 +45,10 @@ class Saver(Grouped):
             )
         )
 
-    def seal(self, command: m.Seal) -> None:
+    def seal(self, command: commands.Seal) -> None:
         self.world.after(SECOND // 10, self.thread, self._seal, command)
 
-    def _seal(self, command: m.Seal) -> None:
+    def _seal(self, command: commands.Seal) -> None:
         path = self.world.shared_disk.seal(
             command.number, command.tick, command.world, command.keep
         )

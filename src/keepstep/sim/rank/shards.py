@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from keepstep.core.agent.vault import Refusal
+from keepstep.model import commands
 from keepstep.model import messages as m
 from keepstep.model import vault as v
 from keepstep.sim.ground import training
@@ -31,7 +32,7 @@ class SimKeeper(Saver):
     base = begun = -1  # version of the newest base; version whose base was looked after
     common = -1  # version of the last base that all members put; -1: nothing goes to the parity
     serial = 0
-    line: m.Parity | None = None  # it writes to
+    line: commands.Parity | None = None  # it writes to
     former: tuple[m.Address, int] | None = None  # and the version from which on it is
 
     @property

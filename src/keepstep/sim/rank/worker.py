@@ -16,6 +16,7 @@ from keepstep.core.rank.inbox import Inbox
 from keepstep.core.rank.recovering import Recovering
 from keepstep.core.rank.staging import Staging
 from keepstep.errors import LocalProtocolError
+from keepstep.model import agent_messages, commands
 from keepstep.model import messages as m
 from keepstep.model.page import Sample
 from keepstep.sim.ground import training
@@ -64,7 +65,7 @@ class SharedPage:
 
 class SimWorker(SimProcess):
     def __init__(
-        self, world: SimSurroundings, node: HomeNode, start: m.StartWorker, pid: int
+        self, world: SimSurroundings, node: HomeNode, start: agent_messages.StartWorker, pid: int
     ) -> None:
         super().__init__(world, node, start.worker, start.slot, pid)
         self.rank = start.rank
@@ -142,7 +143,7 @@ class SimWorker(SimProcess):
 
     # ------------------------------------------------------------------ daemon thread
 
-    def take(self, command: m.WorkerCommand) -> None:
+    def take(self, command: commands.WorkerCommand) -> None:
         before = self.inbox.abort_generation
         verdict, answer = self.inbox.take(command, self.page.hold)
         if answer is not None:
@@ -156,7 +157,7 @@ class SimWorker(SimProcess):
                 self._echo()
             self._do_at_once(command)
 
-    def _do_at_once(self, command: m.WorkerCommand) -> None:
+    def _do_at_once(self, command: commands.WorkerCommand) -> None:
         raise NotImplementedError
 
     def aborted(self) -> bool:
@@ -220,7 +221,7 @@ class SimWorker(SimProcess):
         return self.inbox.buddy
 
     @property
-    def parity(self) -> m.Parity | None:
+    def parity(self) -> commands.Parity | None:
         return self.inbox.parity
 
     @property

@@ -6,8 +6,9 @@ train again has made a step. And a restart forgets nothing that is on record.
 
 from __future__ import annotations
 
+from keepstep.core.facts import Attempt, Worker
 from keepstep.core.phases import members, newcomers
-from keepstep.core.state import Attempt, Job, Worker
+from keepstep.core.state import Job
 from keepstep.model import records as r
 from keepstep.sim.ground.violation import ensure
 from keepstep.sim.rank.rank import Rank

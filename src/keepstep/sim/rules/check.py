@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from keepstep.core.orchestrator import Core, Outcome
 from keepstep.core.state import Job
+from keepstep.model import agent_messages
 from keepstep.model import messages as m
 from keepstep.model.job import AgentSaid, CoreInput
 from keepstep.model.records import Record
@@ -61,15 +62,17 @@ class Checker:
             return
         job = core.state(self.world.plan.job)
         # Mere progress makes nobody special; if it does, the next event shows it.
-        progress = isinstance(given, AgentSaid) and isinstance(given.message, m.Progress)
+        progress = isinstance(given, AgentSaid) and isinstance(
+            given.message, agent_messages.Progress
+        )
         if not progress or outcome.records:
             counts.sorted_in(job)
         if job.attempt is not None:
             counts.counted(job, job.attempt)
 
-    def sent(self, node: str, command: m.AgentCommand) -> None:
+    def sent(self, node: str, command: agent_messages.AgentCommand) -> None:
         self.commands.sent(node, command)
-        if isinstance(command, m.KillWorker):
+        if isinstance(command, agent_messages.KillWorker):
             self.prompt.killed(command.worker)
 
     def acted(self, job: Job) -> None:

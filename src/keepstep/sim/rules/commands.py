@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from keepstep.model import messages as m
+from keepstep.model import agent_messages, commands
 from keepstep.sim.ground.violation import ensure
 from keepstep.sim.rules.generations import Generations
 from keepstep.sim.world.world import World
@@ -16,25 +16,25 @@ class Commands:
         # rank -> newcomer that was assigned it last, and by which process of the orchestrator
         self._seats: dict[int, tuple[str, int]] = {}
 
-    def sent(self, node: str, command: m.AgentCommand) -> None:
+    def sent(self, node: str, command: agent_messages.AgentCommand) -> None:
         """On its way: its record is on the disk, or it needs none."""
-        if isinstance(command, m.KillWorker):
+        if isinstance(command, agent_messages.KillWorker):
             self.book.killed.add(command.worker)
             self._check_alarm(command.worker)
-        elif isinstance(command, m.Forget):
+        elif isinstance(command, agent_messages.Forget):
             needed = [w for w in command.workers if w in self.book.owners.values()]
             ensure(not needed, f"the side state of {needed} is dropped and still needed")
-        elif isinstance(command, m.StartWorker):
+        elif isinstance(command, agent_messages.StartWorker):
             ensure(command.worker in self.book.placed, f"{command.worker} started, not on record")
-        elif isinstance(command, m.OpenStore):
+        elif isinstance(command, agent_messages.OpenStore):
             known = self._generations.opened(command.generation)
             ensure(known, f"store {command.generation} opened, not on record")
-        elif isinstance(command, m.Tell):
+        elif isinstance(command, agent_messages.Tell):
             self._told(command.worker, command.command)
-        elif isinstance(command, m.TellRanks):
+        elif isinstance(command, agent_messages.TellRanks):
             self._told_together(node, command)
 
-    def _told_together(self, node: str, command: m.TellRanks) -> None:
+    def _told_together(self, node: str, command: agent_messages.TellRanks) -> None:
         workers = self.world.orchestrator.core.state(self.world.plan.job).workers
         for process in self.world.nodes[node].processes.values():
             skipped = process.id in command.besides or process.id in self.book.killed
@@ -54,29 +54,29 @@ class Commands:
         healthy = process.alive and not (process.hung or process.stopped or process.was_stopped)
         ensure(not healthy, f"{worker} (rank {process.rank}) is fenced and was healthy")
 
-    def _told(self, worker: str, command: m.WorkerCommand) -> None:
+    def _told(self, worker: str, command: commands.WorkerCommand) -> None:
         ensure(
             worker not in self.book.ended,
             f"{type(command).__name__} to {worker}, which has ended on record",
         )
-        if isinstance(command, m.Swap):
+        if isinstance(command, commands.Swap):
             ensure(command.generation in self.book.commits, f"swap {command.generation}: no record")
             ensure(worker in self.book.owners.values(), f"swap to {worker}, which owns nothing")
-        elif isinstance(command, m.Leave):
+        elif isinstance(command, commands.Leave):
             ensure(
                 worker not in self.book.owners.values(), f"{worker} told to leave, but owns a rank"
             )
-        elif isinstance(command, m.Decide):
+        elif isinstance(command, commands.Decide):
             ensure(
                 self.book.decided.get(command.generation) == command.tick,
                 f"decide {command.generation} at {command.tick}: not on record",
             )
-        elif isinstance(command, m.Abort | m.Hold | m.Stage):
+        elif isinstance(command, commands.Abort | commands.Hold | commands.Stage):
             ensure(
                 command.generation in self.book.attempts or command.generation in self.book.stops,
                 f"{type(command).__name__} {command.generation}: not on record",
             )
-        elif isinstance(command, m.Assign) and not command.presumed:
+        elif isinstance(command, commands.Assign) and not command.presumed:
             self._check_seat(command.rank, worker)
             process = self.world.ranks.get(worker)
             built = process.rank if process is not None else -1

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from keepstep.core.facts import Attempt
 from keepstep.core.phases import has_held, has_reported
 from keepstep.core.rewire import has_resumed
-from keepstep.core.state import Attempt, Job
+from keepstep.core.state import Job
 from keepstep.sim.ground.violation import ensure, violated
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from keepstep.core.agent import actions, inputs
 from keepstep.core.agent import machine as core
+from keepstep.model import agent_messages
 from keepstep.model import messages as m
 from keepstep.sim.ground.groups import SimStore
 from keepstep.sim.ground.memory import NodeMemory
@@ -141,13 +142,13 @@ class SimAgent:
         self.handle(inputs.StreamLost())
         self._retry()
 
-    def receive(self, stream: Connection, command: m.AgentCommand) -> None:
+    def receive(self, stream: Connection, command: agent_messages.AgentCommand) -> None:
         self.run(self._receive, stream, command)
 
-    def _receive(self, stream: Connection, command: m.AgentCommand) -> None:
+    def _receive(self, stream: Connection, command: agent_messages.AgentCommand) -> None:
         if self.stream is not stream:
             return
-        if isinstance(command, m.Accepted):
+        if isinstance(command, agent_messages.Accepted):
             self.accepted = True
             self._backoff_ns = BACKOFF_NS_MIN
             self.handle(inputs.HelloTaken())

@@ -9,7 +9,7 @@ import msgspec
 
 from keepstep.core.orchestrator import Outcome
 from keepstep.core.state import Job
-from keepstep.model import messages as m
+from keepstep.model import agent_messages
 from keepstep.model.job import AgentGone, AgentJoined, AgentSaid, CoreInput, NodeDead, Submit
 from keepstep.model.records import Record
 
@@ -60,12 +60,12 @@ def line(given: CoreInput, outcome: Outcome) -> str:
 def _short(given: CoreInput) -> str:
     if isinstance(given, AgentSaid):
         message = given.message
-        if isinstance(message, m.WorkersSaid):
+        if isinstance(message, agent_messages.WorkersSaid):
             return "; ".join(
                 f"{one.worker} {type(one.said).__name__} {getattr(one.said, 'generation', '')}"
                 for one in message.said
             )
-        if isinstance(message, m.WorkerSaid):
+        if isinstance(message, agent_messages.WorkerSaid):
             generation = getattr(message.said, "generation", "")
             return f"{message.worker} {type(message.said).__name__} {generation}"
         return f"{given.node} {type(message).__name__} {getattr(message, 'worker', '')}"
@@ -76,11 +76,11 @@ def _short(given: CoreInput) -> str:
     )
 
 
-def _command(command: m.AgentCommand) -> str:
-    if isinstance(command, m.Tell):
+def _command(command: agent_messages.AgentCommand) -> str:
+    if isinstance(command, agent_messages.Tell):
         told = command.command
         return f"{command.worker}:{type(told).__name__} {getattr(told, 'generation', '')}"
-    if isinstance(command, m.TellRanks):
+    if isinstance(command, agent_messages.TellRanks):
         told = command.command
         return f"ranks:{type(told).__name__} {getattr(told, 'generation', '')}"
     return f"{type(command).__name__} {getattr(command, 'worker', '')}"

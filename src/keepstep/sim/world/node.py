@@ -10,6 +10,7 @@ from typing import Any
 
 from keepstep.core.agent import actions, inputs
 from keepstep.core.agent import machine as core
+from keepstep.model import agent_messages
 from keepstep.model import messages as m
 from keepstep.sim.ground.groups import SimStore
 from keepstep.sim.ground.net import SILENT_NS
@@ -26,7 +27,9 @@ class SimNode(SimAgent):
     ) -> None:
         super().__init__(world, name, index, slots, labels)
         self.disk = ""  # "full" or "stuck"
-        self.stalls: dict[str, m.Stalled] = {}  # what the agent says and has not taken back
+        self.stalls: dict[
+            str, agent_messages.Stalled
+        ] = {}  # what the agent says and has not taken back
 
     def carry_out(self, effect: actions.AnyEffect) -> None:
         CARRY_OUT[type(effect)](self, effect)
@@ -52,9 +55,9 @@ class SimNode(SimAgent):
     # ------------------------------------------------------------------ processes
 
     def _say(self, effect: actions.SayUp) -> None:
-        if isinstance(effect.message, m.Stalled):
+        if isinstance(effect.message, agent_messages.Stalled):
             self.stalls[effect.message.worker] = effect.message
-        elif isinstance(effect.message, m.Unstalled):
+        elif isinstance(effect.message, agent_messages.Unstalled):
             self.stalls.pop(effect.message.worker, None)
         if self.stream is not None and self.accepted:
             self.stream.up(effect.message)
@@ -123,7 +126,9 @@ class SimNode(SimAgent):
             return
         failure = self.world.ills.store_fails()
         if failure == "refuse":
-            failed = m.StoreFailed(generation=effect.generation, error="no port in time")
+            failed = agent_messages.StoreFailed(
+                generation=effect.generation, error="no port in time"
+            )
             self.handle(inputs.StoreSaid(failed))
             return
         ranks = self.world.plan.ranks
@@ -141,11 +146,15 @@ class SimNode(SimAgent):
     def _store_opened(self, generation: int) -> None:
         if self.stores[generation].open:
             address = m.Address(self.name, 10_000 + generation)
-            self.handle(inputs.StoreSaid(m.StoreOpened(generation=generation, store=address)))
+            self.handle(
+                inputs.StoreSaid(agent_messages.StoreOpened(generation=generation, store=address))
+            )
 
     def store_died(self, generation: int) -> None:
         self.stores.pop(generation).close()
-        failed = m.StoreFailed(generation=generation, error="the store ended with signal 9")
+        failed = agent_messages.StoreFailed(
+            generation=generation, error="the store ended with signal 9"
+        )
         self.run(self.handle, inputs.StoreSaid(failed))
 
     def _drop_store(self, effect: actions.DropStore) -> None:
@@ -178,7 +187,7 @@ class SimNode(SimAgent):
     def _process_ended(self, process: Rank, code: int, tail: str) -> None:
         if process.rank < 0:
             self.memory.drop(process.id)
-        exited = m.WorkerExited(
+        exited = agent_messages.WorkerExited(
             worker=process.id,
             rank=process.rank,
             code=code,

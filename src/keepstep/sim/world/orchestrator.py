@@ -13,7 +13,7 @@ from typing import Protocol
 
 from keepstep.core.orchestrator import EVERY_NODE, Core, Outcome
 from keepstep.errors import UsageError
-from keepstep.model import messages as m
+from keepstep.model import agent_messages
 from keepstep.model.job import AgentGone, AgentJoined, AgentSaid, CoreInput, Submit, Wake
 from keepstep.model.records import Record
 from keepstep.sim.ground.net import Connection
@@ -21,7 +21,7 @@ from keepstep.sim.ground.surroundings import SimSurroundings
 from keepstep.sim.units import MS, SECOND
 
 Given = tuple[CoreInput, Connection | None]
-Addressed = tuple[str, str, m.AgentCommand]  # job, node
+Addressed = tuple[str, str, agent_messages.AgentCommand]  # job, node
 
 
 class JobSurroundings(SimSurroundings, Protocol):
@@ -104,12 +104,12 @@ class SimOrchestrator:
 
     # ------------------------------------------------------------------ streams, as server.py
 
-    def receive(self, connection: Connection, message: m.AgentMessage) -> None:
+    def receive(self, connection: Connection, message: agent_messages.AgentMessage) -> None:
         if not self.alive or connection.epoch != self.epoch:
             return
         job, node = at = _address(connection)
         given: CoreInput
-        if isinstance(message, m.Hello):
+        if isinstance(message, agent_messages.Hello):
             old = self.peers.pop(at, None)
             if old is not None:
                 old.server_open = False
@@ -226,7 +226,7 @@ class SimOrchestrator:
         connection: Connection | None,
     ) -> None:
         if isinstance(given, AgentJoined) and connection is not None:
-            connection.down(m.Accepted())
+            connection.down(agent_messages.Accepted())
         for job, node, command in sends:
             self.worlds[job].rules.sent(node, command)
             peer = self.peers.get((job, node))
@@ -235,7 +235,9 @@ class SimOrchestrator:
         for job, world in self.worlds.items():
             if self.core.knows(job):
                 world.acted()
-        news = not isinstance(given, AgentSaid) or not isinstance(given.message, m.Progress)
+        news = not isinstance(given, AgentSaid) or not isinstance(
+            given.message, agent_messages.Progress
+        )
         if news or outcome.records or outcome.sends:
             self._arm()  # progress only moves deadlines away
 

@@ -18,6 +18,7 @@ import json
 from pathlib import Path
 
 from keepstep.errors import PermanentError, UsageError
+from keepstep.model import commands
 from keepstep.model import messages as m
 from keepstep.model.page import INIT_TICK, late_tick
 from keepstep.worker.checkpoint.files import FORMAT, put
@@ -29,7 +30,7 @@ from keepstep.worker.vault import vault, vaultfile
 from keepstep.worker.vault.redundancy import Redundancy
 
 
-def write(me: RankFacts, redundancy: Redundancy, command: m.Checkpoint) -> m.Checkpointed:
+def write(me: RankFacts, redundancy: Redundancy, command: commands.Checkpoint) -> m.Checkpointed:
     """The side state comes last: once all ranks' are there, and the manifest, it is complete."""
     directory = Path(command.path)
     directory.mkdir(parents=True, exist_ok=True)
@@ -60,7 +61,7 @@ def _sharded(me: RankFacts) -> bool:
 
 
 def _write_shards(
-    directory: Path, me: RankFacts, redundancy: Redundancy, command: m.Checkpoint
+    directory: Path, me: RankFacts, redundancy: Redundancy, command: commands.Checkpoint
 ) -> int:
     """Of those that have the same shards, the first one that is left writes."""
     written = 0
@@ -83,7 +84,7 @@ def _write_side(
             put(directory / f"rank-{rank}.{kind}", data)
 
 
-def _write_dead(directory: Path, me: RankFacts, rank: int, command: m.Checkpoint) -> None:
+def _write_dead(directory: Path, me: RankFacts, rank: int, command: commands.Checkpoint) -> None:
     token, holders, tick = me.welcome.token, command.dead[rank], command.tick
     init = blobs.fetch(holders, token, rank, INIT_TICK)
     side = blobs.fetch(holders, token, rank, tick, everybody=False) if tick else None

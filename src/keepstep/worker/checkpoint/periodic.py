@@ -67,6 +67,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from keepstep.errors import KeepstepError, PermanentError
+from keepstep.model import commands
 from keepstep.model import messages as m
 from keepstep.model.page import INIT_TICK, late_tick
 from keepstep.worker.checkpoint.files import FORMAT, put
@@ -285,10 +286,10 @@ class Periodic:
             )
         )
 
-    def seal(self, command: m.Seal) -> None:
+    def seal(self, command: commands.Seal) -> None:
         _thread(self._seal, command)
 
-    def _seal(self, command: m.Seal) -> None:
+    def _seal(self, command: commands.Seal) -> None:
         directory = self._directory / f"checkpoint-{command.tick}"
         try:
             seal(directory, command.number, command.world)

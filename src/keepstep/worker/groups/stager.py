@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from keepstep.core.rank.staging import Staging
+from keepstep.model import commands
 from keepstep.model import messages as m
 from keepstep.worker.groups import groups
 from keepstep.worker.line.channel import Channel
@@ -26,7 +27,7 @@ class Stager:
         self._lock = threading.Lock()
         self._staging: Staging[groups.StagedGroups] = Staging()
 
-    def begin(self, command: m.Stage) -> None:
+    def begin(self, command: commands.Stage) -> None:
         with self._lock:
             if not self._staging.begin(command.generation):
                 return  # asked again while it is being done
@@ -34,7 +35,7 @@ class Stager:
             target=self._build, args=(command,), name="keepstep-stage", daemon=True
         ).start()
 
-    def _build(self, command: m.Stage) -> None:
+    def _build(self, command: commands.Stage) -> None:
         generation = command.generation
         try:
             self._ready()

@@ -11,19 +11,21 @@ import msgspec
 
 from keepstep.adapters.transport.blocking import Frames, shut
 from keepstep.errors import PermanentError, TransientError
+from keepstep.model import blob_messages, wire
 from keepstep.model import messages as m
-from keepstep.model import wire
 from keepstep.model.page import INIT_TICK
 from keepstep.worker.line import peers
 
-_decoder: msgspec.msgpack.Decoder[m.BlobReply] = msgspec.msgpack.Decoder(m.BlobReply)
+_decoder: msgspec.msgpack.Decoder[blob_messages.BlobReply] = msgspec.msgpack.Decoder(
+    blob_messages.BlobReply
+)
 CONNECT_TIMEOUT_S = 5.0
 ACK_TIMEOUT_S = 10.0  # a buddy whose machine vanished never closes the connection
 PATIENCE_S = 5.0
 RETRY_S = 0.2
 
 
-def _ask(connection: socket.socket, request: m.BlobRequest) -> m.BlobReply:
+def _ask(connection: socket.socket, request: blob_messages.BlobRequest) -> blob_messages.BlobReply:
     connection.sendall(wire.frame(request))
     return Frames(connection, _decoder).receive()
 
@@ -36,7 +38,7 @@ class BuddyLine:
         self._token = token
         self._address: m.Address | None = None
         self._connection: socket.socket | None = None
-        self._frames: Frames[m.BlobReply]
+        self._frames: Frames[blob_messages.BlobReply]
         self._interrupted = False
         self._ahead: tuple[int, bytes] | None = None  # sent, and its answer not read yet
         self.generation = 0
@@ -72,13 +74,13 @@ class BuddyLine:
             due = (ahead is not None) + (not guessed) + unread
             replies = [self._frames.receive() for _ in range(due)]
             if guessed and self._connection is not None:
-                confirm = m.BlobConfirm(token=self._token, rank=rank, tick=tick)
+                confirm = blob_messages.BlobConfirm(token=self._token, rank=rank, tick=tick)
                 self._connection.sendall(wire.frame(confirm))
         except OSError:
             self.close()
             raise
         for reply in replies:
-            if not isinstance(reply, m.BlobOk):
+            if not isinstance(reply, blob_messages.BlobOk):
                 raise PermanentError(f"buddy refused side state of rank {rank}: {reply}")
 
     def send_ahead(self, address: m.Address, rank: int, tick: int, data: bytes) -> None:
@@ -113,8 +115,8 @@ class BuddyLine:
         assert self._connection is not None
         self._sent += 1
         # A later process of the same rank has a later generation.
-        serial = (max(self.generation, 0) << m.SERIAL_BITS) + self._sent
-        request = m.BlobPut(
+        serial = (max(self.generation, 0) << blob_messages.SERIAL_BITS) + self._sent
+        request = blob_messages.BlobPut(
             token=self._token, rank=rank, tick=tick, data=data, ahead=ahead, serial=serial
         )
         self._connection.sendall(wire.frame(request))
@@ -146,7 +148,7 @@ def fetch(
     *,
     patience_s: float = PATIENCE_S,
     everybody: bool = True,
-) -> m.BlobData | None:
+) -> blob_messages.BlobData | None:
     """As fetch_surely, but None also when some did not answer at all. What it is used for most, a
     position, is the same in a guess."""
     try:
@@ -163,7 +165,7 @@ def fetch_surely(
     patience_s: float = PATIENCE_S,
     *,
     everybody: bool = False,
-) -> m.BlobData | None:
+) -> blob_messages.BlobData | None:
     """None means that everybody was asked and no one has it. Those that cannot be reached are
     asked again for a while: an agent that is started anew comes back with its workers' pages.
 
@@ -172,17 +174,17 @@ def fetch_surely(
     later one (`everybody`); of several the last one put counts."""
     deadline = time.monotonic() + patience_s
     silent = list(holders)
-    best: m.BlobData | None = None
+    best: blob_messages.BlobData | None = None
     while silent:
         asked, silent = silent, []
         for holder in asked:
             try:
                 with peers.connect(holder, CONNECT_TIMEOUT_S) as line:
-                    reply = _ask(line, m.BlobGet(token=token, rank=rank, tick=tick))
+                    reply = _ask(line, blob_messages.BlobGet(token=token, rank=rank, tick=tick))
             except OSError:
                 silent.append(holder)
                 continue
-            if isinstance(reply, m.BlobData):
+            if isinstance(reply, blob_messages.BlobData):
                 if reply.own or not reply.ahead:
                     return reply
                 best = max(best or reply, reply, key=lambda one: (one.tick, one.serial))

@@ -21,12 +21,14 @@ import msgspec
 
 from keepstep.core.rank import asks
 from keepstep.core.rank.inbox import Inbox
+from keepstep.model import commands, wire
 from keepstep.model import messages as m
-from keepstep.model import wire
 from keepstep.worker.line import peers
 from keepstep.worker.line.page import Page
 
-_decoder: msgspec.msgpack.Decoder[m.WorkerCommand] = msgspec.msgpack.Decoder(m.WorkerCommand)
+_decoder: msgspec.msgpack.Decoder[commands.WorkerCommand] = msgspec.msgpack.Decoder(
+    commands.WorkerCommand
+)
 
 HEARTBEAT_S = 0.2
 ABORT_AGAIN_S = 1.0
@@ -42,13 +44,13 @@ class Channel:
         self._send_lock = threading.Lock()
         self.changed = threading.Condition()
         self.inbox = Inbox()
-        self.armed: list[m.Arm] = []
+        self.armed: list[commands.Arm] = []
         self._abort_again = 0.0  # when to act on it once more
         # called in the daemon thread; set by the session before it matters
-        self.on_abort: Callable[[m.Abort], None] = lambda _: None
-        self.on_stage: Callable[[m.Stage], None] = lambda _: None
-        self.on_seal: Callable[[m.Seal], None] = lambda _: None
-        self.on_inspect: Callable[[m.Inspect], None] = lambda _: None
+        self.on_abort: Callable[[commands.Abort], None] = lambda _: None
+        self.on_stage: Callable[[commands.Stage], None] = lambda _: None
+        self.on_seal: Callable[[commands.Seal], None] = lambda _: None
+        self.on_inspect: Callable[[commands.Inspect], None] = lambda _: None
         self.welcome = self._read_welcome()
         peers.use(self.welcome.tls)
         self._thread = threading.Thread(target=self._run, name="keepstep", daemon=True)
@@ -92,14 +94,14 @@ class Channel:
 
     def wait(
         self,
-        accept: Callable[[m.WorkerCommand], bool],
+        accept: Callable[[commands.WorkerCommand], bool],
         *,
         newer_than: int | None = None,
         s: float | None = None,
-    ) -> m.WorkerCommand | None:
+    ) -> commands.WorkerCommand | None:
         """The first command that `accept` takes; None when an Abort newer than `newer_than` has
         come and no such command is waiting, or `s` seconds are over."""
-        found: list[m.WorkerCommand] = []
+        found: list[commands.WorkerCommand] = []
 
         def over() -> bool:
             command = self.inbox.pop(accept)
@@ -122,9 +124,9 @@ class Channel:
 
     # ------------------------------------------------------------------ daemon thread
 
-    def _read_welcome(self) -> m.Welcome:
+    def _read_welcome(self) -> commands.Welcome:
         command = self._read()
-        if not isinstance(command, m.Welcome):
+        if not isinstance(command, commands.Welcome):
             os._exit(1)
         return command
 
@@ -137,7 +139,7 @@ class Channel:
             data += part
         return bytes(data)
 
-    def _read(self) -> m.WorkerCommand:
+    def _read(self) -> commands.WorkerCommand:
         length = wire.body_length(self._read_exactly(wire.HEADER.size))
         return wire.decode(_decoder, self._read_exactly(length))
 
@@ -159,8 +161,8 @@ class Channel:
             self._abort_again = time.monotonic() + ABORT_AGAIN_S
             self.on_abort(command)
 
-    def _take(self, command: m.WorkerCommand) -> None:
-        if isinstance(command, m.Welcome):  # this process was restored in another place
+    def _take(self, command: commands.WorkerCommand) -> None:
+        if isinstance(command, commands.Welcome):  # this process was restored in another place
             self.welcome = command
             peers.use(command.tls)
         with self.changed:
@@ -175,16 +177,16 @@ class Channel:
         elif verdict == "now":
             self._act(command)
 
-    def _act(self, command: m.WorkerCommand) -> None:
+    def _act(self, command: commands.WorkerCommand) -> None:
         match command:
-            case m.Abort():
+            case commands.Abort():
                 self._abort_again = time.monotonic() + ABORT_AGAIN_S
                 self.on_abort(command)
-            case m.Stage():
+            case commands.Stage():
                 self.on_stage(command)
-            case m.Seal():
+            case commands.Seal():
                 self.on_seal(command)
-            case m.Inspect():
+            case commands.Inspect():
                 self.on_inspect(command)
-            case m.Arm():
+            case commands.Arm():
                 self.armed.append(command)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from keepstep.model import commands
 from keepstep.model import messages as m
 from keepstep.worker.line.channel import Channel
 from keepstep.worker.line.page import Page
@@ -28,7 +29,7 @@ class OwnProcess:
         self.channel = channel
         self.page = page
         self.environment = environment
-        self.assigned: m.Assign | None = None  # newcomers only
+        self.assigned: commands.Assign | None = None  # newcomers only
         self.assigned_ns = 0
         self.init_record = b""  # of the rank that a newcomer replaces
         self.about: dict[str, Any] = {}  # what that rank found out at its attach

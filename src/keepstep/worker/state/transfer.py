@@ -25,7 +25,7 @@ import torch
 import xxhash
 
 from keepstep.errors import PermanentError, RemoteProtocolError, TransientError
-from keepstep.model.messages import Source
+from keepstep.model.commands import Source
 from keepstep.worker.device import cuda, vm
 from keepstep.worker.device.digest import digest
 from keepstep.worker.line import peers

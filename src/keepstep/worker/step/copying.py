@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
+from keepstep.model import commands
 from keepstep.model import messages as m
 from keepstep.model.page import CHECKPOINT_TICK, NOTE_TICK, late_tick
 from keepstep.worker.checkpoint import checkpoint
@@ -42,7 +43,7 @@ class Inherited:
 
 
 class Copying:
-    def __init__(self, seat: LiveRank, assign: m.Assign, had: Inherited) -> None:
+    def __init__(self, seat: LiveRank, assign: commands.Assign, had: Inherited) -> None:
         self.seat = seat
         self.assign = assign
         self.had = had
@@ -64,7 +65,7 @@ class Copying:
         side: dict[str, Any] | None = codec.loads_inline(data) if data is not None else None
         return side
 
-    def take(self, copy: m.Copy) -> m.Copied | m.CopyFailed:
+    def take(self, copy: commands.Copy) -> m.Copied | m.CopyFailed:
         said = self.copied(copy)
         if isinstance(said, m.Copied):
             self.had.installed = True
@@ -72,7 +73,7 @@ class Copying:
             self.fingerprint = self.seat.state.fingerprint() if complete else {}
         return said
 
-    def copied(self, copy: m.Copy) -> m.Copied | m.CopyFailed:
+    def copied(self, copy: commands.Copy) -> m.Copied | m.CopyFailed:
         """Copies and installs what replicas share."""
         seat = self.seat
         began = time.monotonic_ns()
@@ -128,13 +129,15 @@ class Copying:
             restored=restored,
         )
 
-    def _lost(self, copy: m.Copy) -> set[int]:
+    def _lost(self, copy: commands.Copy) -> set[int]:
         """Sources that have not answered in this attempt."""
         if self._lost_in != copy.generation:
             self._lost_in, self._lost_sources = copy.generation, set()
         return self._lost_sources
 
-    def _restore(self, missing: frozenset[str], side: dict[str, Any] | None, copy: m.Copy) -> str:
+    def _restore(
+        self, missing: frozenset[str], side: dict[str, Any] | None, copy: commands.Copy
+    ) -> str:
         """What no rank has; how it was restored, in words."""
         seat = self.seat
         self._rebuilt = {}  # an earlier copy's are of another version
@@ -164,7 +167,7 @@ class Copying:
         for name, (data, tensors) in rebuilt.items():
             self.seat.objects[name].load(codec.loads(data, tensors))
 
-    def _side_state(self, copy: m.Copy) -> tuple[str, dict[str, Any] | None]:
+    def _side_state(self, copy: commands.Copy) -> tuple[str, dict[str, Any] | None]:
         if copy.tick == 0:
             return "natural", None
         if copy.checkpoint:
@@ -175,7 +178,7 @@ class Copying:
             return "missing", None
         return "own-agent" if blob.own else "buddy", codec.loads_inline(blob.data)
 
-    def _fetch_late(self, copy: m.Copy) -> dict[str, Any]:
+    def _fetch_late(self, copy: commands.Copy) -> dict[str, Any]:
         """Empty if the rank was lost before the transaction had ended."""
         if copy.checkpoint:
             data = checkpoint.read_side(copy.checkpoint, self.seat.rank, "late")
@@ -190,7 +193,7 @@ class Copying:
         self.had.ended = data is not None and not late.pop("open", False)
         return late
 
-    def _fetch_note(self, copy: m.Copy) -> dict[str, Any] | None:
+    def _fetch_note(self, copy: commands.Copy) -> dict[str, Any] | None:
         if copy.checkpoint:
             return None
         token, rank = self.seat.welcome.token, self.seat.rank
@@ -198,7 +201,7 @@ class Copying:
         note: dict[str, Any] | None = codec.loads_inline(blob.data) if blob is not None else None
         return note
 
-    def _refused(self, side: dict[str, Any] | None, copy: m.Copy) -> m.CopyFailed | None:
+    def _refused(self, side: dict[str, Any] | None, copy: commands.Copy) -> m.CopyFailed | None:
         seat = self.seat
         if side is None and copy.tick != 0:
             return self._failed(
@@ -217,7 +220,7 @@ class Copying:
             return self._failed(copy, "position", "the job was rolled back to its start")
         return None
 
-    def _adopt(self, side: dict[str, Any] | None, copy: m.Copy) -> None:
+    def _adopt(self, side: dict[str, Any] | None, copy: commands.Copy) -> None:
         seat = self.seat
         seat.tick = copy.tick
         seat.page.set("tick", copy.tick)
@@ -235,5 +238,7 @@ class Copying:
         self.had.note = self._fetch_note(copy)
         seat.page.publish(copy.tick, codec.dumps_inline(side))
 
-    def _failed(self, copy: m.Copy, reason: Any, error: str, source: int = -1) -> m.CopyFailed:
+    def _failed(
+        self, copy: commands.Copy, reason: Any, error: str, source: int = -1
+    ) -> m.CopyFailed:
         return m.CopyFailed(generation=copy.generation, reason=reason, error=error, source=source)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from keepstep.model import commands
 from keepstep.model import messages as m
 
 Kind = Literal["comm", "device", "user"]
@@ -52,7 +53,7 @@ def _has_own(layer: torch.nn.Module) -> bool:
 class Injector:
     """Faults at named points of a step, armed by the orchestrator; each fires once."""
 
-    def __init__(self, armed: list[m.Arm], send: Callable[[Any], None]) -> None:
+    def __init__(self, armed: list[commands.Arm], send: Callable[[Any], None]) -> None:
         self._armed = armed
         self._send = send
         self._hooks: list[Any] = []
@@ -91,7 +92,7 @@ class Injector:
                 self._fire(arm, victim)
                 return
 
-    def _fire(self, arm: m.Arm, victim: torch.Tensor | None) -> None:
+    def _fire(self, arm: commands.Arm, victim: torch.Tensor | None) -> None:
         self._send(m.InjectFired(inject=arm.inject, point=arm.point, version=arm.step))
         if arm.action == "device-error":
             raise torch.AcceleratorError(

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 from keepstep.core.rank import asks
 from keepstep.core.rank.recovering import Kind, Recovering, Verdict
 from keepstep.errors import KeepstepError, UsageError
+from keepstep.model import commands
 from keepstep.model import messages as m
 from keepstep.worker.checkpoint import checkpoint
 from keepstep.worker.device import cuda
@@ -102,7 +103,7 @@ class Recovery:
         """At the boundary now reached."""
         self._drive(self._protocol.hold(generation))
 
-    def swap(self, command: m.Swap) -> None:
+    def swap(self, command: commands.Swap) -> None:
         self._drive(self._protocol.swap(command))
 
     def diverged(
@@ -233,7 +234,7 @@ class Recovery:
             if self.seat.done:
                 self.seat.page.where("done")
 
-    def _write(self, command: m.Checkpoint) -> m.Checkpointed | m.CheckpointFailed:
+    def _write(self, command: commands.Checkpoint) -> m.Checkpointed | m.CheckpointFailed:
         """The state in memory is worth more than the copy: a full disk must not end its holder."""
         try:
             return checkpoint.write(self.seat, self.seat.redundancy, command)
@@ -242,7 +243,7 @@ class Recovery:
                 generation=command.generation, path=command.path, error=str(error)
             )
 
-    def _enter(self, command: m.Swap) -> asks.Entered:
+    def _enter(self, command: commands.Swap) -> asks.Entered:
         seat = self.seat
         began = time.monotonic_ns()
         staged = True

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from keepstep.errors import UsageError
+from keepstep.model import commands
 from keepstep.model import messages as m
 from keepstep.worker.device import cuda
 from keepstep.worker.groups import groups, nccl, reducers
@@ -211,7 +212,7 @@ class LiveRank(RankFacts):
 
     # ------------------------------------------------------------------ faults
 
-    def _on_abort(self, command: m.Abort) -> None:
+    def _on_abort(self, command: commands.Abort) -> None:
         """Again every second, until the main thread has come back from whatever it was doing."""
         groups.abort()
         self.publisher.interrupt()

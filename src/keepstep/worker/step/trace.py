@@ -31,7 +31,7 @@ import torch
 import xxhash
 
 from keepstep.model import trace as model
-from keepstep.model.messages import WorkerSettings
+from keepstep.model.commands import WorkerSettings
 from keepstep.worker.state import rng, values
 from keepstep.worker.state.export import flat
 from keepstep.worker.step.seat import LiveRank

@@ -37,6 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from keepstep.adapters.transport.tls import is_loopback
 from keepstep.errors import LocalProtocolError, PermanentError
+from keepstep.model import commands
 from keepstep.model import messages as m
 from keepstep.worker.device import cuda
 from keepstep.worker.groups import fence, gloo, groups, nccl
@@ -225,19 +226,19 @@ class Runtime:
             self._say_unwanted()
         command = self._next()
         match command:
-            case m.Decide() if command.generation == channel.inbox.abort_generation:
+            case commands.Decide() if command.generation == channel.inbox.abort_generation:
                 if command.tick != self.steps:
                     raise LocalProtocolError(
                         f"rank {self._rank} at step {self.steps} told to go to {command.tick}"
                     )
                 self._say_held(command.generation)
-            case m.Offload():
+            case commands.Offload():
                 self._offload(command)
-            case m.Welcome():
+            case commands.Welcome():
                 self._arrive(command)
-            case m.Swap() if command.generation > self.generation:
+            case commands.Swap() if command.generation > self.generation:
                 return self._swap(command)
-            case m.Leave() | m.Finish():
+            case commands.Leave() | commands.Finish():
                 _leave()
             case _:
                 pass  # of another time, or nothing came
@@ -247,7 +248,7 @@ class Runtime:
         answer = self._channel.inbox.answer(kind)
         return getattr(answer, "generation", -1)
 
-    def _next(self) -> m.WorkerCommand | None:
+    def _next(self) -> commands.WorkerCommand | None:
         """The next command, or None when something else has changed or nothing came for a while."""
         channel, inbox = self._channel, self._channel.inbox
 
@@ -286,7 +287,7 @@ class Runtime:
             )
         )
 
-    def _offload(self, command: m.Offload) -> None:
+    def _offload(self, command: commands.Offload) -> None:
         began, moved, areas = time.monotonic_ns(), False, False
         error = "the rank does not hold for this move any more"
         if command.generation == self._channel.inbox.hold_generation:
@@ -302,7 +303,7 @@ class Runtime:
             )
         )
 
-    def _arrive(self, welcome: m.Welcome) -> None:
+    def _arrive(self, welcome: commands.Welcome) -> None:
         """This process was restored in another place. Nothing of it has run there yet."""
         began = time.monotonic_ns()
         self._moved = True
@@ -324,7 +325,7 @@ class Runtime:
             )
         )
 
-    def _swap(self, command: m.Swap) -> bool:
+    def _swap(self, command: commands.Swap) -> bool:
         """False: committed, but its connections are gone again. Then a newer Abort is here."""
         channel, began = self._channel, time.monotonic_ns()
         if command.solo and self._world > 1:
@@ -363,20 +364,20 @@ class Runtime:
                 self._stopping.never()
         self._page.where("done")
         self._channel.send(m.Done(tick=self.steps, version=self.steps))
-        self._channel.wait(lambda c: isinstance(c, m.Finish | m.Leave))
+        self._channel.wait(lambda c: isinstance(c, commands.Finish | commands.Leave))
 
     # ------------------------------------------------------------------ the channel's thread
 
-    def _stage(self, command: m.Stage) -> None:
+    def _stage(self, command: commands.Stage) -> None:
         self._know_store(command.store.host, command.store.port)
         self._stager.begin(command)
 
-    def _aborted(self, command: m.Abort) -> None:
+    def _aborted(self, command: commands.Abort) -> None:
         if self._held:  # else there is nothing to be freed from: it stops at a step
             groups.abort()
         self._stager.discard(below=command.generation)
 
-    def _inspect(self, command: m.Inspect) -> None:
+    def _inspect(self, command: commands.Inspect) -> None:
         self._channel.send(
             m.Inspected(
                 number=command.number,

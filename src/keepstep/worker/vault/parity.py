@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from keepstep.errors import KeepstepError
+from keepstep.model import commands
 from keepstep.model import messages as m
 from keepstep.model import vault as v
 from keepstep.worker.state.rank import RankFacts
@@ -45,7 +46,7 @@ class ParityLine:
         if where is not None and not (same and self._is_open(where)):
             self._open(where)
 
-    def _is_open(self, where: m.Parity) -> bool:
+    def _is_open(self, where: commands.Parity) -> bool:
         line, generation = self._line, max(self._me.generation, 0)
         return (
             line is not None
@@ -53,7 +54,7 @@ class ParityLine:
             and (line.address, line.generation) == (where.holder, generation)
         )
 
-    def _open(self, where: m.Parity) -> None:
+    def _open(self, where: commands.Parity) -> None:
         me, old = self._me, self._line
         self._line = None
         if old is not None:
