@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from keepstep.core.orchestrator import EVERY_NODE, Core, Outcome
+from keepstep.core.control import EVERY_NODE, Core, Outcome
 from keepstep.model import agent_messages, commands
 from keepstep.model import messages as m
 from keepstep.model.job import (
@@ -243,7 +243,7 @@ class Cluster:
             self.handle(AgentJoined(job="scale", node=node.name, hello=node.hello()))
         self.drain()
         state = self.core.state("scale")
-        assert state.mode == "running" and len(state.standbys()) == SPARES, state.mode
+        assert state.mode == "running" and len(state.spares()) == SPARES, state.mode
 
     def handle(self, event: CoreInput) -> list[Record]:
         began = time.thread_time_ns()

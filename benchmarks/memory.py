@@ -30,7 +30,7 @@ def role(process: psutil.Process, ranks: set[int], launcher: int) -> str:
         return "launcher"
     words = " ".join(process.cmdline())
     for word, name in (("keepstep.agent", "agent"), ("keepstep-store", "store"),
-                       ("keepstep.worker", "standby")):  # fmt: skip
+                       ("keepstep.worker", "spare")):  # fmt: skip
         if word in words:
             return name
     return "other"

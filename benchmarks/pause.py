@@ -267,10 +267,10 @@ def _run_script(name: str, quick: bool, count: int, parallel: int) -> list[str]:
         for kind in ("planned", "unplanned")
     }
     note = (
-        "p99 is by nearest rank: of fewer than 100 incidents it is the largest. A standby parks "
+        "p99 is by nearest rank: of fewer than 100 incidents it is the largest. A spare parks "
         "at the script's first question about its rank, which in this script comes before "
         "construction: an unplanned pause therefore contains the construction, a planned one not. "
-        "Understudies are built as presumed ranks ahead of time, and take that seat without it."
+        "Understudies are built as presumed ranks ahead of time, and take that live without it."
     )
     body = {
         "ranks": WORLD,

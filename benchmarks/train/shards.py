@@ -76,8 +76,8 @@ for part in (net[0], *layers, head, net):
 adam = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=args.device == "cuda")
 ks = keepstep.attach(net, adam)
 source = torch.Generator().manual_seed(rank)
-seat: Any = ks._seat  # type: ignore[attr-defined]
-keeper = seat.redundancy
+live: Any = ks._live  # type: ignore[attr-defined]
+keeper = live.redundancy
 destination = keeper._destination
 
 
@@ -116,7 +116,7 @@ def switch(on: bool) -> None:
     if bool(keeper.units) == on:
         return
     keeper.inventory.units = units if on else []
-    seat.changes.forget()  # updates of what is not kept are not signed: it would be refused
+    live.changes.forget()  # updates of what is not kept are not signed: it would be refused
     if on:  # what is there has a gap now
         destination.open(destination.line.address, fresh=True)
         destination.align()
@@ -141,7 +141,7 @@ def sync() -> None:
 
 def copy_alone() -> float:
     """What a step sends, at a time when nothing else runs: read, hashed, sent, acknowledged."""
-    line, version, staging = destination.line, seat.version, keeper._bases.staging
+    line, version, staging = destination.line, live.version, keeper._bases.staging
     share = keeper._bases.share()
     if keeper._parity is not None:
         keeper._parity._common = version  # it takes bases of this version
@@ -157,7 +157,7 @@ def copy_alone() -> float:
             keeper.put_gradient(line, unit.index, version, unit.parameter)
         if staging is not None:
             staging.flush()
-        line.sync(version, seat.aborted)
+        line.sync(version, live.aborted)
         times.append(time.perf_counter() - began)
     return statistics.median(times)
 
@@ -182,7 +182,7 @@ for _ in range(args.rounds):
             sent.append((counted.bytes - before) / args.block)
     rounds.append(found)
 switch(True)
-held = vault.fetch(destination.line.address, seat.welcome.token, rank, seat.version).bytes
+held = vault.fetch(destination.line.address, live.welcome.token, rank, live.version).bytes
 staging = keeper._bases.staging
 
 
@@ -192,8 +192,8 @@ def parity_bytes() -> int:
         return 0
     line = keeper._parity
     assert line._line is not None and line._common >= 0, "no parity is kept"
-    where, token = line._line.address, seat.welcome.token
-    reply, _ = rebuild._fetch_parity(where, token, rank, seat.version, line._common)
+    where, token = line._line.address, live.welcome.token
+    reply, _ = rebuild._fetch_parity(where, token, rank, live.version, line._common)
     return sum(cell.size for cell in reply.cells)
 
 

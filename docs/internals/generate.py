@@ -35,12 +35,12 @@ from syntax import (
 
 from keepstep.core import migration, phases, planned, rewire, state, timers
 from keepstep.core.agent import machine
+from keepstep.model import agent_messages, blob_messages, commands, messages, records, vault, views
 from keepstep.model import job as inputs
-from keepstep.model import messages, records, vault, views
 
 PAGE = Path(__file__).with_name("protocol.md")
-COMMANDS = typing.get_args(messages.WorkerCommand) + typing.get_args(messages.AgentCommand)
-ANSWERS = typing.get_args(messages.WorkerMessage) + typing.get_args(messages.AgentMessage)
+COMMANDS = typing.get_args(commands.WorkerCommand) + typing.get_args(agent_messages.AgentCommand)
+ANSWERS = typing.get_args(messages.WorkerMessage) + typing.get_args(agent_messages.AgentMessage)
 
 # How the rows' words for whom they ask appear in a diagram.
 ACTORS = {
@@ -49,7 +49,7 @@ ACTORS = {
     "leavers": ["members"],  # a planned move only: others have no living ones
     "everyone": ["members", "newcomers"],
     "an agent not hit": ["agent"],
-    "a parked standby": ["newcomers"],
+    "a parked spare": ["newcomers"],
 }
 
 HEAD = """\
@@ -192,7 +192,7 @@ def row_section() -> Iterator[str]:
 
 
 def _behind_commit() -> Iterator[tuple[str, str]]:
-    worker = typing.get_args(messages.WorkerCommand)
+    worker = typing.get_args(commands.WorkerCommand)
     seen: set[str] = set()
     for one in functions_of(rewire):
         made = [command for command in made_in(one.tree, worker) if command not in seen]
@@ -347,8 +347,8 @@ def agent_section() -> Iterator[str]:
     yield "## An agent\n"
     yield (
         "The agent's machine takes inputs and returns effects; its shell carries them out in that "
-        "order. `Say`\nis everything that the agent tells the orchestrator. It is queued while the "
-        "stream is away, unless the\nnext look shows it anyway.\n"
+        "order. `SayUp`\nis everything that the agent tells the orchestrator. It is queued while "
+        "the stream is away, unless the\nnext look shows it anyway.\n"
     )
     given = dict(_cases(methods["handle"], methods))
     heard = dict(_cases(methods["_command"], methods))
@@ -357,10 +357,10 @@ def agent_section() -> Iterator[str]:
         for one in typing.get_args(machine.Given)
     ]
     yield table(["input", "meaning", "effects that may follow"], rows)
-    commands = [one for one in typing.get_args(messages.AgentCommand) if one.__name__ in heard]
+    heeded = [one for one in typing.get_args(agent_messages.AgentCommand) if one.__name__ in heard]
     yield "What a command (`Heard`) can lead to:\n"
     yield table(
-        ["command", "effects"], [(f"`{one.__name__}`", heard[one.__name__]) for one in commands]
+        ["command", "effects"], [(f"`{one.__name__}`", heard[one.__name__]) for one in heeded]
     )
     effects = typing.get_args(machine.AnyEffect)
     yield table(["effect", "meaning"], [(f"`{one.__name__}`", words(one)) for one in effects])
@@ -404,11 +404,11 @@ def message_section() -> Iterator[str]:
     yield "## Messages\n"
     for title, union, sent in (
         ("Worker to orchestrator", messages.WorkerMessage, ()),
-        ("Orchestrator to worker", messages.WorkerCommand, functions),
-        ("Agent to orchestrator", messages.AgentMessage, ()),
-        ("Orchestrator to agent", messages.AgentCommand, functions),
-        ("Worker to an agent that keeps side state", messages.BlobRequest, ()),
-        ("The answers to it", messages.BlobReply, ()),
+        ("Orchestrator to worker", commands.WorkerCommand, functions),
+        ("Agent to orchestrator", agent_messages.AgentMessage, ()),
+        ("Orchestrator to agent", agent_messages.AgentCommand, functions),
+        ("Worker to an agent that keeps side state", blob_messages.BlobRequest, ()),
+        ("The answers to it", blob_messages.BlobReply, ()),
         ("Worker to an agent that keeps its state", vault.VaultRequest, ()),
         ("The answers to it", vault.VaultReply, ()),
     ):

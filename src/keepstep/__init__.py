@@ -50,6 +50,6 @@ def attach(model: Any, optimizer: Any, scheduler: Any = None, **objects: Any) ->
 
 
 def is_newcomer() -> bool:
-    """True in a process that took over the seat of another: skip what must happen only once
+    """True in a process that took over the rank of another: skip what must happen only once
     (creating directories, opening a run in a tracker)."""
     return _process is not None and _process.assigned is not None

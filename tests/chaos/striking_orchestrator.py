@@ -18,9 +18,9 @@ from typing import Any
 
 from keepstep.adapters.store.sqlite import SqliteLedger
 from keepstep.cli.main import main
+from keepstep.core.control import Core, Outcome
 from keepstep.core.facts import Attempt, Worker
 from keepstep.core.migration import sources_for
-from keepstep.core.orchestrator import Core, Outcome
 from keepstep.core.state import Job
 from keepstep.model.job import CoreInput
 from keepstep.model.records import Committed, Record
@@ -35,7 +35,7 @@ attempts: dict[str, Attempt] = {}  # job -> its attempt, or the last one it had
 
 
 def owners(job: Job) -> list[Worker]:
-    return [worker for worker in job.seated() if worker.usable]
+    return [worker for worker in job.rank_owners() if worker.usable]
 
 
 def victims(job: Job, attempt: Attempt) -> list[Worker]:
@@ -57,7 +57,7 @@ def sources(job: Job, attempt: Attempt) -> list[Worker]:
 
 def spares(job: Job, attempt: Attempt) -> list[Worker]:
     newcomers = [job.workers[name] for _, name in sorted(attempt.newcomers.items())]
-    return newcomers if job.attempt is attempt and newcomers else job.standbys()
+    return newcomers if job.attempt is attempt and newcomers else job.spares()
 
 
 def bystanders(job: Job, attempt: Attempt) -> list[Worker]:

@@ -74,7 +74,7 @@ def test_understudies_spare_the_pause_a_long_construction(
         job.until_step(step + 14)  # in another epoch
         used.append(understudy(job.status(), victim))
         job.kill_rank(victim)
-        job.until(lambda s, v=victim: s.ranks[v].pid == used[-1], "the understudy's seat")
+        job.until(lambda s, v=victim: s.ranks[v].pid == used[-1], "the understudy takes over")
         job.until(lambda s: s.state == "running", "training")
     job.finish(deadline_s=240)
     seen = verdict.identical(job, reference(3, *args), faults=2, incidents=2)

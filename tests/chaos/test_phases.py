@@ -277,7 +277,7 @@ def play(job: Job, striker: Striker, cell: str) -> None:
     else:
         job.until(lambda status: replaced(status, struck.pid), f"a successor of {struck}")
     settle(job, before)
-    if fault == "pause":  # nobody has lost the seat for it
+    if fault == "pause":  # nobody has lost the rank for it
         assert len(job.live_incidents() or []) == before + 1, job.live_incidents()
     if tainted:
         job.post("untaint", {"target": tainted}).raise_for_status()

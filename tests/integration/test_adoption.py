@@ -134,7 +134,7 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
 @pytest.mark.timeout(290)
 def test_agents_are_killed_and_replaced_under_living_ranks(lab: Lab, tmp_path: Path) -> None:
     view = lab.until_step(3)
-    pids = {seat.rank: seat.pid for seat in view.ranks}
+    pids = {live.rank: live.pid for live in view.ranks}
     agents = {node.node: node.pid for node in view.nodes}
 
     # The agent alone: its parent starts the next one.
@@ -149,7 +149,7 @@ def test_agents_are_killed_and_replaced_under_living_ranks(lab: Lab, tmp_path: P
     lab.until_back("n0", agents["n0"])
 
     view = lab.until_step(view.committed_step + 3)
-    assert {seat.rank: seat.pid for seat in view.ranks} == pids
+    assert {live.rank: live.pid for live in view.ranks} == pids
     assert lab.incidents() == []
 
     # Adopted ranks can be lost and moved as any others, even with all agents at once: what is

@@ -97,7 +97,7 @@ def test_a_restarted_agent_finds_its_workers_and_they_do_not_notice(tmp_path: Pa
             n.orchestrator.tell("w0", commands.Hold(generation=7))
             said = await n.orchestrator.expect(agent_messages.WorkerSaid, worker="w0")
             assert said.said == m.Swapped(generation=7, swap_ns=1)
-            # A standby that became a rank is one for the next agent, too.
+            # A spare that became a rank is one for the next agent, too.
             assign = commands.Assign(
                 rank=5, generation=1, master=m.Address("127.0.0.1", 1), buddy=None
             )

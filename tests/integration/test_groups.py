@@ -1,4 +1,4 @@
-"""Groups of real processes over gloo: abort, go solo, stage, swap, and a newcomer in a seat.
+"""Groups of real processes over gloo: abort, go solo, stage, swap, and a newcomer in a live.
 
 Three ranks, because a sum of two commutes and would hide a changed order of additions.
 """

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from keepstep.adapters.transport.stream import Stream, StreamClosed, connect
-from keepstep.core.orchestrator import Outcome, Send
+from keepstep.core.control import Outcome, Send
 from keepstep.errors import PermanentError, UsageError
 from keepstep.model.agent_messages import (
     Accepted,

@@ -10,7 +10,7 @@ import yaml
 from keepstep.adapters.schedule.kubernetes import KubernetesScheduler
 from keepstep.adapters.schedule.kubernetes_api import Mirror
 from keepstep.adapters.schedule.kubernetes_requests import Settings
-from keepstep.cli.serve import orchestrator
+from keepstep.cli.orchestrator_command import orchestrator
 from keepstep.errors import NoRight, NoSpare, TransientError, UsageError
 from tests.schedulers.cluster import until
 from tests.schedulers.control_plane import NAMESPACE, ControlPlane, deployed

@@ -205,7 +205,7 @@ def _guards(folder: Path) -> list[psutil.Process]:
     found = [
         one
         for one in psutil.process_iter(["cmdline"])
-        if "keepstep.cli.guard" in (words := one.info["cmdline"] or [])
+        if "keepstep.cli.release_guard" in (words := one.info["cmdline"] or [])
         and str(folder / "home") in words
     ]
     assert len(found) == 1

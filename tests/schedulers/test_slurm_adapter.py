@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from keepstep.adapters.schedule.slurm import SlurmScheduler
-from keepstep.cli import guard
+from keepstep.cli import release_guard
 from keepstep.cli.main import invoke
 from keepstep.errors import NoSpare, TransientError, UsageError
 from keepstep.model.schedule import START, AgentStart, Ask, Constraints, Kind, Lease
@@ -178,7 +178,7 @@ def test_a_node_that_comes_back_while_it_is_fenced_stays_away(cluster: Cluster) 
 def test_a_guard_gives_back_what_its_launcher_cannot(cluster: Cluster, tmp_path: Path) -> None:
     patiently(SlurmScheduler(), ask(START, "queue", count=2))
     code = "import sys, time; from pathlib import Path; from keepstep.cli import guard\n"
-    code += "print(guard.begin(Path(sys.argv[1]), 'job').pid, flush=True); time.sleep(600)"
+    code += "print(release_guard.begin(Path(sys.argv[1]), 'job').pid, flush=True); time.sleep(600)"
     launcher = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
@@ -188,7 +188,7 @@ def test_a_guard_gives_back_what_its_launcher_cannot(cluster: Cluster, tmp_path:
     launcher.kill()
     launcher.wait()
     until(lambda: not allocations(cluster), "the end of the allocation")
-    guard.hold(tmp_path, "job")  # whoever launches it again waits for the guard
+    release_guard.hold(tmp_path, "job")  # whoever launches it again waits for the guard
     psutil.wait_procs([watcher], timeout=10)  # its lock is let go a moment before it is gone
     assert not watcher.is_running() or watcher.status() == "zombie"
 
@@ -201,4 +201,4 @@ def test_a_killed_launcher_leaves_no_allocation(cluster: Cluster, tmp_path: Path
     job.process.kill()
     job.process.wait()
     until(lambda: allocations(cluster) == {}, "the end of the allocation")
-    guard.hold(tmp_path / "home", "job")  # as the next launcher does
+    release_guard.hold(tmp_path / "home", "job")  # as the next launcher does

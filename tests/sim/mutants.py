@@ -19,26 +19,26 @@ import msgspec
 from keepstep.core import (
     balance,
     breaker,
+    decide,
     divergence,
     fallback,
     faults,
     incidents,
-    job,
     migration,
     operator,
     parities,
     phases,
     placement,
     planned,
+    priorities,
     processes,
-    recovery,
+    restart,
     rewire,
     saves,
     start,
     stragglers,
     timers,
     triage,
-    turns,
     understudies,
     workers,
 )
@@ -227,7 +227,7 @@ def _one_owner_twice(old: Any, job_: Job, out: Out, attempt: Attempt) -> None:
 
 def _two_newcomers(old: Any, job_: Job, out: Out, attempt: Attempt) -> None:
     old(job_, out, attempt)
-    for spare in job_.standbys():
+    for spare in job_.spares():
         if spare.parked and attempt.moving and not attempt.committed:
             rank = attempt.moving[0]
             attempt.newcomers[rank] = spare.id
@@ -460,7 +460,7 @@ FIXED: dict[str, Patch] = {
         processes.swap_of, _parity_as_decided
     ),
     "once: a node that came back was offered to nobody": lambda: wrap(
-        job._offer_buddy, _offers_what_is_new
+        decide._offer_buddy, _offers_what_is_new
     ),
     "once: a hang while waiting for a buddy was excused": lambda: wrap(
         stall.may_stand_still, _waiting_is_holding
@@ -469,7 +469,7 @@ FIXED: dict[str, Patch] = {
         migration.assign_row, _keeps_no_buddy
     ),
     "once: buddies were chosen anew by a restart, and not told": lambda: wrap(
-        recovery.tell_buddy, _buddies_untold
+        restart.tell_buddy, _buddies_untold
     ),
     "once: the release of an old move made holding ranks look hung": lambda: method(
         machine.AgentMachine, "_tell", _any_release
@@ -478,7 +478,7 @@ FIXED: dict[str, Patch] = {
         faults.check_hang, _believe_old_stalls
     ),
     "once: a rank's death was news and its side state was dropped": lambda: wrap(
-        job._sweep, _drops_the_news
+        decide._sweep, _drops_the_news
     ),
     "once: a quiet stream was a lost node": lambda: wrap(timers._gone_timer, _gone_is_late),
     "once: all silent ranks were fenced": lambda: wrap(
@@ -488,9 +488,9 @@ FIXED: dict[str, Patch] = {
         wrap(migration.stage_row, _stage_early),
         setattr(faults, "STAGE_PATIENCE_NS", 0),
     )[0],
-    "once: stores outlived the orchestrator": lambda: wrap(job.agent_joined, _stores_unknown),
+    "once: stores outlived the orchestrator": lambda: wrap(decide.agent_joined, _stores_unknown),
     "once: a slot was given away with its process": lambda: wrap(
-        job.agent_joined, _stray_has_no_slot
+        decide.agent_joined, _stray_has_no_slot
     ),
     "once: unreachable side state was lost": lambda: wrap(
         workers._copy_failed, _unreachable_is_missing
@@ -526,7 +526,7 @@ def _presumed_is_real(
 
 
 def _keep_stalls(old: Any, job_: Job, out: Out, name: str, hello: agent_messages.Hello) -> None:
-    stalls = {w.id: w.stalled for w in job_.there.get(name, ())}
+    stalls = {w.id: w.stalled for w in job_.placed_on.get(name, ())}
     old(job_, out, name, hello)
     for worker, stalled in stalls.items():
         job_.workers[worker].stalled = stalled
@@ -579,7 +579,9 @@ NAMED: dict[str, Patch] = {
     "divergence: it is resolved after all": lambda: wrap(
         incidents.close_incident, _nothing_differs
     ),
-    "divergence: what is broken is mended meanwhile": lambda: wrap(job._step, _stands_for_nothing),
+    "divergence: what is broken is mended meanwhile": lambda: wrap(
+        decide._step, _stands_for_nothing
+    ),
     "divergence: it is accepted without a record": lambda: wrap(
         divergence.accept, _accept_silently
     ),
@@ -598,12 +600,12 @@ NAMED: dict[str, Patch] = {
     "parity: the holder may be where a member is": lambda: wrap(
         placement.parity_node, _with_a_member
     ),
-    "stall: it outlives its stream": lambda: wrap(job.agent_joined, _keep_stalls),
-    "stall: it is never taken back": lambda: wrap(job.agent_said, _never_unstalled),
-    "store: that it died is not heard": lambda: wrap(job._store_answered, _deaf_to_stores),
+    "stall: it outlives its stream": lambda: wrap(decide.agent_joined, _keep_stalls),
+    "stall: it is never taken back": lambda: wrap(decide.agent_said, _never_unstalled),
+    "store: that it died is not heard": lambda: wrap(decide._store_answered, _deaf_to_stores),
     "understudies: any of them will do": lambda: wrap(migration.prepared_places, _any_understudy),
     "understudies: what is left over stays": lambda: replace(processes.end_left_over, nothing),
-    "understudies: one slot gives two seats": lambda: setattr(Job, "seated_at", never),
+    "understudies: one slot makes two ranks": lambda: setattr(Job, "is_taken", never),
     "understudies: an agent takes a presumed rank for a rank": lambda: method(
         machine.AgentMachine, "_tell", _presumed_is_real
     ),
@@ -612,7 +614,7 @@ NAMED: dict[str, Patch] = {
     "fence: kill is never sent": lambda: method(Out, "kill", _silent_kill),
     "fence: KillWorker is lost": lambda: method(Out, "send", _without(agent_messages.KillWorker)),
     "fence: an unreachable node is dead at once": lambda: wrap(faults.give_up_node, _lose_at_once),
-    "fence: a lost stream is a dead node": lambda: wrap(job.agent_gone, _gone_is_dead),
+    "fence: a lost stream is a dead node": lambda: wrap(decide.agent_gone, _gone_is_dead),
     "generation: the next attempt reuses it": lambda: method(
         Job, "new_generation", _same_generation
     ),
@@ -647,15 +649,15 @@ NAMED: dict[str, Patch] = {
     "hang: the healthy are blamed": lambda: wrap(triage.hang_culprits, _blame_the_best),
     "rebalance: nothing is better": lambda: replace(balance.moves, lambda _: []),
     "rebalance: no spare is started": lambda: replace(processes.aimed_at, lambda _: set()),
-    "several: all are served at once": lambda: replace(turns.before, lambda *_: []),
-    "several: nobody looks at priorities": lambda: wrap(turns._rank, _no_priority),
-    "several: nobody counts what others got": lambda: wrap(turns._rank, _no_count),
-    "several: a node is given up for ever": lambda: replace(turns.grace_is_over, nothing),
+    "several: all are served at once": lambda: replace(priorities.before, lambda *_: []),
+    "several: nobody looks at priorities": lambda: wrap(priorities._rank, _no_priority),
+    "several: nobody counts what others got": lambda: wrap(priorities._rank, _no_count),
+    "several: a node is given up for ever": lambda: replace(priorities.grace_is_over, nothing),
     "stragglers: nobody stands out": lambda: replace(stragglers.stand_out, lambda *_: {}),
     "stragglers: the fastest stands out": lambda: wrap(stragglers.stand_out, _the_fastest),
     "stragglers: none is moved": lambda: replace(operator.leave, nothing),
     "stragglers: no rest after a move": lambda: replace(stragglers._why_not, lambda *_: ""),
-    "rejoin: what was asked counts as heard": lambda: wrap(job._adopt, _no_answers_cleared),
+    "rejoin: what was asked counts as heard": lambda: wrap(decide._adopt, _no_answers_cleared),
     "ranks: one of a node is never told": lambda: method(
         machine.AgentMachine, "_tell_ranks", _one_is_missed
     ),
@@ -663,7 +665,7 @@ NAMED: dict[str, Patch] = {
         machine.AgentMachine, "_tell_ranks", _nobody_is_excepted
     ),
     "ranks: what all were told counts after a broken stream": lambda: wrap(
-        job._adopt, _told_is_heard
+        decide._adopt, _told_is_heard
     ),
     "gather: answers wait for a rank that hangs": lambda: method(
         machine.AgentMachine, "_look", _no_look_flushes
@@ -703,12 +705,12 @@ def _any_node() -> Any:
 
 
 def _only_once(old: Any, self: Worker) -> None:
-    if self.special is not None and self.id not in self.special:
+    if self.watched is not None and self.id not in self.watched:
         old(self)
 
 
 def _refill_keeps(old: Any, job_: Job, out: Out, needed: int, forced: bool) -> None:
-    surplus = len(job_.standbys())
+    surplus = len(job_.spares())
     old(job_, out, max(needed, surplus), forced)
 
 
@@ -738,12 +740,12 @@ ROWS = (
     processes.refill,
     processes.replace_buddy,
     processes.close_stores,
-    job._release,
-    job._sweep,
-    job._seen_resumed,
-    recovery.agents_are_back,
-    recovery._reopen,
-    recovery.begin_waiting,
+    decide._release,
+    decide._sweep,
+    decide._seen_resumed,
+    restart.agents_are_back,
+    restart._reopen,
+    restart.begin_waiting,
     incidents.widen_incident,
     incidents.close_incident,
     operator.retry_deferred,
@@ -849,7 +851,7 @@ REPLAYED = (
 def unreplayed() -> Iterator[tuple[str, Patch]]:
     for kind in REPLAYED:
         name = f"record not replayed: {kind.__name__}"
-        yield name, lambda kind=kind: wrap(recovery.apply, _not_applied(kind))
+        yield name, lambda kind=kind: wrap(restart.apply, _not_applied(kind))
 
 
 def _not_applied(kind: type) -> Callable[..., Any]:
@@ -1035,7 +1037,7 @@ HINTS: dict[str, tuple[str, ...]] = {
     "once: the release of an old move made holding ranks look hung": ("no-spare",),
     "timer forgotten: rejoin": ("cut-off",),
     "timer forgotten: newcomer": ("COPY/unplanned/spare/hang",),
-    "row skipped: job._release": ("long-steps",),
+    "row skipped: decide._release": ("long-steps",),
     "not told: Release": ("long-steps",),
     "agent: nothing is queued while away": ("odd-groups",),
     "gate open: resume RESERVE all_filled": ("resume",),
@@ -1054,7 +1056,7 @@ HINTS: dict[str, tuple[str, ...]] = {
     "record not replayed: StartBegun": ("start",),
     "row skipped: migration.hold_without_spare": ("bad-spares",),
     "row skipped: processes.replace_buddy": ("late-news",),
-    "row skipped: job._seen_resumed": ("lost-words",),
+    "row skipped: decide._seen_resumed": ("lost-words",),
     "fence: an unreachable node is dead at once": ("unseen-hang",),
     "agent: never fences itself": ("unseen-hang",),
     "gate open: unplanned COPY all_fenced": ("unseen-hang",),
@@ -1102,8 +1104,8 @@ UNKILLED: dict[str, str] = {}
 # way that the reason names; neither is found in 400 worlds either.
 EQUIVALENT: dict[str, str] = {
     "timer forgotten: kill": "a KillWorker is lost only with its stream, and the next Hello sends "
-    "it again (job._adopt); on a living stream it arrives, SIGKILL cannot be refused, and the exit "
-    "is told. The timer is for an agent that breaks this promise",
+    "it again (decide._adopt); on a living stream it arrives, SIGKILL cannot be refused, and the "
+    "exit is told. The timer is for an agent that breaks this promise",
     "agent: the queue is sent backwards": "what is queued speaks of one process and one "
     "generation, is repeated state, or comes from a process that the Hello before it showed as "
     "gone; only the words of one that dies in the moment between Hello and Accepted depend on it",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from keepstep.core.orchestrator import Core, Outcome
+from keepstep.core.control import Core, Outcome
 from keepstep.model import agent_messages, commands
 from keepstep.model import messages as m
 from keepstep.model import records as r

@@ -98,7 +98,7 @@ class Transparent:
 
     def holders(self) -> list[int]:
         """Processes of the ranks, which must stay the same."""
-        return [seat.pid for seat in self.job.status().ranks]
+        return [live.pid for live in self.job.status().ranks]
 
     def undone(self, incident: IncidentView, words: str) -> None:
         assert incident.outcome == "ABORTED", incident

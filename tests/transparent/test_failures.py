@@ -59,11 +59,13 @@ def test_no_room_for_the_image(
     verdict.identical(it.job, reference(2, "--workers", "1"), faults=1)
 
 
-def nest_of_newcomer(it: Transparent) -> int:
+def capsule_of_newcomer(it: Transparent) -> int:
     """The process that was given the rank, in the spare node."""
     agent = next(n.pid for n in it.job.status().nodes if n.node == "n2")
-    nests = [p for p in psutil.Process(agent).children() if "keepstep.agent.nest" in p.cmdline()]
-    return nests[0].pid
+    capsules = [
+        p for p in psutil.Process(agent).children() if "keepstep.agent.capsule" in p.cmdline()
+    ]
+    return capsules[0].pid
 
 
 @pytest.mark.timeout(290)
@@ -79,9 +81,9 @@ def test_target_dies(
     faults.set(when)
     assert it.job.post("migrate", {"ranks": [1], "reason": "test"}).status_code < 300
     faults.until_struck()
-    nest = nest_of_newcomer(it)
+    capsule = capsule_of_newcomer(it)
     faults.clear()
-    os.kill(nest if who == "process" else psutil.Process(nest).ppid(), signal.SIGKILL)
+    os.kill(capsule if who == "process" else psutil.Process(capsule).ppid(), signal.SIGKILL)
     if who == "process":
         incident = it.ended(known)
         assert incident.outcome == "RESOLVED" and incident.attempts == 2, incident

@@ -34,7 +34,7 @@ def report(generation: int = 3, **more: object) -> m.Report:
 
 
 class Node:
-    """An agent with two ranks and a standby, connected."""
+    """An agent with two ranks and a spare, connected."""
 
     def __init__(self) -> None:
         self.machine = AgentMachine(

@@ -104,13 +104,13 @@ def test_the_ends_of_a_wire_import_the_same_definition(ends: tuple[str, str]) ->
 
 def test_a_walk_that_is_wrong_is_found() -> None:
     lines = [
-        "  core/job.py ↓ core/faults.py  core/none.py is a comment",
-        "↑ core/phases.py ~ core/job.py",
+        "  core/decide.py ↓ core/faults.py  core/none.py is a comment",
+        "↑ core/phases.py ~ core/decide.py",
         "· core/plan.py",
     ]
     assert wrong_hops("\n".join(lines)) == [
         "core/faults.py ↑ core/phases.py",
-        "core/phases.py ~ core/job.py",
-        "core/job.py · core/plan.py",
+        "core/phases.py ~ core/decide.py",
+        "core/decide.py · core/plan.py",
     ]
     assert wrong_hops("  core/none.py") == ["core/none.py does not exist"]

@@ -24,9 +24,9 @@ from keepstep.worker.vault.vault import FetchedShards
 def test_a_checkpoint_that_can_not_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file where a directory is needed")
     path = str(tmp_path / "taken" / "checkpoint-5")
-    seat: Any = SimpleNamespace(channel=SimpleNamespace(inbox=Inbox()), redundancy=None)
+    live: Any = SimpleNamespace(channel=SimpleNamespace(inbox=Inbox()), redundancy=None)
     order = commands.Checkpoint(generation=3, path=path, lead=False, tick=5, world=2)
-    failed = Recovery(seat)._write(order)
+    failed = Recovery(live)._write(order)
     assert isinstance(failed, m.CheckpointFailed)
     assert (failed.generation, failed.path) == (3, path) and "Not a directory" in failed.error
 
@@ -37,7 +37,7 @@ def test_shards_that_are_in_no_vault_make_no_checkpoint(tmp_path: Path) -> None:
     def fetch(rank: int, holders: Any, version: int) -> Any:
         raise ShardsMissing(f"state of rank {rank} at step {version} is in no vault")
 
-    seat: Any = SimpleNamespace(
+    live: Any = SimpleNamespace(
         channel=SimpleNamespace(inbox=Inbox()),
         state=SimpleNamespace(classes=lambda: {"plain", "shard"}),
         replicas=SimpleNamespace(ranks={"plain": (0, 1, 2), "shard": (0,)}),
@@ -49,7 +49,7 @@ def test_shards_that_are_in_no_vault_make_no_checkpoint(tmp_path: Path) -> None:
     order = commands.Checkpoint(
         generation=3, path=path, lead=True, tick=5, world=3, dead={1: []}, gone=[1], kept=[1]
     )
-    failed = Recovery(seat)._write(order)
+    failed = Recovery(live)._write(order)
     assert isinstance(failed, m.CheckpointFailed) and "rank 1 at step 4" in failed.error
     assert not (tmp_path / "checkpoint-5" / "manifest.json").exists()
 

@@ -125,7 +125,7 @@ def test_a_plan_is_printed_and_nothing_is_asked_for(
     plan = PlanView(
         job="job",
         asked="drain n1",
-        moves=[MoveView(rank=2, origin="n1/0", to="n2/0", cost="standby", reason="[parked]")],
+        moves=[MoveView(rank=2, origin="n1/0", to="n2/0", cost="spare", reason="[parked]")],
         rejected=[RejectedView(what="n1/1 (n1.w7)", why="its node is the one to be drained")],
         offers=[OfferView(place="c9", kind="idle", reason="nobody uses it")],
         then=["n1 is tainted"],

@@ -171,10 +171,10 @@ def test_a_rank_outside_of_its_domain_goes_back_to_it() -> None:
     world = racked("a b c a", homes=2, within=["rack"])
     job = world.core.state("j")
     owner = job.workers[job.owners[0]]
-    stranger = next(w for w in job.standbys() if w.node == "n2")
+    stranger = next(w for w in job.spares() if w.node == "n2")
     # As after a start from a checkpoint, when n0 was away.
-    job.there["n0"].remove(owner)
-    job.there["n2"].append(owner)
+    job.placed_on["n0"].remove(owner)
+    job.placed_on["n2"].append(owner)
     owner.node, stranger.node = "n2", "n0"
     job.nodes["n0"].taints.append("not to be used")
     assert plan(world) == [(0, "n2/0", "n3/0")]

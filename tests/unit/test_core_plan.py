@@ -39,7 +39,7 @@ def targets(seen: PlanView) -> list[tuple[int, str, str]]:
 def test_what_is_planned_is_what_happens() -> None:
     world = trained(spares=2)
     seen = plan(world, Drain(job="j", node="n0", reason="fan"))
-    assert targets(seen) == [(0, "n2/0", "standby"), (1, "n2/1", "standby")]
+    assert targets(seen) == [(0, "n2/0", "spare"), (1, "n2/1", "spare")]
     assert seen.asked == "drain n0" and seen.then[0].startswith("n0 is tainted")
     world.handle(Drain(job="j", node="n0", reason="fan"))
     world.run()
@@ -51,20 +51,20 @@ def test_what_is_planned_is_what_happens() -> None:
 def test_alternatives_are_named_with_their_reasons() -> None:
     world = trained(nodes="n0:3 n1:2 n2:2", spares=3)
     seen = plan(world, Migrate(job="j", ranks=[0]))
-    assert targets(seen) == [(0, "n2/0", "standby")]
+    assert targets(seen) == [(0, "n2/0", "spare")]
     why = {one.what.partition(" ")[0]: one.why for one in seen.rejected}
     assert "on the node of rank 0" in why["n0/2"]
     assert why["n2/1"] == "as good as n2/0, and behind it in the order of nodes"
     world.lose_agent("n2")
     seen = plan(world, Migrate(job="j", ranks=[0]))
-    assert targets(seen) == [(0, "n0/2", "standby")]
+    assert targets(seen) == [(0, "n0/2", "spare")]
     assert {one.why for one in seen.rejected} == {"node n2 is disconnected"}
 
 
 def test_a_drained_nodes_own_spares_are_of_no_use() -> None:
     world = trained(nodes="n0:3 n1:3", spares=2)
     seen = plan(world, Drain(job="j", node="n0"))
-    assert targets(seen) == [(0, "n1/2", "standby"), (1, "", "wait")]
+    assert targets(seen) == [(0, "n1/2", "spare"), (1, "", "wait")]
     assert [one.why for one in seen.rejected] == ["its node is the one to be drained"]
     assert "no scheduler may be asked" in seen.moves[1].reason
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from keepstep.core import job as jobs
+from keepstep.core import decide as jobs
 from keepstep.core import quiet
 from keepstep.model import agent_messages
 from keepstep.model import messages as m

@@ -785,7 +785,7 @@ def test_all_done_finishes_every_rank_and_stops_the_agents() -> None:
     world.run()
     assert (world.view.state, world.view.exit_code) == ("done", 0)
     told = {worker for worker, _ in world.told(commands.Finish)}
-    assert {world.rank(rank).id for rank in range(4)} <= told  # and the standbys
+    assert {world.rank(rank).id for rank in range(4)} <= told  # and the spares
     stops = [command for _, command in world.commands(agent_messages.Stop)]
     assert [isinstance(s, agent_messages.Stop) and s.finished for s in stops] == [True] * 3
     assert world.core.deadline() is None
@@ -940,7 +940,7 @@ def test_side_state_of_a_rank_that_died_while_its_agent_was_away_is_not_forgotte
     world.join(victim.node)
     world.run()
     assert world.last.outcome == "RESOLVED"
-    # Only once another process has its seat.
+    # Only once another process has its live.
     sent = [command for _, command in world.sent]
     committed = next(i for i, c in enumerate(sent) if isinstance(c, agent_messages.Tell)
                      and isinstance(c.command, commands.Swap))  # fmt: skip

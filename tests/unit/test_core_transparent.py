@@ -39,7 +39,7 @@ def test_nobody_connects_before_the_image_lives_and_the_stopped_process_is_kille
     assert world.rank(1) is not leaver
 
 
-def test_workers_are_started_in_nests() -> None:
+def test_workers_are_started_in_capsules() -> None:
     world = trained()
     starts = [start for _, start in world.commands(agent_messages.StartWorker)]
     assert starts and all(start.transparent for start in starts)  # type: ignore[attr-defined]

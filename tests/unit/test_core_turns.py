@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.core.orchestrator import Core
+from keepstep.core.control import Core
 from keepstep.model import records as r
 from keepstep.model.job import Cancel, Migrate, NodeDead, PlaceReturned, SpareGranted, SpareRefused
 from keepstep.model.schedule import Constraints, Kind, Policy, Provision

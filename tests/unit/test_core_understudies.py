@@ -1,4 +1,4 @@
-"""Understudies: built as presumed ranks, used for that seat only, never in the way."""
+"""Understudies: built as presumed ranks, used for that live only, never in the way."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_fewer_than_ranks_are_spread_over_the_spares() -> None:
 def test_they_are_started_one_at_a_time_on_a_node() -> None:
     world = World(job_spec(understudies=4)).start()
     started = [w for w in world.workers.values() if w.rank == -1 and w.alive]
-    assert len(started) <= 2  # the standby, and the first of four
+    assert len(started) <= 2  # the spare, and the first of four
     world.run()
     assert ready_for(world) == [0, 1, 2, 3]
 
@@ -121,10 +121,10 @@ def test_a_restart_with_a_node_away_costs_no_understudy() -> None:
 def test_what_is_left_in_its_slot_is_ended_and_built_anew_elsewhere() -> None:
     world = trained()
     before = {one.worker for one in understudies(world)} - {of_rank(world, 2)}
-    standby = world.view.spares[0].worker
+    spare = world.view.spares[0].worker
     world.kill(2)
     world.run()
-    assert not any(world.workers[worker].alive for worker in (*before, standby))
+    assert not any(world.workers[worker].alive for worker in (*before, spare))
     seats = {(w.node, w.slot) for w in world.owners()}
     assert len(seats) == 4
     assert ready_for(world) == [0, 1, 2, 3]
@@ -134,16 +134,16 @@ def test_what_is_left_in_its_slot_is_ended_and_built_anew_elsewhere() -> None:
 def test_a_rank_without_one_is_taken_over_by_the_standby() -> None:
     world = trained(understudies=1)
     assert ready_for(world) == [0]
-    standby = world.view.spares[0].worker
+    spare = world.view.spares[0].worker
     world.kill(3)
     world.run()
     world.assert_training()
-    assert world.rank(3).id == standby
+    assert world.rank(3).id == spare
 
 
 def test_an_understudy_that_fails_leaves_the_seat_to_the_standby_beside_it() -> None:
     world = trained()
-    chosen, standby = of_rank(world, 2), world.view.spares[0].worker
+    chosen, spare = of_rank(world, 2), world.view.spares[0].worker
 
     def refuse(worker: object, command: m.Message) -> m.Message | None:
         if isinstance(command, commands.Copy) and getattr(worker, "id", "") == chosen:
@@ -156,7 +156,7 @@ def test_an_understudy_that_fails_leaves_the_seat_to_the_standby_beside_it() -> 
     world.kill(2)
     world.run()
     world.assert_training()
-    assert world.rank(2).id == standby
+    assert world.rank(2).id == spare
     assert world.last.outcome == "RESOLVED"
 
 

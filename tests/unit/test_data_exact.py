@@ -280,7 +280,7 @@ class Rank:
         side = codec.dumps_inline({"position": tree, "rng": self.streams.capture()})
         self.tracker.in_txn = False
         self.tracker.commit("train", True, None)
-        self.loops[-1].settle()
+        self.loops[-1].end_transaction()
         return codec.loads_inline(side) if len(self.seen) == stop else None
 
 

@@ -18,10 +18,10 @@ def make(alone: bool = False) -> tuple[nn.Linear, Any, Parameters]:
     net = nn.Linear(3, 3)
     units = [SimpleNamespace(name="model/m/weight", parameter=net.weight)] if alone else []
     warned: list[str] = []
-    seat: Any = SimpleNamespace(
+    live: Any = SimpleNamespace(
         state=StateSet({"m": net}, {}, {}), objects={}, warn=warned.append, warned=warned,
     )  # fmt: skip
-    return net, seat, Parameters(seat, SimpleNamespace(needed=alone, units=units))
+    return net, live, Parameters(live, SimpleNamespace(needed=alone, units=units))
 
 
 def perturb(net: nn.Linear) -> None:
@@ -29,11 +29,11 @@ def perturb(net: nn.Linear) -> None:
 
 
 def test_a_perturbation_is_found_told_once_and_undone_from_then_on() -> None:
-    net, seat, changes = make()
+    net, live, changes = make()
     changes.enter("sam")
     perturb(net)
     changes.fence("sam", True)
-    assert len(seat.warned) == 1 and "model/m/weight" in seat.warned[0]
+    assert len(live.warned) == 1 and "model/m/weight" in live.warned[0]
     before = net.weight.detach().clone()
     changes.enter("sam")
     perturb(net)
@@ -41,7 +41,7 @@ def test_a_perturbation_is_found_told_once_and_undone_from_then_on() -> None:
     assert torch.equal(net.weight, before) and not changes.left_changed()
     perturb(net)
     changes.fence("sam", True)
-    assert len(seat.warned) == 1
+    assert len(live.warned) == 1
 
 
 def test_what_could_not_be_put_back_is_named() -> None:
@@ -70,14 +70,14 @@ def test_what_no_replica_has_may_be_changed_by_optimizers_alone(where: str) -> N
 
 
 def test_what_is_put_back_before_the_update_is_found_at_a_backward() -> None:
-    net, seat, changes = make()
+    net, live, changes = make()
     changes.enter("sam")
     before = net.weight.detach().clone()
     perturb(net)
     changes.midway("sam")
     net.weight.data.copy_(before)
     changes.fence("sam", True)
-    assert len(seat.warned) == 1
+    assert len(live.warned) == 1
     other = make()[2]
     other.load(changes.export())  # a newcomer
     assert other.export() == {"sam": ["model/m/weight"]}
@@ -135,7 +135,7 @@ def test_an_update_that_a_device_has_left_out_is_no_change() -> None:
 
 
 def test_what_is_written_with_the_same_content_is_copied_from_then_on() -> None:
-    net, seat, changes = make()
+    net, live, changes = make()
     for number in range(10):
         changes.enter("step")
         with torch.no_grad():
@@ -143,4 +143,4 @@ def test_what_is_written_with_the_same_content_is_copied_from_then_on() -> None:
         changes.fence("step", True)
         changes.undo()
         assert changes.left_changed() == "", number
-    assert len(seat.warned) == 1
+    assert len(live.warned) == 1

@@ -78,7 +78,7 @@ class Rank:
     def __init__(self, rank: int, where: Nodes, units: int, generation: int = 1) -> None:
         self.said: list[Any] = []
         members = list(range(len(where.addresses) - 1))
-        self.seat: Any = SimpleNamespace(
+        self.live: Any = SimpleNamespace(
             rank=rank,
             generation=generation,
             version=0,
@@ -89,7 +89,7 @@ class Rank:
             ),
         )
         self.units = {unit: unit % (1 + rank % 3) for unit in range(units)}  # and their lanes
-        self.parity = ParityLine(self.seat)
+        self.parity = ParityLine(self.live)
         self.line = Both(self.parity, where.addresses[rank], "t", rank, generation, self.units)
         self.renewed = -1
 
@@ -98,21 +98,21 @@ class Rank:
         self.parity.open(b"layout", self.units, reserve)
 
     def begin(self, version: int, always: bool = False) -> None:
-        self.seat.version = version
+        self.live.version = version
         if always or version % RENEW == 0:
             self.parity.begin(version)
             for unit in self.units:
                 self.line.put_base(unit, version, self.base(unit, version))
 
     def base(self, unit: int, version: int) -> list[bytes]:
-        text = f"base {version} of unit {unit} of rank {self.seat.rank} " * (unit + 1)
-        return [text.encode(), b"", b"m" * (3 * self.seat.rank + version)]
+        text = f"base {version} of unit {unit} of rank {self.live.rank} " * (unit + 1)
+        return [text.encode(), b"", b"m" * (3 * self.live.rank + version)]
 
     def gradient(self, unit: int, version: int) -> bytes | None:
-        if (unit + version + self.seat.rank) % 5 == 0:
+        if (unit + version + self.live.rank) % 5 == 0:
             return None
-        word = f"{self.seat.generation} {version} {unit} {self.seat.rank}"
-        return word.encode() * (1 + self.seat.rank)
+        word = f"{self.live.generation} {version} {unit} {self.live.rank}"
+        return word.encode() * (1 + self.live.rank)
 
     def fence(self, version: int) -> None:
         for unit in self.units:
@@ -121,7 +121,7 @@ class Rank:
                 self.line.put_absent(unit, version)
             else:
                 self.line.put_grad(unit, version, gradient)
-        self.line.note(version, f"note {version} of {self.seat.rank}".encode())
+        self.line.note(version, f"note {version} of {self.live.rank}".encode())
         self.line.sync(version, going_on)
 
     def step(self, version: int) -> None:
@@ -130,7 +130,7 @@ class Rank:
 
     def retried(self, generation: int) -> None:
         """A swap: everything is opened anew."""
-        self.seat.generation = generation
+        self.live.generation = generation
         self.line.generation = generation
         self.open()
 
@@ -269,8 +269,8 @@ def test_a_rank_that_loses_the_holder_goes_on_and_begins_with_common_bases_at_th
             assert [type(one) for one in member.said] == [BuddyLost] and member.said[
                 0
             ].parity == where.holder
-            parity = member.seat.channel.inbox.parity
-            member.seat.channel.inbox.parity = Parity(holder=other.holder, members=parity.members)
+            parity = member.live.channel.inbox.parity
+            member.live.channel.inbox.parity = Parity(holder=other.holder, members=parity.members)
         for version in range(2, 6):
             for member in members:
                 member.step(version)
@@ -288,8 +288,8 @@ def test_a_former_holder_that_can_not_help_does_not_hide_the_new_one() -> None:
             for member in members:
                 member.step(version)
         for member in members:
-            parity = member.seat.channel.inbox.parity
-            member.seat.channel.inbox.parity = Parity(holder=other.holder, members=parity.members)
+            parity = member.live.channel.inbox.parity
+            member.live.channel.inbox.parity = Parity(holder=other.holder, members=parity.members)
             member.retried(2)
             member.begin(2, always=True)
         for member in members:
@@ -306,8 +306,8 @@ def test_a_former_holder_is_asked_to_forget_when_all_are_at_the_new_one() -> Non
     with nodes() as where, nodes(0) as other, ranks(where) as members:
         for member in members:
             member.step(0)
-            parity = member.seat.channel.inbox.parity
-            member.seat.channel.inbox.parity = Parity(holder=other.holder, members=parity.members)
+            parity = member.live.channel.inbox.parity
+            member.live.channel.inbox.parity = Parity(holder=other.holder, members=parity.members)
         for version in range(1, 5):
             for member in members:
                 member.step(version)

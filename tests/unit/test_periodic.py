@@ -48,7 +48,7 @@ class Rank:
         self.heard = threading.Event()
         held = {9: f"side {rank}".encode(), -1: f"init {rank}".encode()}
         self.results = {"loss": torch.tensor(float(rank))}
-        self.seat: Any = SimpleNamespace(
+        self.live: Any = SimpleNamespace(
             rank=rank,
             world=WORLD,
             tick=9,
@@ -58,7 +58,7 @@ class Rank:
             page=SimpleNamespace(held=held.get),
             channel=SimpleNamespace(send=self._send, inbox=SimpleNamespace(snapshot=-1)),
         )
-        self.periodic = Periodic(self.seat, str(directory))
+        self.periodic = Periodic(self.live, str(directory))
 
     def _send(self, message: Any) -> None:
         self.said.append(message)
@@ -83,7 +83,7 @@ def ranks(tmp_path: Path) -> list[Rank]:
 
 def sealed(ranks: list[Rank], number: int = 5, keep: tuple[str, ...] = ()) -> Path:
     take(ranks, number)
-    tick = ranks[0].seat.tick
+    tick = ranks[0].live.tick
     ranks[1].periodic.seal(commands.Seal(number=number, tick=tick, world=WORLD, keep=list(keep)))
     answer = ranks[1].last()
     assert isinstance(answer, m.Sealed), answer
@@ -96,10 +96,10 @@ def test_what_is_read_is_what_was_there(ranks: list[Rank]) -> None:
     for rank in range(WORLD):
         results: dict[str, Any] = {}
         fresh = state(2, results)
-        assert fresh.digest() != ranks[rank].seat.state.digest()
+        assert fresh.digest() != ranks[rank].live.state.digest()
         read, missing = checkpoint.read_state(str(directory), rank, fresh)
         assert read > 0 and not missing
-        assert fresh.digest() == ranks[rank].seat.state.digest()
+        assert fresh.digest() == ranks[rank].live.state.digest()
         assert results["loss"].item() == rank, "what differs between ranks is each one's own"
         assert checkpoint.read_side(str(directory), rank, "side") == f"side {rank}".encode()
         assert checkpoint.read_side(str(directory), rank, "init") == f"init {rank}".encode()
@@ -109,7 +109,7 @@ def test_what_all_ranks_hold_is_written_once(ranks: list[Rank]) -> None:
     said = take(ranks)
     assert all(isinstance(one, m.Saved) and one.snapshot_ns > 0 for one in said), said
     assert [(one.number, one.tick, one.version) for one in said] == [(5, 9, 8)] * WORLD
-    total = ranks[0].seat.state.export().bytes_total
+    total = ranks[0].live.state.export().bytes_total
     assert sum(one.bytes_written for one in said) == total + (WORLD - 1) * 4
     assert all(one.bytes_written for one in said), "and everybody has a share"
 
@@ -118,7 +118,7 @@ def test_pytorch_can_read_it(ranks: list[Rank]) -> None:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     directory = sealed(ranks)
-    tensors = ranks[0].seat.state.export().tensors
+    tensors = ranks[0].live.state.export().tensors
     name = "model/0/0.weight"
     found = {name: torch.zeros_like(tensors[name])}
     load(found, checkpoint_id=directory / "state", no_dist=True)
@@ -126,7 +126,7 @@ def test_pytorch_can_read_it(ranks: list[Rank]) -> None:
 
 
 def test_the_snapshot_is_of_the_boundary_whatever_training_does_then(ranks: list[Rank]) -> None:
-    before = ranks[0].seat.state.digest()
+    before = ranks[0].live.state.digest()
     gate = threading.Event()
     real = periodic.write_part
 
@@ -139,7 +139,7 @@ def test_the_snapshot_is_of_the_boundary_whatever_training_does_then(ranks: list
         for rank in ranks:
             rank.periodic.take(5)
             with torch.no_grad():
-                for parameter in rank.seat.state.models["0"].parameters():
+                for parameter in rank.live.state.models["0"].parameters():
                     parameter.add_(1)
         ranks[0].periodic.take(6)  # while the last one is not finished
         skipped = ranks[0].last()
@@ -153,9 +153,9 @@ def test_the_snapshot_is_of_the_boundary_whatever_training_does_then(ranks: list
 
 
 def test_a_number_is_taken_once(ranks: list[Rank]) -> None:
-    ranks[0].seat.channel.inbox.snapshot = 5
+    ranks[0].live.channel.inbox.snapshot = 5
     take(ranks[:1])
-    assert ranks[0].seat.channel.inbox.snapshot == -1
+    assert ranks[0].live.channel.inbox.snapshot == -1
     ranks[0].periodic.take(5)
     ranks[0].periodic.take(4)
     assert len(ranks[0].said) == 1
@@ -178,7 +178,7 @@ def test_a_part_of_an_earlier_one_makes_no_checkpoint(ranks: list[Rank], tmp_pat
 def test_tensors_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
     ranks = [Rank(rank, tmp_path / "job") for rank in range(WORLD)]
     other = nn.Linear(9, 9)
-    ranks[2].seat.state = StateSet({"0": other}, {}, {})
+    ranks[2].live.state = StateSet({"0": other}, {}, {})
     take(ranks)
     with pytest.raises(PermanentError, match="is a tensor that"):
         periodic.seal(tmp_path / "job" / "checkpoint-9", 5, WORLD)
@@ -188,8 +188,8 @@ def test_only_the_last_two_are_kept(ranks: list[Rank]) -> None:
     paths: list[Path] = []
     for number in range(4):
         for rank in ranks:
-            rank.seat.tick = 9 + number
-            rank.seat.page = SimpleNamespace(held=lambda tick: b"x")
+            rank.live.tick = 9 + number
+            rank.live.page = SimpleNamespace(held=lambda tick: b"x")
         paths.append(sealed(ranks, number + 5, tuple(map(str, paths[-1:]))))
     assert [path.exists() for path in paths] == [False, False, True, True]
 
@@ -199,7 +199,7 @@ def test_what_was_never_sealed_is_removed(ranks: list[Rank], tmp_path: Path) -> 
     old = tmp_path / "job" / "checkpoint-9"
     assert old.exists()
     for rank in ranks:
-        rank.seat.tick = 11
+        rank.live.tick = 11
     take(ranks, 6)
     assert not old.exists()
 

@@ -237,7 +237,7 @@ class Retried(World):
 
         result = super().run(site, step, twice if callable(argument) else argument)
         for loop in self.loops:
-            loop.settle()
+            loop.end_transaction()
         return result
 
 

@@ -142,7 +142,7 @@ class Rank:
             self.objects["average"] = item
         parameters = [p for model in models.values() for p in model.parameters()]
         cuda.settle_in(parameters)
-        seat = SimpleNamespace(
+        live = SimpleNamespace(
             rank=0, world=2, version=0, generation=1, replicas=replicas, objects=self.objects,
             optimizers=self.optimizers, models=models, parameters=parameters,
             state=StateSet(models, self.optimizers, self.objects, replicas),
@@ -151,8 +151,8 @@ class Rank:
             welcome=SimpleNamespace(token="t", blobs=None, settings=place.settings),
             local_world=1,
         )  # fmt: skip
-        self.seat: Any = seat
-        self.redundancy = Redundancy(self.seat)
+        self.live: Any = live
+        self.redundancy = Redundancy(self.live)
         self.redundancy.find_units()
         self.versions = [self.bits()]
 
@@ -171,7 +171,7 @@ class Rank:
 
     def compute(self, passes: int = 1, spare: bool = False) -> None:
         """`passes`: of which the last but one is taken for the last if there are two."""
-        step = self.seat.version
+        step = self.live.version
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
         for turn in range(passes):
@@ -207,7 +207,7 @@ class Rank:
         self.redundancy.updated = list(self.optimizers)
         if self.objects:
             self._follow()
-        self.seat.version += 1
+        self.live.version += 1
         self.versions.append(self.bits())
 
     @property
@@ -234,7 +234,7 @@ class Rank:
         return count if self.staging is not None else 0
 
     def become(self, version: int, updated: list[str], holder: Address | None = None) -> Any:
-        self.seat.version = version
+        self.live.version = version
         kept = partial(self.redundancy.fetch, 0, [holder or self.address], version)
         self.redundancy.restore(frozenset(), version, updated, kept)
         return self.bits()
@@ -270,7 +270,7 @@ def two(model: nn.Module) -> Optimizers:
 
 def check(rank: Rank, make: Make, model: nn.Module | None = None) -> None:
     """All versions that may be asked for after the last fence. `model`: if it is another one."""
-    now = rank.seat.version
+    now = rank.live.version
     average = bool(rank.objects)
     for version in (now - 1, now):
         newcomer = Rank(rank.place, make, average, copy.deepcopy(model))
@@ -364,10 +364,10 @@ class Members:
 
     def member(self) -> Rank:
         rank = Rank(self.place, adamw)
-        rank.seat.welcome.blobs = rank.address
+        rank.live.welcome.blobs = rank.address
         parity = Parity(holder=self.holder, members=[0])
         inbox = SimpleNamespace(buddy=None, parity=parity)
-        rank.seat.channel = SimpleNamespace(inbox=inbox, send=Mock())
+        rank.live.channel = SimpleNamespace(inbox=inbox, send=Mock())
         return rank
 
     def restored(self, rank: Rank, version: int, holder: Address) -> bool:
@@ -403,7 +403,7 @@ def test_a_parity_gets_gradients_early_and_what_takes_their_place_in_a_note(
         rank.step(change if wrong else lambda: clip(rank))
         # What went together is wrong together.
         assert rank.early() == rank.of_gpu(4 - 2 * wrong), step
-        assert not rank.seat.channel.send.called
+        assert not rank.live.channel.send.called
         for version in (step, step + 1):
             assert members.restored(rank, version, rank.address), version
             assert members.restored(rank, version, members.holder), version
@@ -427,7 +427,7 @@ def test_a_parity_is_given_up_where_the_vault_gets_other_gradients_than_it(
                 members.restored(rank, step + 1, members.holder)
         else:
             assert members.restored(rank, step + 1, members.holder), step
-    assert not rank.seat.channel.send.called
+    assert not rank.live.channel.send.called
 
 
 def test_a_parity_is_given_up_where_all_of_it_was_wrong_and_the_vault_is_lost(
@@ -456,7 +456,7 @@ def test_a_parity_is_given_up_where_all_of_it_was_wrong_and_the_vault_is_lost(
         rank.publish()
         rank.update()
         assert members.restored(rank, step + 1, rank.address), step
-    assert not rank.seat.channel.send.called
+    assert not rank.live.channel.send.called
     assert members.restored(rank, 9, members.holder)
 
 

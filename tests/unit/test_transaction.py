@@ -26,8 +26,8 @@ from keepstep.worker.step.transaction import Transactions
 class Broken(Recovery):
     """The first fence is interrupted and decided as told; a hold ends at once."""
 
-    def __init__(self, seat: Any, verdict: Literal["RETRY", "COMMIT"]) -> None:
-        super().__init__(seat)
+    def __init__(self, live: Any, verdict: Literal["RETRY", "COMMIT"]) -> None:
+        super().__init__(live)
         self.verdict = verdict
         self.held: list[int] = []
 
@@ -50,32 +50,32 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(verdict: Literal["RETRY", "COMMIT"]) -> tuple[Any, Broken, Transactions, Any]:
         parameter = torch.nn.Parameter(torch.zeros(2))
         sgd = torch.optim.SGD([parameter], lr=1.0)
-        seat = MagicMock(
+        live = MagicMock(
             tick=0, version=0, generation=0, alone=True, world=1, models={},
             optimizers={"0": sgd}, parameters=[parameter], objects={}, loops=[],
             tracker=Tracker(), gradients=Gradients([parameter]), streams=RankStreams(),
             rebuilding=False,
         )  # fmt: skip
-        seat.injector.__bool__.return_value = False
-        seat.aborted.return_value = False
-        seat.channel.inbox.hold_generation = -1
-        seat.changes.left_changed.return_value = ""
-        seat.side.inputs.changed.return_value = ""
-        seat.replicated.changed_since_entry.return_value = False
-        seat.replicated.due.return_value = False
-        seat.variables.late.return_value = None
-        seat.publisher.publish.side_effect = [OSError("the buddy is gone"), None, None]
-        recovery = Broken(seat, verdict)
-        transactions = Transactions(seat, recovery)
+        live.injector.__bool__.return_value = False
+        live.aborted.return_value = False
+        live.channel.inbox.hold_generation = -1
+        live.changes.left_changed.return_value = ""
+        live.side.inputs.changed.return_value = ""
+        live.replicated.changed_since_entry.return_value = False
+        live.replicated.due.return_value = False
+        live.variables.late.return_value = None
+        live.publisher.publish.side_effect = [OSError("the buddy is gone"), None, None]
+        recovery = Broken(live, verdict)
+        transactions = Transactions(live, recovery)
         # The hook that torch would call, without leaving it behind in torch.
         sgd.register_step_pre_hook(transactions.updates.before)
-        return seat, recovery, transactions, sgd
+        return live, recovery, transactions, sgd
 
     return make
 
 
 def test_a_committed_step_that_raises_is_not_mixed_with_the_next(world: Any) -> None:
-    seat, recovery, transactions, sgd = world("COMMIT")
+    live, recovery, transactions, sgd = world("COMMIT")
 
     def step() -> None:
         sgd.step()
@@ -88,38 +88,38 @@ def test_a_committed_step_that_raises_is_not_mixed_with_the_next(world: Any) -> 
             transactions.run("train:1", True, sgd.step)
     with pytest.raises(UsageError, match="decided to commit"):
         recovery.refuse_debt()
-    assert not seat.committed.called
+    assert not live.committed.called
 
 
 def test_a_committed_step_is_followed_by_a_hold_at_the_next_entry(world: Any) -> None:
     """What the script does between the steps is part of the state that others then copy."""
-    seat, recovery, transactions, sgd = world("COMMIT")
+    live, recovery, transactions, sgd = world("COMMIT")
     transactions.run("train:1", True, sgd.step)
-    assert recovery.held == [] and seat.committed.call_count == 1
+    assert recovery.held == [] and live.committed.call_count == 1
     transactions.run("train:1", True, sgd.step)
-    assert recovery.held == [7] and seat.committed.call_count == 2
-    transactions.settle()
+    assert recovery.held == [7] and live.committed.call_count == 2
+    transactions.carry_out_agreed()
     assert recovery.held == [7]
 
 
 @pytest.mark.parametrize("step", [True, False])
 def test_what_nobody_attached_is_looked_at_before_a_rank_holds(world: Any, step: bool) -> None:
     """A newcomer copies what the others have registered by then."""
-    seat, recovery, transactions, _ = world("RETRY")
+    live, recovery, transactions, _ = world("RETRY")
     seen: list[str] = []
-    seat.unasked.look.side_effect = lambda _: seen.append("step")
-    seat.unasked.look_at_models.side_effect = lambda: seen.append("section")
+    live.unasked.look.side_effect = lambda _: seen.append("step")
+    live.unasked.look_at_models.side_effect = lambda: seen.append("section")
     transactions._pending = lambda: seen.append("hold")
     aborted = iter([True])
-    seat.aborted.side_effect = lambda: next(aborted, False)
+    live.aborted.side_effect = lambda: next(aborted, False)
     recovery.interrupted = lambda *_, **__: seen.append("interrupted")  # type: ignore[method-assign]
-    seat.publisher.publish.side_effect = None
+    live.publisher.publish.side_effect = None
     transactions.run("site:1", step, lambda: None)
     assert seen == ["step" if step else "section", "hold", "interrupted"]
 
 
 def test_a_retry_that_the_step_swallows_is_retried_all_the_same(world: Any) -> None:
-    seat, _, transactions, sgd = world("RETRY")
+    live, _, transactions, sgd = world("RETRY")
     drawn: list[float] = []
 
     def step() -> None:
@@ -131,7 +131,7 @@ def test_a_retry_that_the_step_swallows_is_retried_all_the_same(world: Any) -> N
 
     transactions.run("train:1", True, step)
     assert drawn[0] == drawn[1] and len(drawn) == 2
-    assert seat.committed.call_count == 1 and seat.publisher.publish.call_count == 2
+    assert live.committed.call_count == 1 and live.publisher.publish.call_count == 2
 
 
 def test_an_update_after_a_swallowed_retry_is_not_made(world: Any) -> None:
@@ -153,8 +153,8 @@ def test_an_update_after_a_swallowed_retry_is_not_made(world: Any) -> None:
 
 
 def test_a_refusal_of_the_fence_that_the_step_swallows_is_raised(world: Any) -> None:
-    seat, _, transactions, sgd = world("RETRY")
-    seat.publisher.publish.side_effect = UsageError("too large", hint="register less")
+    live, _, transactions, sgd = world("RETRY")
+    live.publisher.publish.side_effect = UsageError("too large", hint="register less")
 
     def step() -> None:
         try:
@@ -164,19 +164,19 @@ def test_a_refusal_of_the_fence_that_the_step_swallows_is_raised(world: Any) -> 
 
     with pytest.raises(UsageError, match="too large"):
         transactions.run("train:1", True, step)
-    assert not seat.committed.called
+    assert not live.committed.called
 
 
 def test_side_state_is_sent_ahead_at_the_last_backward_pass_of_a_step(world: Any) -> None:
-    seat, _, transactions, _ = world("RETRY")
-    seat.publisher.publish.side_effect = None
+    live, _, transactions, _ = world("RETRY")
+    live.publisher.publish.side_effect = None
     seen: list[int] = []
 
     def passes(count: int) -> None:
         for number in range(1, count + 1):
-            seat.side.ahead.reset_mock()
+            live.side.ahead.reset_mock()
             transactions.passes.backward_begins()
-            if seat.side.ahead.called:
+            if live.side.ahead.called:
                 seen.append(number)
 
     for count, expected in ((2, []), (2, [2]), (3, [2]), (1, []), (1, [1])):
@@ -190,15 +190,15 @@ def test_side_state_is_sent_ahead_at_the_last_backward_pass_of_a_step(world: Any
 
 
 def test_an_update_outside_of_steps_is_refused_if_it_changes_something(world: Any) -> None:
-    seat, _, _, sgd = world("RETRY")
+    live, _, _, sgd = world("RETRY")
     sgd.step()  # nothing to apply
     (parameter,) = sgd.param_groups[0]["params"]
     parameter.grad = torch.ones(2)
     with pytest.raises(UsageError, match=r"SGD.step\(\) outside of any @ks.step"):
         sgd.step()
-    seat.rebuilding = True
+    live.rebuilding = True
     sgd.step()
-    seat.rebuilding = False
+    live.rebuilding = False
     sgd.param_groups[0]["lr"] = 0.0  # torch makes the state of an optimizer so
     sgd.step()
     assert parameter.tolist() == [-1.0, -1.0]

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from keepstep.agent.nest import other_name
+from keepstep.agent.capsule import other_name
 
 WATCHED = """
 import ctypes, gc, os, socket

@@ -753,7 +753,7 @@ def test_a_successor_does_not_inherit_the_base_of_a_step_that_is_made_again() ->
         stored(store, shelf, "base", 4, number, 100)
         stored(store, shelf, "grad", 4, number, 1)
     stored(store, shelf, "note", 4, 0, 1004)
-    store.settle(shelf, 3)
+    store.drop_before(shelf, 3)
     for number in slices:
         stored(store, shelf, "base", 5, number, 101)
     shelf = store.open(msgspec.structs.replace(ask, generation=2), 10_000)
@@ -763,9 +763,9 @@ def test_a_successor_does_not_inherit_the_base_of_a_step_that_is_made_again() ->
         stored(store, shelf, "note", step, 0, 1000 + step)
         if step == 4:
             stored(store, shelf, "base", 5, v.SLICES, 110)  # and of the other the line broke
-        store.settle(shelf, step - 1)
+        store.drop_before(shelf, step - 1)
     assert rebuilt(store, 6) == rebuilt(store, 5) == [110, 110]
-    store.settle(shelf, 5)
+    store.drop_before(shelf, 5)
     assert rebuilt(store, 6) == [110, 110] and shelf.held == 2 * 8 + 4 * 8 + 2 * 8
 
 
@@ -794,7 +794,7 @@ def test_at_every_fence_all_versions_that_may_be_asked_for_can_be_rebuilt(
                 kind, given_data = ("absent", []) if grad is None else ("grad", [grad])
                 stored(store, shelf, kind, step, numbers[unit], *given_data)
             stored(store, shelf, "note", step, 0, 1000 + step)
-            store.settle(shelf, step - 1)
+            store.drop_before(shelf, step - 1)
             states[step + 1] = [old + (new or 0) for old, new in zip(states[step], grads)]
             for version in (step - 1, step, step + 1):
                 if version >= 0:

@@ -54,11 +54,11 @@ def rank(seed: int) -> tuple[nn.Module, Any, Replicated]:
     replicas = Replicas(0, 2)
     state = StateSet({"m": net}, {}, objects, replicas)
     warned: list[str] = []
-    seat: Any = SimpleNamespace(
+    live: Any = SimpleNamespace(
         state=state, cells=Cells({"m": net}), replicas=replicas, objects=objects,
         warn=warned.append, warned=warned,
     )  # fmt: skip
-    return net, seat, Replicated(seat, lambda _: None)
+    return net, live, Replicated(live, lambda _: None)
 
 
 def test_replicas_that_are_equal_agree_and_buffers_of_a_rank_do_not_count() -> None:
@@ -84,11 +84,11 @@ def test_one_changed_number_is_found_within_one_turn_and_by_name() -> None:
 
 
 def test_an_objects_tensor_that_differs_is_each_ranks_own_from_then_on() -> None:
-    (_, seat, mine), (_, other, theirs) = rank(1), rank(1)
+    (_, live, mine), (_, other, theirs) = rank(1), rank(1)
     other.objects["average"].save()["seen"].fill_(5.0)
     names = Replicated.judge([mine.table(), theirs.table()])
     assert mine.settle(names) == set() and theirs.settle(names) == set()
-    assert seat.objects["average"].own == {1} and "'average'" in seat.warned[0]
+    assert live.objects["average"].own == {1} and "'average'" in live.warned[0]
     assert not Replicated.judge([mine.table(), theirs.table()])
 
 

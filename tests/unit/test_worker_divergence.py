@@ -79,7 +79,7 @@ def page() -> Iterator[Page]:
 
 
 @pytest.fixture
-def seat(page: Page, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Seat, Agent]]:
+def live(page: Page, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Seat, Agent]]:
     """A real line with a real thread behind it. The thread ends with the test, not the process."""
     over = threading.Event()
 
@@ -130,8 +130,8 @@ def in_thread(recovery: Recovery, **more: Any) -> tuple[threading.Thread, list[B
     return thread, raised
 
 
-def test_it_says_what_it_has_and_goes_on_when_it_is_told_to(seat: tuple[Any, Agent]) -> None:
-    rank, agent = seat
+def test_it_says_what_it_has_and_goes_on_when_it_is_told_to(live: tuple[Any, Agent]) -> None:
+    rank, agent = live
     rank.page.where("fence")
     thread, raised = in_thread(Recovery(rank), table={"all|weight": "ab"}, words="other bytes")
     word = agent.heard()
@@ -146,9 +146,9 @@ def test_it_says_what_it_has_and_goes_on_when_it_is_told_to(seat: tuple[Any, Age
 
 
 def test_an_answer_that_was_said_twice_does_not_let_the_next_finding_pass(
-    seat: tuple[Any, Agent],
+    live: tuple[Any, Agent],
 ) -> None:
-    rank, agent = seat
+    rank, agent = live
     recovery = Recovery(rank)
     first, _ = in_thread(recovery)
     agent.heard()
@@ -165,10 +165,10 @@ def test_an_answer_that_was_said_twice_does_not_let_the_next_finding_pass(
 
 
 def test_it_repeats_itself_and_the_table_only_now_and_then(
-    seat: tuple[Any, Agent], monkeypatch: pytest.MonkeyPatch
+    live: tuple[Any, Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recovering, "DIVERGED_AGAIN_S", 0)
-    rank, agent = seat
+    rank, agent = live
     thread, _ = in_thread(Recovery(rank), table={"all|weight": "ab"}, words="other bytes")
     words = [agent.heard() for _ in range(14)]
     assert [bool(word.table) for word in words] == [True] * 2 + [False] * 10 + [True] * 2
@@ -179,8 +179,8 @@ def test_it_repeats_itself_and_the_table_only_now_and_then(
     assert not thread.is_alive()
 
 
-def test_an_abort_takes_it_out_of_its_fence(seat: tuple[Any, Agent]) -> None:
-    rank, agent = seat
+def test_an_abort_takes_it_out_of_its_fence(live: tuple[Any, Agent]) -> None:
+    rank, agent = live
     thread, raised = in_thread(Recovery(rank))
     agent.heard()
     agent.says(commands.Abort(generation=3, reason="rank 1 died"))
@@ -190,9 +190,9 @@ def test_an_abort_takes_it_out_of_its_fence(seat: tuple[Any, Agent]) -> None:
 
 
 def test_a_newcomer_waits_through_aborts_and_speaks_for_its_attempt(
-    seat: tuple[Any, Agent],
+    live: tuple[Any, Agent],
 ) -> None:
-    rank, agent = seat
+    rank, agent = live
     rank.process.assigned = commands.Assign(rank=1, generation=3, master=NOWHERE, buddy=None)
     thread, raised = in_thread(Recovery(rank))
     assert agent.heard().generation == 3
@@ -204,8 +204,8 @@ def test_a_newcomer_waits_through_aborts_and_speaks_for_its_attempt(
     assert not thread.is_alive() and not raised
 
 
-def test_tables_are_bounded(seat: tuple[Any, Agent]) -> None:
-    rank, agent = seat
+def test_tables_are_bounded(live: tuple[Any, Agent]) -> None:
+    rank, agent = live
     table = {f"all|{n:06}{'x' * 500}": "v" * 500 for n in range(m.TABLE_ENTRIES_MAX + 10)}
     thread, _ = in_thread(Recovery(rank), table=table, words="w" * 10_000)
     word = agent.heard()

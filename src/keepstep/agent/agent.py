@@ -84,7 +84,7 @@ class Agent:
         self._loop = asyncio.get_running_loop()
         self._done: asyncio.Future[int] = self._loop.create_future()
         self._stopping: asyncio.Task[None] | None = None
-        self._images = Images(config.job_token, config.job, self._rank_in_nest, self._ask)
+        self._images = Images(config.job_token, config.job, self._rank_in_capsule, self._ask)
         self._blobs = BlobServer(config.job_token, self._pages, config.tls, self._images)
         self._blobs_address = Address(config.bind, 0)
         self._workers: Workers
@@ -218,7 +218,7 @@ class Agent:
             self._workers.restored(worker, said)
         self._handle(inputs.Said(worker.name, said))
 
-    def _rank_in_nest(self, rank: int) -> NodeWorker | None:
+    def _rank_in_capsule(self, rank: int) -> NodeWorker | None:
         """Of two the older: the younger is what it shall become."""
         found = (w for w in self._workers.live() if w.rank == rank and w.nested)
         return next(found, None)

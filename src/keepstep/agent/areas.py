@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from keepstep.agent.namespaces import checked, libc
+from keepstep.agent.kernel_namespaces import checked, libc
 from keepstep.errors import TransientError
 
 AREA_MIN = 4 << 20

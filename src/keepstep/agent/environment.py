@@ -19,7 +19,7 @@ from keepstep.net.environment import worker_network
 
 TOKEN = "KEEPSTEP_TOKEN"
 
-# Absent for a standby: it parks at the first question about them.
+# Absent for a spare: it parks at the first question about them.
 _OF_A_RANK = ("RANK", "GROUP_RANK")
 
 

@@ -28,7 +28,7 @@ from typing import Any, Literal
 import msgspec
 
 from keepstep.agent import areas
-from keepstep.agent.tree import inner_pid
+from keepstep.agent.process_tree import inner_pid
 from keepstep.errors import KeepstepError, PermanentError, TransientError
 from keepstep.model.agent_messages import Gpu
 from keepstep.native import libcuda
@@ -257,7 +257,7 @@ class Facts(msgspec.Struct, frozen=True):
 
 class GpuOrder(msgspec.Struct, frozen=True):
     what: Literal["freeze", "thaw", "thaw-in"]
-    pid: int  # in the last case that of a nest: what lives in it is meant
+    pid: int  # in the last case that of a capsule: what lives in it is meant
     timeout_ms: int = LOCK_MS
     places: list[tuple[str, str]] = []
 
@@ -267,7 +267,7 @@ class Answer(Frozen, frozen=True):
 
 
 class Helper:
-    """One beside the agent, or beside a nest. Not for several threads at once."""
+    """One beside the agent, or beside a capsule. Not for several threads at once."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -304,9 +304,9 @@ class Helper:
         return self._do(order, seconds_max).took_ns
 
     def thaw_in(
-        self, nest: int, seconds_max: float, places: Sequence[tuple[str, str]]
+        self, capsule: int, seconds_max: float, places: Sequence[tuple[str, str]]
     ) -> dict[str, int]:
-        order = GpuOrder(what="thaw-in", pid=nest, places=list(places))
+        order = GpuOrder(what="thaw-in", pid=capsule, places=list(places))
         return self._do(order, seconds_max).took_ns
 
     def _do(self, order: GpuOrder, seconds_max: float) -> Frozen:
@@ -352,7 +352,7 @@ def main() -> int:
     except KeepstepError as error:
         say(Facts(error=in_one_line(error)))
         return 1
-    for line in sys.stdin.buffer:  # until the agent or the nest is gone
+    for line in sys.stdin.buffer:  # until the agent or the capsule is gone
         order = msgspec.json.decode(line, type=GpuOrder)
         try:
             pid = order.pid if order.what != "thaw-in" else inner_pid(order.pid)

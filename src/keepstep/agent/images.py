@@ -39,9 +39,9 @@ import msgspec
 
 from keepstep.adapters.transport.blocking import relay
 from keepstep.agent import areas, gpu, preflight
-from keepstep.agent.nest import image_folder, last_error
+from keepstep.agent.capsule import image_folder, last_error
+from keepstep.agent.process_tree import inner_pid, tree
 from keepstep.agent.session import kill_group
-from keepstep.agent.tree import inner_pid, tree
 from keepstep.errors import KeepstepError, TransientError, UsageError
 from keepstep.model.commands import Inspect, Offload
 from keepstep.model.image import (
@@ -219,7 +219,7 @@ class Images:
 
         worker = asyncio.run_coroutine_threadsafe(ask(), self._loop).result(INSPECT_S)
         if worker is None:
-            raise UsageError(f"rank {rank} does not run on this node in a nest of its own")
+            raise UsageError(f"rank {rank} does not run on this node in a capsule of its own")
         try:
             return worker, future.result(seconds_max)
         except TimeoutError as error:

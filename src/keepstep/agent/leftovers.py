@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from keepstep.agent.nest import remove_images
+from keepstep.agent.capsule import remove_images
 from keepstep.agent.network import remove_socket, socket_path
 
 

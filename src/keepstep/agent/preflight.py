@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from keepstep.agent import gpu
-from keepstep.agent.tree import tree
+from keepstep.agent.process_tree import tree
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.model.agent_messages import Host
 from keepstep.model.image import ImageFacts

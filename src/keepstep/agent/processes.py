@@ -76,7 +76,7 @@ class Processes(Protocol):
         """A signal to its whole process group, while that exists."""
 
     def note(self, worker: str, rank: int) -> None:
-        """Remember that a standby has become a rank."""
+        """Remember that a spare has become a rank."""
 
     def drop(self, worker: str) -> None:
         """Forget an ended one."""

@@ -124,7 +124,7 @@ async def _in_daemon_thread(function: Callable[[], T]) -> T:
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
 
-    def settle(value: T | None, error: Exception | None) -> None:
+    def resolve(value: T | None, error: Exception | None) -> None:
         if result.done():
             return
         if error is not None:
@@ -139,7 +139,7 @@ async def _in_daemon_thread(function: Callable[[], T]) -> T:
         except Exception as error:
             failure = error
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, value, failure)
+            loop.call_soon_threadsafe(resolve, value, failure)
 
     threading.Thread(target=run, name="store-program", daemon=True).start()
     return await result

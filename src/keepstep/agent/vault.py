@@ -51,7 +51,7 @@ def available_memory() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def stay_behind() -> None:
+def yield_cores() -> None:
     """Ranks of this node compute. The calling thread drives none of them from its core whenever
     something comes in."""
     with contextlib.suppress(OSError):  # a sandbox that forbids it
@@ -74,7 +74,7 @@ class Store(Protocol[S]):
     def admit(self, shelf: S, put: VaultPut, /) -> None: ...
     def done(self, shelf: S, put: VaultPut, /) -> None: ...
     def keep(self, shelf: S, put: VaultPut, pieces: Pieces, /) -> None: ...
-    def settle(self, shelf: S, oldest: int, /) -> None: ...
+    def drop_before(self, shelf: S, oldest: int, /) -> None: ...
 
 
 @dataclass
@@ -144,7 +144,7 @@ class Vault:
             shelf = room.store.open(ask, available - others)
             opened = VaultOpened(reaches=room.store.reaches(shelf), held=shelf.held)
         connection.sendall(frame(opened))
-        stay_behind()
+        yield_cores()
         refusal: Refusal | None = None
         while True:
             request = frames.receive()
@@ -167,7 +167,7 @@ class Vault:
         if not isinstance(request, VaultSync):
             raise RemoteProtocolError(f"{type(request).__name__} came after VaultOpen")
         with room.lock:
-            room.store.settle(shelf, request.version - 1)
+            room.store.drop_before(shelf, request.version - 1)
 
     def _put(self, frames: Frames[Any], room: VaultRoom[S], shelf: S, put: VaultPut) -> None:
         _check(put)

@@ -24,8 +24,8 @@ from keepstep.agent.channel import WorkerChannel
 from keepstep.agent.environment import worker_environment, worker_settings
 from keepstep.agent.keeper import KeptWorker
 from keepstep.agent.page import PageReader
+from keepstep.agent.process_tree import inner_pid
 from keepstep.agent.processes import Order, OwnProcesses, Process, Processes
-from keepstep.agent.tree import inner_pid
 from keepstep.errors import UsageError
 from keepstep.model.agent_messages import StartWorker, WorkerExited
 from keepstep.model.commands import Assign, Buddy, Welcome, WorkerCommand, WorkerSettings
@@ -70,7 +70,7 @@ class NodeWorker:
     channel: WorkerChannel | None = None
     exited: WorkerExited | None = None
     killed_because: str = ""
-    nested: bool = False  # the process is a nest, and the script runs inside
+    nested: bool = False  # the process is a capsule, and the script runs inside
     inner: int = 0
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
@@ -159,7 +159,7 @@ class Workers:
             worker=start.worker,
             slot=start.slot,
             rank=start.rank,
-            command=[*self._nest(start), *setting.command, *start.script],
+            command=[*self._capsule(start), *setting.command, *start.script],
             env=env,
             log=str(log),
             greeting=self._greeting(start, worker_settings(env, start)),
@@ -170,7 +170,7 @@ class Workers:
         logger.info("started %s (rank %d) as pid %d", worker.name, worker.rank, worker.pid)
         return worker
 
-    def _nest(self, start: StartWorker) -> Sequence[str]:
+    def _capsule(self, start: StartWorker) -> Sequence[str]:
         if not start.transparent:
             return ()
         if not isinstance(self._processes, OwnProcesses):
@@ -178,7 +178,7 @@ class Workers:
                 "ranks of a transparent job cannot be kept for the next agent",
                 hint="start this agent without --adopt",
             )
-        return (sys.executable, "-m", "keepstep.agent.nest")
+        return (sys.executable, "-m", "keepstep.agent.capsule")
 
     def restored(self, worker: NodeWorker, said: Restored) -> None:
         """A process from elsewhere is at the other end of the line now, with a page of its own."""
@@ -334,7 +334,7 @@ class Workers:
         )
         logger.info("%s (rank %d) ended with %d", worker.name, worker.rank, code)
         if worker.rank < 0:
-            worker.page.close()  # a standby has no side state
+            worker.page.close()  # a spare has no side state
         if not self.live():
             self._idle.set()
         self._on_exited(worker.exited)

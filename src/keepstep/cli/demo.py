@@ -125,9 +125,11 @@ def train(
 def disturb(run: DemoRun) -> None:
     run.reach(FIRST_FAULT_STEP)
     run.spare()
-    seat = run.view().ranks[KILL_RANK]
-    say(f"  step {run.step()}: kill -9 of rank {seat.rank} (pid {seat.pid}, node {seat.node})")
-    os.kill(seat.pid, signal.SIGKILL)
+    victim = run.view().ranks[KILL_RANK]
+    say(
+        f"  step {run.step()}: kill -9 of rank {victim.rank} (pid {victim.pid}, node {victim.node})"
+    )
+    os.kill(victim.pid, signal.SIGKILL)
     run.resolved(1)
 
     run.spare()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 import msgspec
 
-from keepstep.agent import namespaces, preflight
+from keepstep.agent import kernel_namespaces, preflight
 from keepstep.cli import find, operate, show
 from keepstep.cli.surroundings import home
 from keepstep.errors import UsageError
@@ -43,7 +43,7 @@ def examined(one: Examined) -> list[DoctorLine]:
 def here() -> list[DoctorLine]:
     memory, room = preflight.free()
     checks = examined(Examined(number=0, host=preflight.host(), memory=memory, room=room))
-    trouble = namespaces.trouble()
+    trouble = kernel_namespaces.trouble()
     found = trouble or "can be made"
     return [*checks, DoctorLine(what="namespaces", found=found, good=not trouble)]
 
@@ -58,7 +58,7 @@ def there(which: find.Which, node: str) -> list[DoctorLine]:
 
     one = ask(node)
     checks = examined(one)
-    for other in sorted({seat.node for seat in job.view.ranks} - {node}):
+    for other in sorted({one.node for one in job.view.ranks} - {node}):
         theirs = ask(other).host
         wrong = preflight.compare_hosts(theirs, msgspec.structs.replace(one.host, trouble=[]))
         if theirs.gpus:

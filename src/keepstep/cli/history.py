@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from keepstep.adapters.store.sqlite import read_records
-from keepstep.core.orchestrator import Core
+from keepstep.core.control import Core
 from keepstep.errors import UsageError
 from keepstep.model.records import IncidentClosed, JobEnded, JobSubmitted, Record
 from keepstep.model.views import IncidentView, JobView

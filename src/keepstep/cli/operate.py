@@ -298,7 +298,7 @@ def untaint(target: str, which: find.Which, as_json: bool) -> None:
 @which_options
 @json_option
 def spares(which: find.Which, as_json: bool) -> None:
-    """List standby processes of live jobs."""
+    """List the spares of live jobs."""
     lines = spare_lines(_live(which))
     if as_json:
         show.print_json(lines)

@@ -121,7 +121,7 @@ JOB = (
         help="Ranks on each node.",
     ),
     grouped(
-        RANKS, "--spares", type=int, default=0, show_default=True, help="Warm standby processes."
+        RANKS, "--spares", type=int, default=0, show_default=True, help="Warm spares."
     ),
     grouped(
         RANKS, "--spare-nodes", type=int, default=0, show_default=True,

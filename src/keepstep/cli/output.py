@@ -110,9 +110,9 @@ class LogTail:
             for one in spare.understudies:
                 self._names[one.worker] = f"understudy of {one.rank}"
         # After the spares: one that has a rank assigned is listed as both.
-        for seat in view.ranks:
-            if seat.worker:
-                self._names[seat.worker] = f"rank {seat.rank}"
+        for owner in view.ranks:
+            if owner.worker:
+                self._names[owner.worker] = f"rank {owner.rank}"
 
     def poll(self, now_s: float, *, last: bool = False) -> list[str]:
         """Whole lines that are new; with `last` also what has no end of line yet."""

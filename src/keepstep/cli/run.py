@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from keepstep.agent import namespaces, preflight
+from keepstep.agent import kernel_namespaces, preflight
 from keepstep.cli import jobspec, options
 from keepstep.cli.client import AsyncClient
 from keepstep.cli.find import Reached, external
@@ -127,7 +127,7 @@ def log_to(path: Path) -> None:
 
 def check_transparent() -> None:
     """Agents of other machines say the same when a move is asked for."""
-    trouble = [*preflight.host().trouble, *filter(None, [namespaces.trouble()])]
+    trouble = [*preflight.host().trouble, *filter(None, [kernel_namespaces.trouble()])]
     if trouble:
         raise UsageError(
             f"--mode transparent cannot work here: {'; '.join(trouble)}",

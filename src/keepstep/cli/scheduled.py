@@ -16,7 +16,7 @@ import click
 import msgspec
 
 from keepstep.adapters.schedule.kubernetes_requests import Settings
-from keepstep.cli import guard, jobspec, options, show
+from keepstep.cli import jobspec, options, release_guard, show
 from keepstep.cli.find import Reached, external
 from keepstep.cli.jobspec import nanoseconds
 from keepstep.cli.layout import check_count
@@ -186,7 +186,9 @@ def start(cluster: Cluster, job: JobOptions, wanted: PlaceOptions) -> None:
     around = surroundings()
     spec, there = prepare(cluster, job, wanted, around)
     cluster.before(around.home)
-    watcher = guard.begin(around.home, spec.job, cluster.settings) if there is None else None
+    watcher = (
+        release_guard.begin(around.home, spec.job, cluster.settings) if there is None else None
+    )
     try:
         names = [node.name for node in spec.nodes]
         lease = cluster.adopt(spec.job, len(names)) or _acquire(cluster, spec, wanted.queue_s)

@@ -168,7 +168,7 @@ def print_paths(nodes: Mapping[str, Sequence[PathView]]) -> None:
 
 
 def _ready(spare: SpareLine) -> str:
-    """Ranks whose seats it could take without building."""
+    """Ranks that it could take over without building."""
     ready = [str(one.rank) for one in spare.understudies if one.state == "ready"]
     building = [str(one.rank) for one in spare.understudies if one.state != "ready"]
     said = f"ready for {', '.join(ready)}" if ready else ""

@@ -90,7 +90,7 @@ def _spots(job: Job) -> list[Spot]:
     """Parked spares, then free slots."""
     found = [
         Spot(not w.parked, job.nodes[w.node].index, w.slot, job.nodes[w.node])
-        for w in job.standbys()
+        for w in job.spares()
         if job.nodes[w.node].state == "connected" and job.nodes[w.node].healthy(w.slot)
     ]
     free = processes.free_slots(job)
@@ -100,12 +100,12 @@ def _spots(job: Job) -> list[Spot]:
 def moves(job: Job) -> list[Move]:
     """In order. Each is an improvement when those before it are made."""
     spots = _spots(job)
-    seated = [w for w in job.seated() if w.usable and not w.done]
-    load = Counter(worker.node for worker in seated)
+    owners = [w for w in job.rank_owners() if w.usable and not w.done]
+    load = Counter(worker.node for worker in owners)
     found: list[Move] = []
     while spots:
         best: tuple[list[int], int, Worker, Spot] | None = None
-        for owner in seated:
+        for owner in owners:
             here = job.nodes[owner.node]
             now = _trouble(job, owner.rank, here, load[here.name])
             for spot in spots if now > NONE and here.state == "connected" else ():
@@ -121,7 +121,7 @@ def moves(job: Job) -> list[Move]:
         load[owner.node] -= 1
         load[spot.node.name] += 1
         spots.remove(spot)
-        seated.remove(owner)
+        owners.remove(owner)
     return found
 
 
@@ -142,7 +142,7 @@ def plan(job: Job) -> PlanView:
                 rank=move.owner.rank,
                 origin=move.owner.place,
                 to=move.spot.place,
-                cost="process" if move.spot.dearer else "standby",
+                cost="process" if move.spot.dearer else "spare",
                 reason=move.why,
             )
             for move in found
@@ -155,7 +155,7 @@ def plan(job: Job) -> PlanView:
 def _rejected(job: Job, found: list[Move]) -> list[RejectedView]:
     used = {move.spot.place for move in found}
     gone = {move.owner.rank for move in found}
-    load = Counter(worker.node for worker in job.seated() if worker.usable)
+    load = Counter(worker.node for worker in job.rank_owners() if worker.usable)
     load.subtract(Counter(move.owner.node for move in found))
     load.update(move.spot.node.name for move in found)
     nobody = "no rank would be better off there"
@@ -164,12 +164,12 @@ def _rejected(job: Job, found: list[Move]) -> list[RejectedView]:
             what=f"{spare.place} ({spare.id})",
             why=placement.unfit(spare, job.nodes[spare.node]) or nobody,
         )
-        for spare in job.standbys()
+        for spare in job.spares()
         if spare.place not in used
     ]
     free = [f"{node}/{slot}" for node, slot in processes.free_slots(job)]
     rejected += [RejectedView(what=f"{p} (free)", why=nobody) for p in free if p not in used]
-    for worker in job.seated():
+    for worker in job.rank_owners():
         at = _at(job, worker, load)
         if worker.rank not in gone and _trouble(job, worker.rank, *at) > NONE:
             what, why = f"rank {worker.rank} stays in {worker.place}", _why(job, worker.rank, *at)

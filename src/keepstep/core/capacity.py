@@ -44,7 +44,7 @@ class Capacity:
     late: dict[str, tuple[str, str]] = field(default_factory=dict)  # node -> place and op, given up
     origins: dict[str, str] = field(default_factory=dict)  # node -> the place it stands in for
     retiring: set[str] = field(default_factory=set)  # nodes that are well and will be left
-    swaps: dict[str, str] = field(default_factory=dict)  # place -> op of what took its seat
+    swaps: dict[str, str] = field(default_factory=dict)  # place -> op of what took its place
     asked: int = 0  # how often
     again_at: int = 0  # not before
     denied: str = ""  # why, the last time
@@ -70,7 +70,7 @@ class CapacityView(msgspec.Struct, frozen=True, kw_only=True):
     away: dict[str, str]  # node -> place: without a stream
     fence: dict[str, str]  # node -> place: given up, but it may still run
     taint: dict[str, tuple[str, str]]  # node -> place and why nothing new may start there
-    leave: dict[str, tuple[str, str]]  # node -> place and the op that took its seat, "" for none
+    leave: dict[str, tuple[str, str]]  # node -> place and the op that took its place, "" for none
     places: dict[str, str]  # node -> place
     origins: set[str]  # places that would be moved back to
     ops: set[str]  # what was acquired for anything else goes back

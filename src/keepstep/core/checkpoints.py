@@ -64,7 +64,7 @@ def deadline(job: Job) -> int | None:
 
 
 def _listener(job: Job) -> Worker | None:
-    found = (w for w in job.seated() if w.ordinary and job.nodes[w.node].state == "connected")
+    found = (w for w in job.rank_owners() if w.ordinary and job.nodes[w.node].state == "connected")
     return next(found, None)
 
 

@@ -49,7 +49,7 @@ def shared(within: Sequence[str], victim: Node | None, node: Node) -> list[str]:
 
 
 def helps(job: Job, node: str) -> bool:
-    """A spare there could take the seat of somebody who needs one."""
+    """A spare there could stand in for somebody who needs one."""
     within = job.spec.policy.within
     if not within:
         return True

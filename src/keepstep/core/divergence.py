@@ -112,7 +112,7 @@ def late(job: Job, out: Out) -> None:
 
 
 def _complete(job: Job, found: Divergence) -> bool:
-    return all(w.rank in found.said for w in job.seated() if w.usable and not w.done)
+    return all(w.rank in found.said for w in job.rank_owners() if w.usable and not w.done)
 
 
 def _name(job: Job, out: Out, found: Divergence) -> None:

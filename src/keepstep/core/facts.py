@@ -16,7 +16,7 @@ from keepstep.model.records import Trigger
 SECOND = 1_000_000_000
 
 
-Role = Literal["standby", "understudy", "newcomer", "rank", "leaver", "unwanted"]
+Role = Literal["spare", "understudy", "newcomer", "rank", "leaver", "unwanted"]
 
 
 Kind = Literal["planned", "unplanned", "resume"]
@@ -71,7 +71,7 @@ class WorkerFacts:
     own_ns: int = 0  # of its last steps: what it does alone
     own_steps: int = 0  # how many were measured
     stalled: Stalled | None = None
-    # standby, understudy and newcomer
+    # spare, understudy and newcomer
     parked: str = ""
     presumed: int = -1  # the rank that an understudy was built for
     assigned_at: int = 0
@@ -106,7 +106,7 @@ class WorkerFacts:
     asked: dict[str, tuple[int, int]] = field(default_factory=dict)  # what -> (generation, when)
     synced: int = 0  # how often ranks had been told something at once when its agent joined
     resync: bool = False  # its agent came back, and it may never have heard of its Swap
-    special: dict[str, Worker] | None = None  # of its job, once it belongs to one
+    watched: dict[str, Worker] | None = None  # of its job, once it belongs to one
 
 
 class Worker(WorkerFacts):
@@ -125,12 +125,12 @@ class Worker(WorkerFacts):
         return self.stalled is None and self.release_due is None and not self.resync
 
     def sort_in(self) -> None:
-        if self.special is None:
+        if self.watched is None:
             return
         if not self.ordinary:
-            self.special[self.id] = self
+            self.watched[self.id] = self
         else:
-            self.special.pop(self.id, None)
+            self.watched.pop(self.id, None)
 
     @property
     def place(self) -> str:
@@ -143,7 +143,7 @@ def _watched(name: str) -> Any:
 
     def change(worker: Worker, value: object) -> None:
         write(worker, value)
-        if hasattr(worker, "special"):  # else it is still being made
+        if hasattr(worker, "watched"):  # else it is still being made
             worker.sort_in()
 
     return property(slot.__get__, change)

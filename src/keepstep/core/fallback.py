@@ -4,7 +4,7 @@ Theory of operation. The memory of the ranks, and the copies beside it, cover th
 What they do not cover is lost since the newest complete checkpoint (checkpoints.py). Then all ranks
 are ended, whatever they hold: the job goes back to one boundary of all of them. From there on it is
 a job that was submitted with `--resume` (start.py): as soon as the old processes are gone,
-standbys become newcomers of an attempt without members. The incident stays open until they train,
+spares become newcomers of an attempt without members. The incident stays open until they train,
 ends FELL_BACK and says how many steps were lost.
 
 Ticks are used a second time then. So whatever was kept about the first time is dropped: side state
@@ -46,7 +46,7 @@ def fall_back(job: Job, out: Out, reason: str, reached: int = 0) -> None:
         why = f"{reason}; the job went back to {newest.path} {RETURNS_MAX} times before"
         _end(job, out, why)
         return
-    version = max((worker.version for worker in job.seated()), default=reached)
+    version = max((worker.version for worker in job.rank_owners()), default=reached)
     lost = max(0, version - newest.version)
     incident.also(f"{reason}; back to {newest.path} at step {newest.version}")
     for other in list(job.incidents):
@@ -65,7 +65,7 @@ def fall_back(job: Job, out: Out, reason: str, reached: int = 0) -> None:
         )
     )
     for worker in job.workers.values():
-        if worker.role != "standby" and worker.alive:
+        if worker.role != "spare" and worker.alive:
             worker.role = "unwanted"
             out.kill(worker)
     fallen(job, incident, newest, lost, job.generation_max + 1)

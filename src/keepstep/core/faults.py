@@ -1,4 +1,4 @@
-"""From facts to unplanned attempts: what broke, and who takes the seat.
+"""From facts to unplanned attempts: what broke, and who takes the rank over.
 
 `broken` is the question asked after every event: do the ranks that are alive still match what is
 going on? If not, `recover_from` opens or widens the incident and starts the next attempt. It does
@@ -235,7 +235,7 @@ def ranks_on(job: Job, name: str) -> list[Worker]:
     """Ranks there that may still run; killing one is no proof of its end. A job that goes back to
     a checkpoint has no owners, but what they were may live."""
     if job.fallen:
-        return [w for w in job.there.get(name, ()) if w.alive and w.rank >= 0 and not w.done]
+        return [w for w in job.placed_on.get(name, ()) if w.alive and w.rank >= 0 and not w.done]
     return [w for w in job.owners_on(name) if w.alive and not w.done]
 
 
@@ -248,12 +248,12 @@ def give_up_node(job: Job, out: Out, name: str, why: str) -> None:
     if not lost:
         lose_node(job, out, name, why)
         return
-    joining = [w for w in job.there.get(name, ()) if w.role == "newcomer" and w.usable]
+    joining = [w for w in job.placed_on.get(name, ()) if w.role == "newcomer" and w.usable]
     node.state = "unreachable"
     fence_from = max(node.gone_at + SILENT_NS, job.progress_at)
     node.fenced_at = max(out.now, fence_from + job.stall_ns + FENCE_SLACK_NS)
     warn(job, out, f"{name} {why}: its ranks are replaced when they must have ended")
-    for worker in job.there.get(name, ()):
+    for worker in job.placed_on.get(name, ()):
         if worker.usable:
             worker.killed_at = out.now
     for worker in lost:
@@ -266,7 +266,7 @@ def give_up_node(job: Job, out: Out, name: str, why: str) -> None:
 def _wait_after_all(job: Job, out: Out) -> None:
     """Nodes are given up because others can rebuild their ranks. If these are lost too, what a node
     out of reach has is all there is: its agent spares ranks that hold, and nobody was given their
-    seats. So they are waited for as if the others had been lost first (timers.py says how long)."""
+    ranks. So they are waited for as if the others had been lost first (timers.py says how long)."""
     patience_ns = job.stall_ns + ALL_SILENT_NS
     for node in job.order:
         until = max(node.gone_at, job.progress_at) + patience_ns
@@ -288,7 +288,7 @@ def _wait_after_all(job: Job, out: Out) -> None:
 
 
 def lose_node(job: Job, out: Out, name: str, why: str) -> None:
-    joining = [w for w in job.there.get(name, ()) if w.role == "newcomer" and w.alive]
+    joining = [w for w in job.placed_on.get(name, ()) if w.role == "newcomer" and w.alive]
     node_lost(job, out, job.nodes[name], why)
     for worker in joining:
         newcomer_failed(job, out, worker, f"{name} {why}")
@@ -309,7 +309,7 @@ def check_hang(job: Job, out: Out) -> None:
         return
     stalled = {}
     if attempt is None or attempt.committed:
-        owners = job.seated()
+        owners = job.rank_owners()
     else:  # whoever holds may stand still
         owners = (job.workers[job.owners[rank]] for rank in attempt.holds.missing())
     for worker in owners:
@@ -325,7 +325,7 @@ def check_hang(job: Job, out: Out) -> None:
         # long in it may count as stalled for a moment yet: believe what stands a timeout later.
         job.judge_at = job.passed_at + job.stall_ns
         return
-    ended = {worker.rank: worker.tick for worker in job.odd() if worker.done}
+    ended = {worker.rank: worker.tick for worker in job.watched_owners() if worker.done}
     busy = {rank: seen.tick for rank, seen in stalled.items() if seen.where in IN_STEP}
     if uneven := uneven_steps(ended, busy):
         job.alarm = ("user", uneven)  # what the ranks themselves report decides

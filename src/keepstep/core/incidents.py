@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from keepstep.core.facts import SECOND, Incident
-from keepstep.core.project import incident_view, job_view
+from keepstep.core.job_views import incident_view, job_view
 from keepstep.core.state import Job, Out
 from keepstep.core.timeline import Timeline
 from keepstep.model.agent_messages import Stop
@@ -118,7 +118,7 @@ def close_incident(
 
 def _attached(job: Job) -> bool:
     """Some rank has, and then all have: its attach waits for them."""
-    return any(worker.attached for worker in job.seated())
+    return any(worker.attached for worker in job.rank_owners())
 
 
 def warn(job: Job, out: Out, message: str) -> None:

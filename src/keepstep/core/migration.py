@@ -103,7 +103,7 @@ def recover(job: Job, out: Out, attempt: Attempt) -> None:
 
 def abort_row(job: Job, out: Out, attempt: Attempt) -> None:
     command = Abort(generation=attempt.generation, reason=attempt.incident.reason)
-    for worker in job.odd():
+    for worker in job.watched_owners():
         if worker.resync and worker.rank in attempt.members and not has_reported(worker, attempt):
             if worker.swap is not None and worker.swapped < worker.swap.generation:
                 # Committed, but it may not know: a newcomer only reports once it is a rank.
@@ -151,7 +151,7 @@ def assign_row(job: Job, out: Out, attempt: Attempt) -> None:
         prepared = prepared_places(job, attempt.incident, rank)
         toward = attempt.incident.toward.get(rank, "")
         spare, _ = placement.choose_spare(
-            placement.only_at(toward, job.standbys()),
+            placement.only_at(toward, job.spares()),
             job.nodes,
             away_from="" if old is None or toward else old.node,
             home=f"{node}/{slot}",

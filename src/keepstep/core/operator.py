@@ -16,7 +16,7 @@ from keepstep.core.facts import Node, Worker
 from keepstep.core.faults import newcomer_failed
 from keepstep.core.incidents import close_incident, end_job, open_incident
 from keepstep.core.placement import parity_trouble
-from keepstep.core.recovery import apply_taint, tell_buddy
+from keepstep.core.restart import apply_taint, tell_buddy
 from keepstep.core.state import Job, Out
 from keepstep.errors import UsageError
 from keepstep.model import labels
@@ -272,7 +272,7 @@ def _taint(job: Job, out: Out, target: str, reason: str) -> None:
     apply_taint(job, target, reason)
     out.record(Tainted(job=job.id, at_ns=out.now, target=target, reason=reason))
     node, slot = _target(job, target)
-    for worker in list(job.there.get(node.name, ())):
+    for worker in list(job.placed_on.get(node.name, ())):
         if slot in (None, worker.slot) and worker.role == "newcomer" and worker.usable:
             newcomer_failed(job, out, worker, f"{worker.place} was tainted: {reason}")
 

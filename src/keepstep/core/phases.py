@@ -14,7 +14,7 @@ Within a phase everything that can be asked for is asked at once (rows, in this 
     command     to                       as soon as                           answered by
     Abort       members, newcomers       at once (unplanned)                  Report (members)
     OpenStore   an agent not hit         at once                              StoreOpened
-    Assign      a parked standby         a moving rank has no newcomer        Arrived
+    Assign      a parked spare           a moving rank has no newcomer        Arrived
     Decide      members                  all have reported, tick is on record Held
     Stage       members, newcomers       store open, newcomers there, decided Staged
     Position    newcomers                arrived and tick known               Ready

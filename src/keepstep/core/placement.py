@@ -1,6 +1,6 @@
-"""Where ranks and standbys go. Pure functions over nodes and workers; each says why.
+"""Where ranks and spares go. Pure functions over nodes and workers; each says why.
 
-* A spare is a parked standby in a healthy place. Another node than the victim's is preferred:
+* A spare is a parked spare in a healthy place. Another node than the victim's is preferred:
   what killed the victim may be about to kill its neighbours. So is one of another failure domain,
   and one outside the domain that the job stays within is none (demand.py).
 * A slot is free if no process is, or may still be, in it. A rank that died by itself leaves its
@@ -26,7 +26,7 @@ PARITY_MEMBERS = 3
 
 
 def choose_spare(
-    standbys: Iterable[Worker],
+    spares: Iterable[Worker],
     nodes: Mapping[str, Node],
     *,
     away_from: str,
@@ -34,21 +34,21 @@ def choose_spare(
     prepared: Container[str] = (),
     within: Sequence[str] = (),
 ) -> tuple[Worker | None, str]:
-    """The parked standby to use for a rank that was on node `away_from`.
+    """The parked spare to use for a rank that was on node `away_from`.
 
     `home` is a slot to prefer over everything (a resumed job gets its usual placement), `prepared`
     are those where an understudy of the rank is ready, `within` are labels of nodes (demand.py)."""
     victim = nodes.get(away_from)
     parked: list[Worker] = []
     refused: list[str] = []
-    for worker in standbys:
+    for worker in spares:
         why = unfit(worker, nodes[worker.node], victim, within)
         if why:
             refused.append(f"{worker.id}: {why}")
         else:
             parked.append(worker)
     if not parked:
-        return None, "; ".join(refused) or "there is no standby"
+        return None, "; ".join(refused) or "there is no spare"
     best = min(
         parked,
         key=lambda w: (
@@ -67,15 +67,15 @@ def choose_spare(
     return best, f"{best.id} is parked in {best.place} ({where})"
 
 
-def only_at(place: str, standbys: Iterable[Worker]) -> list[Worker]:
+def only_at(place: str, spares: Iterable[Worker]) -> list[Worker]:
     """Those in `place`; "": all of them."""
-    return [worker for worker in standbys if place in ("", worker.place)]
+    return [worker for worker in spares if place in ("", worker.place)]
 
 
 def unfit(
     worker: Worker, node: Node, victim: Node | None = None, within: Sequence[str] = ()
 ) -> str:
-    """Why this standby cannot be taken now for a rank of node `victim`; empty if it will do."""
+    """Why this spare cannot be taken now for a rank of node `victim`; empty if it will do."""
     if node.state != "connected":
         return f"node {node.name} is {node.state}"
     if not node.healthy(worker.slot):
@@ -85,7 +85,7 @@ def unfit(
 
 def free_slots(nodes: Mapping[str, Node], workers: Iterable[Worker]) -> list[tuple[str, int]]:
     """Healthy, connected and empty, emptiest node first (a spare node before a rank's)."""
-    # An understudy only accompanies a standby: where it is alone, the standby is missing.
+    # An understudy only accompanies a spare: where it is alone, the spare is missing.
     taken = {(w.node, w.slot) for w in workers if w.alive and w.role != "understudy"}
     load = Counter(node for node, _ in taken)
     free = [
@@ -109,8 +109,8 @@ def home_slots(spec: JobSpec) -> dict[int, tuple[str, int]]:
 def start_slots(
     spec: JobSpec, nodes: Mapping[str, Node], workers: Iterable[Worker]
 ) -> tuple[dict[int, tuple[str, int]] | None, str]:
-    """Slots for all ranks of a start from scratch; standbys' slots may be taken for it."""
-    held = {(w.node, w.slot) for w in workers if w.alive and w.role != "standby"}
+    """Slots for all ranks of a start from scratch; spares' slots may be taken for it."""
+    held = {(w.node, w.slot) for w in workers if w.alive and w.role != "spare"}
     usable = {  # in order; no values
         (node.name, slot): None
         for node in nodes.values()

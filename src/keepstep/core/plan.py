@@ -1,7 +1,7 @@
 """What a request for a move would lead to now. Nothing here changes anything.
 
 The choices are those of planned.py and processes.py, made one after the other on what is there
-at this moment: a parked standby, else a process in a free slot, else a node of the scheduler, else
+at this moment: a parked spare, else a process in a free slot, else a node of the scheduler, else
 the move waits. Everything that was not chosen is named with its reason. What the scheduler has to
 offer is for the shell to ask (`Ask`); the core only says what it would ask for.
 """
@@ -15,9 +15,9 @@ import msgspec
 from keepstep.core import operator, placement, processes, provision
 from keepstep.core.demand import domains, mismatch, shared
 from keepstep.core.facts import Node, Worker
+from keepstep.core.priorities import Offer
 from keepstep.core.state import Job
 from keepstep.core.triage import name_ranks
-from keepstep.core.turns import Offer
 from keepstep.model.job import Drain, Migrate
 from keepstep.model.schedule import Ask
 from keepstep.model.views import MoveView, OfferView, PlanView, RejectedView
@@ -30,13 +30,13 @@ def plan(job: Job, given: Migrate | Drain) -> tuple[PlanView, Ask | None]:
     else:
         operator.check_migrate(job, given)
         ranks, target, asked = given.ranks, "", f"migrate {name_ranks(given.ranks)}"
-    standbys = job.standbys()
+    spares = job.spares()
     free = [place for place in processes.free_slots(job) if place[0] != target]
     moves: list[MoveView] = []
     rejected: dict[tuple[str, str], None] = {}  # in order; no values
     for rank in ranks:
         owner = job.workers[job.owners[rank]]
-        move, refused = _move(job, owner, standbys, free, target)
+        move, refused = _move(job, owner, spares, free, target)
         moves.append(move)
         rejected |= dict.fromkeys(refused)
     chosen = {move.to for move in moves}
@@ -75,40 +75,38 @@ def with_offers(view: PlanView, found: Sequence[Offer]) -> PlanView:
 def _move(
     job: Job,
     owner: Worker,
-    standbys: list[Worker],
+    spares: list[Worker],
     free: list[tuple[str, int]],
     target: str,
 ) -> tuple[MoveView, list[tuple[str, str]]]:
-    """Takes what it uses out of `standbys` and `free`."""
+    """Takes what it uses out of `spares` and `free`."""
     prepared = {
         one.place
         for one in job.understudies()
         if one.ready is not None and one.presumed == owner.rank
     }
-    usable = [worker for worker in standbys if worker.node != target]
+    usable = [worker for worker in spares if worker.node != target]
     within, home = job.spec.policy.within, job.nodes[owner.node]
     best, why = placement.choose_spare(
         usable, job.nodes, away_from=owner.node, prepared=prepared, within=within
     )
-    refused = [
-        (_named(w), "its node is the one to be drained") for w in standbys if w not in usable
-    ]
+    refused = [(_named(w), "its node is the one to be drained") for w in spares if w not in usable]
     refused += [
         (_named(worker), _rejection(job, worker, best, owner, prepared))
         for worker in usable
         if worker is not best
     ]
     if best is not None:
-        standbys.remove(best)
-        cost = "understudy" if best.place in prepared else "standby"
+        spares.remove(best)
+        cost = "understudy" if best.place in prepared else "spare"
         if cost == "understudy":
             why = f"a process built as rank {owner.rank} is ready in {best.place}"
         return _to(owner, best.place, cost, why), refused
     starting = [w for w in usable if _may_park(job, w) and not mismatch(within, home, _at(job, w))]
     if starting:
-        standbys.remove(starting[0])
+        spares.remove(starting[0])
         why = f"{starting[0].id} is still starting there: the move waits until it is parked"
-        return _to(owner, starting[0].place, "standby", why), refused
+        return _to(owner, starting[0].place, "spare", why), refused
     fit = [place for place in free if not mismatch(within, home, job.nodes[place[0]])]
     refused += [
         (f"{node}/{slot} (free)", why)
@@ -118,7 +116,7 @@ def _move(
     if fit:
         node, slot = fit[0]
         free.remove(fit[0])
-        why = "no standby is left; a process is started in this free slot, then the rank moves"
+        why = "no spare is left; a process is started in this free slot, then the rank moves"
         return _to(owner, f"{node}/{slot}", "process", why), refused
     spec = job.spec.provision
     if spec is not None and spec.kinds:

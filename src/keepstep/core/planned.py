@@ -67,7 +67,7 @@ def next_move(job: Job, out: Out) -> None:
 
 
 def _start_wave(job: Job, out: Out, incident: Incident) -> bool:
-    spares = job.standbys()
+    spares = job.spares()
     wave: list[int] = []
     if incident.toward:
         return _start_better(job, out, incident)
@@ -106,7 +106,7 @@ def _start_better(job: Job, out: Out, incident: Incident) -> bool:
         rank = incident.pending[0]
         place = incident.toward[rank]
         spare, why = placement.choose_spare(
-            placement.only_at(place, job.standbys()), job.nodes, away_from=""
+            placement.only_at(place, job.spares()), job.nodes, away_from=""
         )
         if spare is not None:
             start_attempt(job, out, "planned", incident, [rank], {}, f"rank {rank} to {place}")
@@ -154,7 +154,7 @@ def _hold_row(job: Job, out: Out, attempt: Attempt) -> None:
 def release(job: Job, out: Out, attempt: Attempt) -> None:
     """Undo: ranks go on as before, newcomers (whose position is stale by then) are replaced."""
     away = [n.name for n in job.nodes.values() if n.state != "connected"]
-    for worker in [*job.odd(), *(w for name in away for w in job.owners_on(name))]:
+    for worker in [*job.watched_owners(), *(w for name in away for w in job.owners_on(name))]:
         if worker.usable and not worker.done:
             worker.release_due = attempt.generation
     job.release_due = attempt.generation

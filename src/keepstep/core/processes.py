@@ -1,8 +1,8 @@
-"""Starting and losing processes: ranks, standbys, nodes.
+"""Starting and losing processes: ranks, spares, nodes.
 
 A process has ended when its agent says so, when its node is dead, or when its agent comes back
 without it. Ending is one function whatever the way; what follows from it (an incident, a
-new standby) is not decided here but by the next look at all facts.
+new spare) is not decided here but by the next look at all facts.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def crash(job: Job, out: Out, node: Node, slot: int) -> None:
 def ask_holders_again(job: Job) -> None:
     """A node came back, or will never: newcomers that lack their side state look once more. What
     they hear about a question from before does not count as the last word."""
-    for worker in job.special.values():  # newcomers are
+    for worker in job.watched.values():  # newcomers are
         worker.missing = 0
         if worker.lacks_holders:
             worker.lacks_holders = False
@@ -139,7 +139,7 @@ def node_lost(job: Job, out: Out, node: Node, why: str) -> None:
     node.stores.clear()
     ask_holders_again(job)
     out.record(NodeLost(job=job.id, at_ns=out.now, node=node.name, why=why))
-    for worker in job.there.get(node.name, ()):
+    for worker in job.placed_on.get(node.name, ()):
         if worker.alive:
             if worker.killed_at is None:
                 worker.killed_at = out.now  # never to be told anything again
@@ -152,29 +152,29 @@ def node_lost(job: Job, out: Out, node: Node, why: str) -> None:
 
 
 def refill(job: Job, out: Out, needed: int, forced: bool) -> None:
-    """Keep `spares` standbys, or as many as are needed at once. During a recovery (`forced`)
+    """Keep `spares` spares, or as many as are needed at once. During a recovery (`forced`)
     only the needed ones: the machine has better things to do than to warm up the next."""
-    for worker in job.standbys() + job.understudies():
+    for worker in job.spares() + job.understudies():
         node = job.nodes[worker.node]
         if node.state == "connected" and not node.healthy(worker.slot):
             worker.role = "unwanted"
             out.kill(worker)
     wanted = needed if forced else max(job.spec.spares, needed)
-    standbys = _helpful_first(job, job.standbys())
+    spares = _helpful_first(job, job.spares())
     if not forced:
         aims = aimed_at(job)
-        standbys = [worker for worker in standbys if worker.place not in aims]
+        spares = [worker for worker in spares if worker.place not in aims]
         for node_name, slot in free_slots(job) if aims else ():
             if f"{node_name}/{slot}" in aims:
-                start_worker(job, out, node_name, slot, -1, "standby")
+                start_worker(job, out, node_name, slot, -1, "spare")
         # Started for a move that came to nothing: the youngest go first.
-        for worker in reversed(standbys[max(0, wanted) :]):
+        for worker in reversed(spares[max(0, wanted) :]):
             worker.role = "unwanted"
             out.kill(worker)
-        standbys = standbys[: max(0, wanted)]
-    missing, lacking = wanted - len(standbys), 0
+        spares = spares[: max(0, wanted)]
+    missing, lacking = wanted - len(spares), 0
     if needed > 0 and job.spec.policy.within:
-        lacking = needed - sum(demand.helps(job, worker.node) for worker in standbys)
+        lacking = needed - sum(demand.helps(job, worker.node) for worker in spares)
     if max(missing, lacking) <= 0:
         return
     free = free_slots(job)
@@ -182,7 +182,7 @@ def refill(job: Job, out: Out, needed: int, forced: bool) -> None:
     others = [place for place in free if place not in helpful]
     chosen = helpful[: max(missing, lacking)]
     for node_name, slot in chosen + others[: max(0, missing - len(chosen))]:
-        start_worker(job, out, node_name, slot, -1, "standby")
+        start_worker(job, out, node_name, slot, -1, "spare")
 
 
 def aimed_at(job: Job) -> set[str]:
@@ -196,35 +196,35 @@ def may_come(job: Job, place: str) -> bool:
     node = job.nodes[name]
     if node.state != "connected" or not node.healthy(int(slot)):
         return False
-    there = [w for w in job.there.get(name, ()) if w.alive and w.slot == int(slot)]
-    return all(w.killed_at is not None or w.role in ("standby", "understudy") for w in there)
+    there = [w for w in job.placed_on.get(name, ()) if w.alive and w.slot == int(slot)]
+    return all(w.killed_at is not None or w.role in ("spare", "understudy") for w in there)
 
 
-def _helpful_first(job: Job, standbys: list[Worker]) -> list[Worker]:
+def _helpful_first(job: Job, spares: list[Worker]) -> list[Worker]:
     """Where ranks stay within a domain, those who need a spare need one that is in it."""
     if not job.spec.policy.within:
-        return standbys
-    return sorted(standbys, key=lambda worker: not demand.helps(job, worker.node))
+        return spares
+    return sorted(spares, key=lambda worker: not demand.helps(job, worker.node))
 
 
 def end_left_over(job: Job, out: Out) -> None:
-    """A standby and the understudies beside it give one seat; the rest is ended when that is
-    taken and training goes on. So are understudies that have lost their standby."""
-    parked = {worker.place for worker in job.standbys()}
-    for worker in list(job.special.values()):
-        waiting = worker.role in ("standby", "understudy") and worker.usable
+    """A spare and the understudies beside it make one rank; the rest is ended when that is
+    taken and training goes on. So are understudies that have lost their spare."""
+    parked = {worker.place for worker in job.spares()}
+    for worker in list(job.watched.values()):
+        waiting = worker.role in ("spare", "understudy") and worker.usable
         if waiting and worker.place not in parked:
             worker.role = "unwanted"
             out.kill(worker)
 
 
 def may_get_spare(job: Job) -> bool:
-    """A standby is on its way or could be started: waiting will help."""
+    """A spare is on its way or could be started: waiting will help."""
     if any(
         job.nodes[w.node].state in ("connected", "disconnected")
         and job.nodes[w.node].healthy(w.slot)
         and demand.helps(job, w.node)
-        for w in job.standbys()
+        for w in job.spares()
     ):
         return True
     if any(demand.helps(job, node) for node, _ in free_slots(job)):
@@ -236,14 +236,14 @@ def may_get_spare(job: Job) -> bool:
         and job.nodes[worker.node].state == "connected"
         and job.nodes[worker.node].healthy(worker.slot)
         and demand.helps(job, worker.node)
-        for worker in job.special.values()
+        for worker in job.watched.values()
     )
 
 
 def _shares_its_slot(job: Job, worker: Worker) -> bool:
     if worker.presumed >= 0:
         return worker.role in ("understudy", "unwanted")
-    return worker.role == "standby" and bool(job.spec.understudies) and job.seated_at(worker)
+    return worker.role == "spare" and bool(job.spec.understudies) and job.is_taken(worker)
 
 
 def free_slots(job: Job) -> list[tuple[str, int]]:
@@ -251,15 +251,15 @@ def free_slots(job: Job) -> list[tuple[str, int]]:
     slot with another do not count."""
     dead = Counter(
         worker.node
-        for worker in job.special.values()
+        for worker in job.watched.values()
         if not worker.alive or _shares_its_slot(job, worker)
     )
     roomy = {
         node.name: node
         for node in job.order
-        if len(job.there.get(node.name, ())) - dead[node.name] < node.slots
+        if len(job.placed_on.get(node.name, ())) - dead[node.name] < node.slots
     }
-    there = (worker for name in roomy for worker in job.there.get(name, ()))
+    there = (worker for name in roomy for worker in job.placed_on.get(name, ()))
     return placement.free_slots(roomy, there)
 
 

@@ -62,18 +62,18 @@ def lacking(job: Job) -> list[int]:
         return []
     healthy = [
         worker
-        for worker in job.special.values()
+        for worker in job.watched.values()
         if job.nodes[worker.node].state in ("connected", "disconnected")
         and job.nodes[worker.node].healthy(worker.slot)
     ]
-    room = [w.node for w in healthy if w.role == "standby" and w.usable]
+    room = [w.node for w in healthy if w.role == "spare" and w.usable]
     room += [w.node for w in healthy if w.alive and w.killed_at is not None]
     return unmet(job, needy, room + [node for node, _ in free_slots(job)])
 
 
 def _fallen_short(job: Job) -> str:
     """Why a job that goes back to a checkpoint cannot start; empty if it can, or does not."""
-    if not job.fallen or any(w.alive and w.role != "standby" for w in job.workers.values()):
+    if not job.fallen or any(w.alive and w.role != "spare" for w in job.workers.values()):
         return ""
     if any(node.state in ("disconnected", "unreachable") for node in job.order):
         return ""  # it may come back
@@ -426,4 +426,4 @@ def _is_left(job: Job, node: Node) -> bool:
     stands = job.attempt is not None or job.progress_at < node.copied_until + SETTLE_NS
     if node.copied_until and stands:
         return False
-    return not any(worker.alive for worker in job.there.get(node.name, ()))
+    return not any(worker.alive for worker in job.placed_on.get(node.name, ()))

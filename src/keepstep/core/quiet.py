@@ -89,7 +89,7 @@ def follows_nothing(job: Job, out: Out, event: CoreInput) -> bool:
 
 def _samples(job: Job, said: list[WorkerSaid]) -> Iterable[WorkerSaid]:
     """Ordinary ranks that give the same answer about the same tick stand for each other."""
-    special, workers = job.special, job.workers
+    special, workers = job.watched, job.workers
     found: dict[object, WorkerSaid] = {}
     for one in said:
         alike = one.worker in workers and one.worker not in special

@@ -62,7 +62,7 @@ def commit(job: Job, out: Out, attempt: Attempt) -> None:
             moves=moves,
         )
     )
-    for worker in job.odd():
+    for worker in job.watched_owners():
         worker.stalled = None
         worker.resync = False
     for worker in newcomers(job, attempt):
@@ -154,7 +154,7 @@ FORWARD: tuple[tuple[str, Gate], ...] = (
 def retire(job: Job, out: Out, attempt: Attempt) -> None:
     job.attempt = None
     # Not before: a process that ends and gives its memory back takes time from the first step.
-    for worker in list(job.special.values()):
+    for worker in list(job.watched.values()):
         if worker.role == "leaver" and worker.usable:
             out.ask(worker, "leave", attempt.generation, Leave(generation=attempt.generation))
     close_stores(job, out, keep={job.generation})
@@ -173,7 +173,7 @@ def retire(job: Job, out: Out, attempt: Attempt) -> None:
 def forget_dead(job: Job, out: Out) -> None:
     """Nobody needs the dead workers' side state any more."""
     gone: dict[str, list[str]] = {}  # by node
-    for worker in job.special.values():
+    for worker in job.watched.values():
         if not worker.alive and "forget" not in worker.asked:
             gone.setdefault(worker.node, []).append(worker.id)
     for name, ids in gone.items():

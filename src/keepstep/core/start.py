@@ -9,7 +9,7 @@ us before the news of the death.
        ^                                                       |
        `------------------------ a death ----------------------'
 
-A resumed job has no ranks to start: `world` standbys are started and become newcomers of an
+A resumed job has no ranks to start: `world` spares are started and become newcomers of an
 attempt without members whose state comes from the checkpoint (migration.py). So does one that fell
 back (fallback.py), in its own incident.
 """
@@ -70,7 +70,7 @@ def _begin(job: Job, out: Out) -> None:
     leaving = [
         w
         for w in job.workers.values()
-        if w.alive and w.role != "standby" and job.nodes[w.node].state != "dead"
+        if w.alive and w.role != "spare" and job.nodes[w.node].state != "dead"
     ]
     if leaving:
         return  # being killed: their slots are needed
@@ -108,7 +108,7 @@ def _begin(job: Job, out: Out) -> None:
 
 
 def store_opened(job: Job, out: Out, message: StoreOpened) -> None:
-    """All ranks at once; standbys follow by refill."""
+    """All ranks at once; spares follow by refill."""
     if job.mode != "opening" or message.generation != job.generation_max:
         return
     placed, why = placement.start_slots(job.spec, job.nodes, job.workers.values())
@@ -145,8 +145,8 @@ def store_failed(job: Job, out: Out, why: str) -> None:
 
 
 def _clear(job: Job, out: Out, placed: dict[int, tuple[str, int]]) -> bool:
-    """Ranks go before standbys. True: some slots have to be emptied first."""
-    in_the_way = [w for w in job.standbys() if (w.node, w.slot) in placed.values()]
+    """Ranks go before spares. True: some slots have to be emptied first."""
+    in_the_way = [w for w in job.spares() if (w.node, w.slot) in placed.values()]
     for worker in in_the_way:
         worker.role = "unwanted"
         out.kill(worker)
@@ -160,7 +160,7 @@ def _begin_resume(job: Job, out: Out, placed: dict[int, tuple[str, int]]) -> Non
     taken = {(w.node, w.slot) for w in job.workers.values() if w.alive}
     for place in placed.values():
         if place not in taken:
-            start_worker(job, out, place[0], place[1], -1, "standby")
+            start_worker(job, out, place[0], place[1], -1, "spare")
     ranks = list(range(job.spec.world))
     reason = f"resumed from {job.resume}"
     incident = next((i for i in job.incidents if i.fell_back), None)

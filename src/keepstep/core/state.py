@@ -13,7 +13,7 @@ commands are idempotent, and rows whose answer is already known are skipped.
 What is equal for all ranks is told to all of them at once (together.py).
 
 An *ordinary* worker owns a rank, lives and trains, and there is nothing else to say about it. The
-others are in `Job.special`, which every change of such a fact keeps true: a look begins with them,
+others are in `Job.watched`, which every change of such a fact keeps true: a look begins with them,
 and does not walk over all ranks to find the one that is dead.
 """
 
@@ -64,9 +64,9 @@ class Job:
     order: list[Node]  # the same, by index
     mode: Literal["waiting", "opening", "starting", "running"] = "waiting"
     workers: dict[str, Worker] = field(default_factory=dict)
-    special: dict[str, Worker] = field(default_factory=dict)  # those that are not ordinary
+    watched: dict[str, Worker] = field(default_factory=dict)  # those that are not ordinary
     owners: dict[int, str] = field(default_factory=dict)  # rank -> worker
-    there: dict[str, list[Worker]] = field(
+    placed_on: dict[str, list[Worker]] = field(
         default_factory=dict
     )  # node -> workers ever placed there
     generation: int = 0
@@ -173,20 +173,20 @@ class Job:
 
     def add_worker(self, worker: Worker) -> None:
         self.workers[worker.id] = worker
-        self.there.setdefault(worker.node, []).append(worker)
-        worker.special = self.special
+        self.placed_on.setdefault(worker.node, []).append(worker)
+        worker.watched = self.watched
         worker.sort_in()
 
     def owners_on(self, node: str) -> list[Worker]:
         """In order of ranks."""
-        found = [w for w in self.there.get(node, ()) if self.owners.get(w.rank) == w.id]
+        found = [w for w in self.placed_on.get(node, ()) if self.owners.get(w.rank) == w.id]
         return sorted(found, key=lambda w: w.rank)
 
     def owner(self, rank: int) -> Worker | None:
         worker = self.owners.get(rank)
         return self.workers[worker] if worker is not None else None
 
-    def seated(self) -> Iterator[Worker]:
+    def rank_owners(self) -> Iterator[Worker]:
         """Owners in order of ranks. A look begins with it, so it neither sorts nor builds."""
         owners, workers = self.owners, self.workers
         whole = len(owners) == self.spec.world
@@ -195,27 +195,27 @@ class Job:
 
     def owning(self) -> list[tuple[int, Worker]]:
         """In order of ranks."""
-        return [(worker.rank, worker) for worker in self.seated()]
+        return [(worker.rank, worker) for worker in self.rank_owners()]
 
-    def odd(self) -> list[Worker]:
+    def watched_owners(self) -> list[Worker]:
         """Owners that are not ordinary, in order of ranks."""
         owners = self.owners
-        found = [w for w in self.special.values() if owners.get(w.rank) == w.id]
+        found = [w for w in self.watched.values() if owners.get(w.rank) == w.id]
         return sorted(found, key=lambda w: w.rank)
 
     def live(self) -> Ranks:
         world = self.spec.world
-        gone = [w.rank for w in self.odd() if not w.usable]
+        gone = [w.rank for w in self.watched_owners() if not w.usable]
         if len(self.owners) < world:
             gone += [rank for rank in range(world) if rank not in self.owners]
         return Ranks(world, gone)
 
     def dead(self) -> list[int]:
         """Ranks without a living owner. One whose script has ended needs none."""
-        return [w.rank for w in self.odd() if not w.usable and not w.done]
+        return [w.rank for w in self.watched_owners() if not w.usable and not w.done]
 
     def somebody_done(self) -> bool:
-        return any(w.done for w in self.odd())
+        return any(w.done for w in self.watched_owners())
 
     def attaching(self) -> tuple[list[int], list[int]]:
         """Ranks that are in attach or through it, and ranks that are not."""
@@ -225,22 +225,22 @@ class Job:
             (there if w.attached or w.where == "attaching" else missing).append(rank)
         return there, missing
 
-    def standbys(self) -> list[Worker]:
-        """One for each place. A place whose understudy is taking a seat is used up."""
-        found = [w for w in self.special.values() if w.role == "standby" and w.usable]
-        return [w for w in found if not self.seated_at(w)] if self.spec.understudies else found
+    def spares(self) -> list[Worker]:
+        """One for each place. A place whose understudy is taking a rank over is used up."""
+        found = [w for w in self.watched.values() if w.role == "spare" and w.usable]
+        return [w for w in found if not self.is_taken(w)] if self.spec.understudies else found
 
-    def seated_at(self, standby: Worker) -> bool:
-        """Somebody has, or is being given, a seat in the same place."""
+    def is_taken(self, spare: Worker) -> bool:
+        """Somebody has, or is being given, a rank in the same place."""
         return any(
-            w.role in ("newcomer", "rank") and w.alive and w.slot == standby.slot
-            for w in self.there[standby.node]
+            w.role in ("newcomer", "rank") and w.alive and w.slot == spare.slot
+            for w in self.placed_on[spare.node]
         )
 
     def understudies(self) -> list[Worker]:
         if not self.spec.understudies:
             return []
-        return [w for w in self.special.values() if w.role == "understudy" and w.usable]
+        return [w for w in self.watched.values() if w.role == "understudy" and w.usable]
 
     def connected(self) -> list[Node]:
         return [node for node in self.nodes.values() if node.state == "connected"]

@@ -70,7 +70,7 @@ def advance(job: Job, out: Out) -> None:
                 exit_code=stopping.exit_code,
             )
         )
-    owners = [worker for worker in job.seated() if worker.usable]
+    owners = [worker for worker in job.rank_owners() if worker.usable]
     for worker in owners:
         if worker.rank not in stopping.held:
             hold = Hold(generation=stopping.generation)

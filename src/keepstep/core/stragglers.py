@@ -68,7 +68,7 @@ def look(job: Job, out: Out) -> None:
     if job.mode != "running" or job.attempt is not None or job.incidents or job.replayed:
         pace.slow.clear()  # what they do now is not what they do in training
         return
-    owners = [w for w in job.seated() if w.usable and w.own_steps >= MEASURED_MIN]
+    owners = [w for w in job.rank_owners() if w.usable and w.own_steps >= MEASURED_MIN]
     seen = max((worker.own_steps for worker in owners), default=0)
     if len(owners) * 2 <= job.spec.world or seen == pace.seen:
         return
@@ -132,7 +132,7 @@ def _why_not(job: Job, worker: Worker, now: int) -> str:
         return "the script is ending"
     within = job.spec.policy.within
     spare, why = placement.choose_spare(
-        job.standbys(), job.nodes, away_from=worker.node, within=within
+        job.spares(), job.nodes, away_from=worker.node, within=within
     )
     if spare is None:
         return f"no spare is ready ({why})"

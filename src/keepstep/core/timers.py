@@ -15,9 +15,9 @@ from keepstep.core import (
     breaker,
     checkpoints,
     divergence,
+    priorities,
     provision,
     stopping,
-    turns,
     understudies,
 )
 from keepstep.core.facts import SECOND, Attempt, Node, Worker
@@ -61,14 +61,14 @@ def timers(job: Job) -> list[Timer]:
             rows += _gone_timer(job, node)
         elif node.state == "unreachable":
             rows += _fenced_timer(job, node)
-    for worker in job.special.values():
+    for worker in job.watched.values():
         if not worker.alive or job.nodes[worker.node].state != "connected":
             continue
         if worker.killed_at is not None:
             rows.append((worker.killed_at + KILL_AGAIN_NS, "kill", worker.id))
         elif worker.role == "leaver":
             rows.append((worker.leave_at + LEAVE_NS, "leave", worker.id))
-        elif worker.role == "standby" and not worker.parked:
+        elif worker.role == "spare" and not worker.parked:
             rows.append((worker.started_at + max(PARK_NS, job.stall_ns), "park", worker.id))
         elif worker.role == "understudy" and worker.ready is None:
             due = understudies.due(job, worker, PARK_NS)
@@ -117,10 +117,10 @@ def _gone_timer(job: Job, node: Node) -> list[Timer]:
         return [(node.gone_at + job.stall_ns, "node", node.name)]
     if job.fallen:
         return [(node.gone_at + job.stall_ns, "node", node.name)]
-    owners = (worker for worker in job.seated() if worker.usable and not worker.done)
+    owners = (worker for worker in job.rank_owners() if worker.usable and not worker.done)
     silent_ns = job.stall_ns
     if not any(job.nodes[worker.node].state == "connected" for worker in owners):
-        if job.saves.newest is None or all(w.alive or w.done for w in job.odd()):
+        if job.saves.newest is None or all(w.alive or w.done for w in job.watched_owners()):
             return []
         silent_ns += ALL_SILENT_NS
     return [(max(node.gone_at, job.progress_at) + silent_ns, "node", node.name)]
@@ -129,7 +129,7 @@ def _gone_timer(job: Job, node: Node) -> list[Timer]:
 def _fenced_timer(job: Job, node: Node) -> list[Timer]:
     """Its ranks can make a step only together with all others. If some live and none of those is in
     reach, all may train on, this node's too; whoever comes back first shows it, and is aborted."""
-    states = {job.nodes[worker.node].state for worker in job.seated() if worker.usable}
+    states = {job.nodes[worker.node].state for worker in job.rank_owners() if worker.usable}
     if states and "connected" not in states:
         return []
     stands_ns = job.stall_ns + FENCE_SLACK_NS
@@ -158,9 +158,9 @@ def _start_timers(job: Job) -> list[Timer]:
 def _attempt_timers(job: Job, attempt: Attempt) -> list[Timer]:
     rows: list[Timer] = []
     if attempt.committed_at is not None:
-        owners = job.spec.world - sum(worker.done for worker in job.odd())
+        owners = job.spec.world - sum(worker.done for worker in job.watched_owners())
         late = attempt.swaps.left - sum(
-            worker.done and attempt.swaps.lacks(worker.rank) for worker in job.odd()
+            worker.done and attempt.swaps.lacks(worker.rank) for worker in job.watched_owners()
         )
         return _late_rows(job, attempt, "swap", attempt.swaps, late < owners)
     if attempt.no_checkpoint and attempt.checkpoint_failed_at:
@@ -286,7 +286,7 @@ def _fire_one(job: Job, out: Out, what: str, subject: str) -> None:
     elif what == "spare":
         provision.late(job, out)
     elif what == "yield":
-        turns.grace_is_over(job, out, subject)
+        priorities.grace_is_over(job, out, subject)
     elif what == "ask-again":
         job.capacity.again_at = 0
     elif what == "start-store":
@@ -321,7 +321,7 @@ def _fire_worker(job: Job, out: Out, what: str, worker: Worker) -> None:
     elif what == "leave":
         out.kill(worker)
     elif what == "park":
-        warn(job, out, f"standby {worker.id} in {worker.place} never asked for its rank")
+        warn(job, out, f"spare {worker.id} in {worker.place} never asked for its rank")
         worker.role = "unwanted"
         job.nodes[worker.node].crashes[worker.slot] = (
             job.nodes[worker.node].crashes.get(worker.slot, 0) + 1

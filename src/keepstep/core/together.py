@@ -33,7 +33,7 @@ from keepstep.model.commands import WorkerCommand
 def tell_ranks(out: Out, command: WorkerCommand, besides: Collection[str] = ()) -> Told:
     """Tell all ordinary ranks on connected nodes but `besides`."""
     job = out.job
-    named = {w.id for w in job.special.values() if w.alive and w.rank >= 0}
+    named = {w.id for w in job.watched.values() if w.alive and w.rank >= 0}
     named.update(besides)
     out.send_all(TellRanks(command=command, besides=sorted(named)))
     job.tellings += 1
@@ -63,4 +63,4 @@ def aside(job: Job, attempt: Attempt) -> list[Worker]:
     """Owners for which what all were told at once may not count, in order of ranks."""
     owners = job.owners
     found = [w for w in attempt.alone.values() if owners.get(w.rank) == w.id and w.ordinary]
-    return sorted(job.odd() + found, key=lambda w: w.rank)
+    return sorted(job.watched_owners() + found, key=lambda w: w.rank)

@@ -1,16 +1,16 @@
 """Understudies: processes that are built as a presumed rank before anybody needs them.
 
-Theory of operation. A standby parks at the script's first question about its rank, because all that
-follows may depend on the answer: it can take any seat, but it builds its model when a rank is dead
-already. Where construction takes long, `JobSpec.understudies` processes beside each standby are
+Theory of operation. A spare parks at the script's first question about its rank, because all that
+follows may depend on the answer: it can take any rank over, but it builds its model when a rank is
+dead already. Where construction takes long, `JobSpec.understudies` processes beside each spare are
 given an answer ahead of time. They go the way of a newcomer as far as Ready (in solo mode, at
 whatever position the job has then) and wait there. When a rank is lost, its understudy, if one is
-ready, becomes its newcomer instead of the standby of the same place. It is assigned like any other
+ready, becomes its newcomer instead of the spare of the same place. It is assigned like any other
 and answers at once with what it said before; Copy leads it on to where the job is.
 
-A place (a slot) still gives one seat. As soon as one of its processes takes a seat the others are
-not used, and when training goes on they are ended. An understudy for another rank is of no use to
-a seat, so nothing ever depends on there being one: if it fails, the standby is there.
+A place (a slot) still makes one rank. As soon as one of its processes takes a rank over, the others
+are not used, and when training goes on they are ended. Nobody waits for
+an understudy, so nothing ever depends on there being one: if it fails, the spare is there.
 
 They are started one at a time on each node, while nothing is wrong.
 """
@@ -40,20 +40,20 @@ def keep(job: Job, out: Out) -> None:
     if job.understudies_failed >= FAILURES_MAX:
         return
     busy = {worker.node for worker in there if worker.ready is None}
-    for standby in job.standbys():
-        node = job.nodes[standby.node]
-        if node.state != "connected" or not standby.parked or standby.node in busy:
+    for spare in job.spares():
+        node = job.nodes[spare.node]
+        if node.state != "connected" or not spare.parked or spare.node in busy:
             continue
-        here = {worker.presumed for worker in there if worker.place == standby.place}
+        here = {worker.presumed for worker in there if worker.place == spare.place}
         if len(here) < min(job.spec.understudies, job.spec.world):
-            rank = _least_covered(job, standby, here, [worker.presumed for worker in there])
-            start_worker(job, out, standby.node, standby.slot, -1, "understudy", presumed=rank)
-            busy.add(standby.node)
+            rank = _least_covered(job, spare, here, [worker.presumed for worker in there])
+            start_worker(job, out, spare.node, spare.slot, -1, "understudy", presumed=rank)
+            busy.add(spare.node)
 
 
-def _least_covered(job: Job, standby: Worker, here: set[int], covered: list[int]) -> int:
+def _least_covered(job: Job, spare: Worker, here: set[int], covered: list[int]) -> int:
     """Ranks of other nodes first: they can be lost without this place being lost with them."""
-    near = {worker.rank for worker in job.owners_on(standby.node)}
+    near = {worker.rank for worker in job.owners_on(spare.node)}
     missing = [rank for rank in range(job.spec.world) if rank not in here]
     return min(missing, key=lambda rank: (covered.count(rank), rank in near, rank))
 

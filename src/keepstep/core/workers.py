@@ -68,7 +68,7 @@ CAUSES = {
 
 def worker_said(job: Job, out: Out, worker: Worker, said: WorkerMessage) -> None:
     if isinstance(said, Parked):
-        if worker.role in ("standby", "understudy"):
+        if worker.role in ("spare", "understudy"):
             worker.parked = said.where or "unknown"
     elif worker.role == "understudy":
         understudies.said(job, out, worker, said)
@@ -264,7 +264,7 @@ def _copy_failed(job: Job, out: Out, attempt: Attempt, worker: Worker, said: Cop
             job, out, attempt, f"{worker.id} could not copy ({said.reason}): {headline(said.error)}"
         )
     if late:
-        # Built too long ago for this script; a standby has no such trouble. That is counted as a
+        # Built too long ago for this script; a spare has no such trouble. That is counted as a
         # failure below, and is none.
         attempt.incident.no_understudies = True
         attempt.incident.failures -= 1

@@ -17,7 +17,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     worker: str
     slot: int
     pid: int
-    rank: int = -1  # -1: standby
+    rank: int = -1  # -1: spare
     generation: int = 0  # from the progress page, as the three below
     version: int = 0
     tick: int = 0
@@ -206,7 +206,7 @@ class Refused(Message, frozen=True):
 
 
 class StartWorker(Message, frozen=True):
-    """Start a process in `slot`; rank -1 is a standby. Idempotent by `worker`."""
+    """Start a process in `slot`; rank -1 is a spare. Idempotent by `worker`."""
 
     worker: str
     slot: int
@@ -243,7 +243,7 @@ class KillNode(Message, frozen=True):
 
 
 class Tell(Message, frozen=True):
-    """Relay to one worker. An Assign tells the agent as well which rank a standby has now."""
+    """Relay to one worker. An Assign tells the agent as well which rank a spare has now."""
 
     worker: str
     command: WorkerCommand

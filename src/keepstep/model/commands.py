@@ -50,7 +50,7 @@ class Welcome(Message, frozen=True):
 
 
 class Assign(Message, frozen=True):
-    """A standby becomes the newcomer for `rank`. `presumed`: only as far as Ready, in case that it
+    """A spare becomes the newcomer for `rank`. `presumed`: only as far as Ready, in case that it
     will be needed; a later Assign for the same rank is answered with what was said already."""
 
     rank: int

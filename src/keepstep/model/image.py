@@ -22,9 +22,9 @@ from typing import Final
 from keepstep.model.agent_messages import Host
 from keepstep.model.messages import Message
 
-# The same path in every nest, and nobody else's: a folder for named sockets, and parts in it.
-NEST: Final = "/run/keepstep-nest"
-PARTS_FOLDER: Final = f"{NEST}/gpu"
+# The same path in every capsule, and nobody else's: a folder for named sockets, and parts in it.
+CAPSULE: Final = "/run/keepstep-nest"
+PARTS_FOLDER: Final = f"{CAPSULE}/gpu"
 PARTS: Final = 8  # each is copied by a thread of its own, and travels on a line of its own
 
 

@@ -22,7 +22,7 @@ POINTS = (
 
 class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: str
-    slots: int  # places where a rank or a standby can run
+    slots: int  # places where a rank or a spare can run
 
 
 class InjectSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,8 +42,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     world: int
     local_world: int  # --nproc-per-node
     nodes: list[NodeSpec]  # the first world/local_world of them get the ranks, in order
-    spares: int  # warm standbys to keep, where free slots exist
-    understudies: int = 0  # beside each standby, processes that are built as presumed ranks
+    spares: int  # warm spares to keep, where free slots exist
+    understudies: int = 0  # beside each spare, processes that are built as presumed ranks
     # of tensors that no other rank has
     redundancy: Literal["auto", "buddy", "parity", "off"] = "auto"
     # "transparent": scripts that know nothing of Keepstep; ranks move as images of their processes

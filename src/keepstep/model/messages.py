@@ -43,7 +43,7 @@ class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Parked(Message, frozen=True):
-    """A standby reached the script's first question about its rank, at `where`."""
+    """A spare reached the script's first question about its rank, at `where`."""
 
     where: str
     warm_ns: int  # process start to parked

@@ -46,7 +46,7 @@ class JobStarted(BaseRecord, frozen=True, kw_only=True):
 
 
 class Placed(BaseRecord, frozen=True, kw_only=True):
-    """A process is started in a slot. `rank` -1 is a standby, or with `presumed` an understudy of
+    """A process is started in a slot. `rank` -1 is a spare, or with `presumed` an understudy of
     that rank. Worker ids are never used again."""
 
     worker: str

@@ -108,7 +108,7 @@ class MoveView(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     origin: str  # slot
     to: str  # slot; "": none of the job's own nodes
-    # understudy, standby, process (one is started in a free slot), scheduler (it is asked for a
+    # understudy, spare, process (one is started in a free slot), scheduler (it is asked for a
     # node), wait (until something changes)
     cost: str
     reason: str

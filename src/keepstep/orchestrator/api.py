@@ -297,7 +297,7 @@ def signal_target(view: JobView, asked: bodies.SignalRequest) -> str:
     if sum(named) != 1:
         raise UsageError("a signal names exactly one of node, slot and rank")
     if asked.rank >= 0:
-        slots = [seat.slot for seat in view.ranks if seat.rank == asked.rank]
+        slots = [one.slot for one in view.ranks if one.rank == asked.rank]
         if not slots:
             raise UsageError(
                 f"job {view.job} has no rank {asked.rank}", hint=f"ranks are 0 to {view.world - 1}"

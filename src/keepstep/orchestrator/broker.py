@@ -121,7 +121,7 @@ class Broker:
             self._watch_at = time.monotonic() + TOUR_S
             await self._do("", "places", self._watch)
             for job, view in views.items():
-                await self._do("", job, self.scheduler.show, job, self._seats(job, view))
+                await self._do("", job, self.scheduler.show, job, self._ranks_at(job, view))
         for job, view in views.items():
             await self._see_to(job, view)
         if time.monotonic() >= self._clean_at:
@@ -136,12 +136,12 @@ class Broker:
     def _watch(self) -> None:
         self._places.update({place.name: place for place in self.scheduler.watch()})
 
-    def _seats(self, job: str, view: CapacityView) -> dict[str, list[int]]:
-        seats: dict[str, list[int]] = {}
-        for worker in self._driver.core.state(job).seated():
+    def _ranks_at(self, job: str, view: CapacityView) -> dict[str, list[int]]:
+        ranks: dict[str, list[int]] = {}
+        for worker in self._driver.core.state(job).rank_owners():
             if (place := view.places.get(worker.node)) is not None:
-                seats.setdefault(place, []).append(worker.rank)
-        return seats
+                ranks.setdefault(place, []).append(worker.rank)
+        return ranks
 
     async def _see_to(self, job: str, view: CapacityView) -> None:
         if view.want is not None and not view.want.place and view.turn:

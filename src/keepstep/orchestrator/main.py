@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from keepstep.adapters.identity.tokens import Folder, Tokens
 from keepstep.adapters.store.sqlite import SqliteLedger, lock_file, lock_path
 from keepstep.adapters.transport.tls import is_loopback, server_context
-from keepstep.core.orchestrator import Core
+from keepstep.core.control import Core
 from keepstep.errors import PermanentError, UsageError
 from keepstep.model.job import JobSpec
 from keepstep.model.messages import PROTOCOL, Address, TlsFiles

@@ -45,7 +45,7 @@ def node_lines(jobs: list[JobView]) -> list[NodeLine]:
             labels=node.labels,
             state=node.state,
             slots=node.slots,
-            ranks=[seat.rank for seat in view.ranks if seat.node == node.node],
+            ranks=[one.rank for one in view.ranks if one.node == node.node],
             spares=sum(spare.node == node.node for spare in view.spares),
             taints=node.taints,
         )

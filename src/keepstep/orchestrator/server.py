@@ -27,7 +27,7 @@ from keepstep.adapters.transport.pending import share_of_descriptors
 from keepstep.adapters.transport.reception import Reception, Visitor
 from keepstep.adapters.transport.stream import READ_BUFFER_BYTES, Stream, StreamClosed
 from keepstep.adapters.transport.tls import node_of, server_context
-from keepstep.core.orchestrator import EVERY_NODE, Send
+from keepstep.core.control import EVERY_NODE, Send
 from keepstep.errors import KeepstepError, RemoteProtocolError, TransientError, UsageError
 from keepstep.model.agent_messages import (
     Accepted,

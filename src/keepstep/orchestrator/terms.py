@@ -31,7 +31,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
-from keepstep.core.orchestrator import Core
+from keepstep.core.control import Core
 from keepstep.errors import (
     KeepstepError,
     NoRight,

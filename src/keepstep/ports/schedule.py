@@ -59,7 +59,7 @@ class Scheduler(Protocol):
         """Only if the taint is ours; else False."""
 
     def commit_swap(self, job: str, place: str, op: str = "") -> None:
-        """`place` is left: it goes out of the job's leases. `op` is what took its seat."""
+        """`place` is left: it goes out of the job's leases. `op` is what took its place."""
 
     def abort_swap(self, job: str, op: str) -> None:
         """Whatever was acquired for `op` goes back."""

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
-from keepstep.core.orchestrator import Core, Outcome, Send
+from keepstep.core.control import Core, Outcome, Send
 from keepstep.errors import KeepstepError, PermanentError, TransientError
 from keepstep.model.job import CoreInput, Wake
 from keepstep.model.records import Record

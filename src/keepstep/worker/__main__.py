@@ -1,4 +1,4 @@
-"""`python -m keepstep.worker SCRIPT ARGS`: a rank or a standby, started by an agent.
+"""`python -m keepstep.worker SCRIPT ARGS`: a rank or a spare, started by an agent.
 
 Everything Keepstep needs is patched in before the user's script runs; the script itself finds the
 environment it knows from torchrun.
@@ -54,7 +54,7 @@ def main() -> None:
 
     page = Page(int(os.environ.pop("KEEPSTEP_PAGE_FD")))
     channel = Channel(int(os.environ.pop("KEEPSTEP_CONTROL_FD")), page)
-    standby = "RANK" not in os.environ
+    spare = "RANK" not in os.environ
     os.environ.update(QUIET_NCCL)
 
     from keepstep.worker.groups import groups
@@ -64,14 +64,14 @@ def main() -> None:
     if not transparent:
         # Before anybody has changed anything of torch, and before a spare is parked.
         import keepstep.worker.api.session  # noqa: F401
-    groups.install(solo=standby)
+    groups.install(solo=spare)
     if transparent:
         _run_transparent(channel, page)
     collectives.front_door.install()
     process = OwnProcess(channel, page, _read_environment())
     _publish(process)
-    if standby:
-        _become_standby(process)
+    if spare:
+        _become_spare(process)
     else:
         page.where("building")
     _run_script(sys.argv[1:], partial(_failed, process), partial(_finished, process))
@@ -125,7 +125,7 @@ def _publish(process: Any) -> None:
     keepstep._process = process
 
 
-def _become_standby(process: Any) -> None:
+def _become_spare(process: Any) -> None:
     # What scripts import lazily between RANK and the first step is imported before parking.
     import torch._dynamo
     import torch.optim.lr_scheduler
@@ -189,7 +189,7 @@ def _init_record(process: Any, command: Any) -> bytes | None:
         error = f"the init record of rank {rank} is held by nobody"
     except blobs.HoldersUnreachable as unreachable:
         reason, error = "side-state-unreachable", str(unreachable)
-    os.write(2, f"keepstep: {error}: this process cannot take its seat\n".encode())
+    os.write(2, f"keepstep: {error}: this process cannot take its rank over\n".encode())
     if command.presumed:
         os._exit(1)
     process.channel.send(
@@ -251,17 +251,17 @@ def _failed(process: Any, text: str, error: BaseException) -> None:
     from keepstep.worker.step import faults
 
     rank = attach.current()
-    seat = rank._seat if isinstance(rank, session.Session) else None
+    live = rank._live if isinstance(rank, session.Session) else None
     kind: Any = "user" if isinstance(error, SystemExit) else faults.classify(error)
-    begun = seat is not None and seat.tick > 0
+    begun = live is not None and live.tick > 0
     if isinstance(error, UsageError) and not begun:
         kind = "usage"
     process.channel.send(
         m.Failure(
-            generation=seat.generation if seat is not None else 0,
+            generation=live.generation if live is not None else 0,
             error_kind=kind,
             error=text[-16_000:],
-            version=seat.version if seat is not None else 0,
+            version=live.version if live is not None else 0,
         )
     )
     _end(error)

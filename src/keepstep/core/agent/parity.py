@@ -2,7 +2,7 @@
 
 The own agent's vault covers the loss of a process. For the loss of a node one more copy of
 everything would do; the XOR over n members, kept by a node that none of them is on, does it with
-the memory of one. Whoever takes a lost member's seat asks for the XOR, and the other members'
+the memory of one. Whoever takes a lost member over asks for the XOR, and the other members'
 agents for their bytes, and takes these out.
 
 A *cell* is the XOR of one kind (bases, gradients, or the note) of one version. To a cell each
@@ -243,7 +243,7 @@ class ParityStore:
             ):
                 group.drop([one])
 
-    def settle(self, member: ParityMember, oldest: int) -> None:
+    def drop_before(self, member: ParityMember, oldest: int) -> None:
         """Nobody will ask for a version before `oldest`; and all members have the base that this
         one would begin with."""
         self._own(member)

@@ -13,7 +13,7 @@ class Rate:
     """Smoothed steps per second of one worker.
 
     Measured between commits on the worker's own clock, so it does not depend on when the agent
-    looks. A new generation starts anew: a newcomer's version jumps when it takes its seat."""
+    looks. A new generation starts anew: a newcomer's version jumps when it takes its rank over."""
 
     def __init__(self) -> None:
         self._last: Sample | None = None

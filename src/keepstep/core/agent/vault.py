@@ -233,7 +233,7 @@ class VaultStore:
         else:
             shelf.put(shelf.units[put.unit].log, put.version, pieces)
 
-    def settle(self, shelf: Shelf, oldest: int) -> None:
+    def drop_before(self, shelf: Shelf, oldest: int) -> None:
         """Nobody will ask for a version before `oldest`."""
         self._own(shelf)
         if not shelf.replaced:

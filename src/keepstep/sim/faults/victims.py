@@ -43,7 +43,7 @@ def spare(world: World) -> list[Rank]:
         return []
     names = sorted(attempt.newcomers.values()) if attempt is not None else []
     if not names:
-        names = [worker.id for worker in job.standbys()]
+        names = [worker.id for worker in job.spares()]
     return [world.ranks[name] for name in names if name in world.ranks][:1]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from keepstep.sim.ground.violation import Violation
 
-EVENTS_MAX = 150_000  # a standby that hangs is given up after 300 virtual seconds
+EVENTS_MAX = 150_000  # a spare that hangs is given up after 300 virtual seconds
 Event = tuple[int, int, Callable[..., None], tuple[Any, ...]]
 
 

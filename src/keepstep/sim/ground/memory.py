@@ -89,7 +89,7 @@ def stored(into: Any, opening: v.VaultOpen, puts: Iterable[Put], settled: int) -
             into.keep(writer, put, (StoredPiece(memoryview(bytearray(data)), data),))
             into.done(writer, put)
         if settled >= 0:
-            into.settle(writer, settled)
+            into.drop_before(writer, settled)
     except Refusal as refusal:
         return str(refusal)
     return ""

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from keepstep.core.orchestrator import Core, Outcome
+from keepstep.core.control import Core, Outcome
 from keepstep.core.state import Job
 from keepstep.model import agent_messages
 from keepstep.model import messages as m

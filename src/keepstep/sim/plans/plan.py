@@ -107,7 +107,7 @@ class Plan:
 
     @property
     def start_ns_max(self) -> int:
-        """A node without ranks is waited for two seconds, one with ranks for a minute. A standby
+        """A node without ranks is waited for two seconds, one with ranks for a minute. A spare
         that never parks is given up after 300 s."""
         if self.missing < 0 or self.from_start:
             return 500 * SECOND

@@ -26,7 +26,7 @@ from keepstep.sim.units import MS, SECOND
 
 def draw_plan(seed: int) -> tuple[str, Plan]:
     """The world of a seed: half of them from the table or a story, half thrown together. Every
-    fourth has understudies beside its standbys, every eighth shards and parities; in one of two
+    fourth has understudies beside its spares, every eighth shards and parities; in one of two
     hundred there are several jobs."""
     if random.Random(f"several {seed}").random() < 0.005:
         return find_plan(seed, SEVERAL)

@@ -177,7 +177,7 @@ def _dark_data(seed: int, draw: random.Random) -> Plan:
 
 
 def _bad_spares(seed: int, draw: random.Random) -> Plan:
-    """Whoever takes the seat fails: the job is given up, with its state on disk."""
+    """Whoever takes the rank over fails: the job is given up, with its state on disk."""
     kinds = ("crash", "user", "device")
     faults = tuple(
         Fault("spare", draw.choice(kinds), at_ns=index * 2500 * MS + draw.randrange(2 * SECOND))
@@ -187,8 +187,8 @@ def _bad_spares(seed: int, draw: random.Random) -> Plan:
 
 
 def _understudies(seed: int, draw: random.Random) -> Plan:
-    """Seats are taken by processes that were built for them, or by the standby beside them when
-    those fail; two victims do not get two seats in one place."""
+    """Ranks are taken over by processes that were built for them, or by the spare beside them when
+    those fail; two victims do not get two ranks in one place."""
     faults = (
         Fault("understudy", draw.choice(("crash", "hang", "user")), at_ns=draw.randrange(SECOND)),
         Fault(draw.choice(("spare", "bystander")), "crash", phase=draw.choice(PHASES)),

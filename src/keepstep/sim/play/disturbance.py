@@ -5,7 +5,7 @@ A fault that waits for its phase longer than `FIRE_NS` strikes anyway, and count
 
 from __future__ import annotations
 
-from keepstep.core.orchestrator import Outcome
+from keepstep.core.control import Outcome
 from keepstep.model.records import Committed
 from keepstep.sim.faults.strikes import strike
 from keepstep.sim.plans.plan import Fault

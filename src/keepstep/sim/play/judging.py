@@ -31,25 +31,25 @@ def check_leaks(world: World) -> None:
         left = [g for g in node.stores if g != job.generation] if node.alive else []
         if left and node.stream is not None:
             raise Violation(f"{node.name} still hosts the stores of {left}")
-    standbys = len(job.standbys())
-    if standbys > max(world.plan.spares, 0):
-        raise Violation(f"{standbys} standbys, {world.plan.spares} are wanted")
+    spares = len(job.spares())
+    if spares > max(world.plan.spares, 0):
+        raise Violation(f"{spares} spares, {world.plan.spares} are wanted")
     _check_understudies(world, job)
     _check_buddies(world, job)
     world.rules.at_rest()
 
 
 def _check_understudies(world: World, job: Job) -> None:
-    """As many as are wanted in every place that has a standby, each for another rank."""
+    """As many as are wanted in every place that has a spare, each for another rank."""
     wanted = min(world.plan.understudies, world.plan.ranks)
     there = Counter(worker.place for worker in job.understudies())
     ranks = {(worker.place, worker.presumed) for worker in job.understudies()}
     failing = job.understudies_failed >= understudies.FAILURES_MAX
-    for worker in job.standbys():
+    for worker in job.spares():
         if there.pop(worker.place, 0) != wanted and not failing:
             raise Violation(f"not {wanted} understudies beside {worker.id}")
     if there or len(ranks) != len(job.understudies()):
-        raise Violation(f"understudies without a standby, or twice: {sorted(ranks)}")
+        raise Violation(f"understudies without a spare, or twice: {sorted(ranks)}")
 
 
 def _check_buddies(world: World, job: Job) -> None:
@@ -77,9 +77,9 @@ def check_parities(world: World) -> None:
     job = world.facts()
     if job is None or world.over or parities.uncovered(job):
         return
-    for lost in sorted({worker.node for worker in job.seated()}):
+    for lost in sorted({worker.node for worker in job.rank_owners()}):
         nodes = [node for node in world.nodes.values() if node.alive and node.name != lost]
-        ranks = [world.ranks[worker.id] for worker in job.seated()]
+        ranks = [world.ranks[worker.id] for worker in job.rank_owners()]
         tick = max((p.tick for p in ranks if p.node.name != lost), default=0)
         for process in ranks:
             if process.node.name == lost and not covered(world, nodes, process.rank, tick):

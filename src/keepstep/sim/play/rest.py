@@ -8,7 +8,7 @@ from keepstep.sim.world.world import World
 
 CALM_NS = 3 * SECOND
 LOOK_NS = SECOND // 4
-KEPT = ("rank", "standby", "understudy")
+KEPT = ("rank", "spare", "understudy")
 
 
 class Rest:
@@ -36,7 +36,7 @@ class Rest:
             return False
         if job.mode != "running" or job.dead():
             return False
-        parked = sum(1 for worker in job.standbys() if worker.parked)
+        parked = sum(1 for worker in job.spares() if worker.parked)
         if parked < min(self.plan.spares, self._room(job)):
             return False
         if any(w.alive and w.role not in KEPT for w in job.workers.values()):

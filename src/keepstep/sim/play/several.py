@@ -205,7 +205,7 @@ class Several:
 
     def _lose_two(self, world: World, job: Job) -> None:
         """Two nodes at once that do not keep each other's copies."""
-        homes = sorted({job.nodes[worker.node].index for worker in job.seated()})
+        homes = sorted({job.nodes[worker.node].index for worker in job.rank_owners()})
         lost = [job.order[index].name for index in homes[:3:2]]
         world.fired(f"{' and '.join(lost)} of {job.id} are lost")
         for name in lost:

@@ -52,14 +52,14 @@ class Beliefs:
     def _entered(self, job: Job, attempt: Attempt) -> None:
         phase, generation = attempt.phase, attempt.generation
         if attempt.committed:
-            for process in self._living(list(job.seated())) if phase == "RESUME" else ():
+            for process in self._living(list(job.rank_owners())) if phase == "RESUME" else ():
                 swapped = process.done or process.generation >= generation
                 ensure(swapped, f"RESUME of {generation}, but {process.id} has not swapped")
             return
         if phase not in ("HOLD", "COPY", "COMMIT"):
             return
         filled = set(attempt.moving) <= set(attempt.newcomers)
-        ensure(filled, f"{phase} of {generation}, but not every seat has a newcomer")
+        ensure(filled, f"{phase} of {generation}, but not every rank has a newcomer")
         if phase != "HOLD" or attempt.kind == "planned":
             for process in self._living(newcomers(job, attempt)):
                 ready = process.mode in READY
@@ -76,7 +76,7 @@ class Beliefs:
     def _retired(self, job: Job, attempt: Attempt) -> None:
         self.prompt.retired_ns = self.world.now
         commit = self.book.commits.get(attempt.generation)
-        for process in self._living(list(job.seated())) if commit is not None else ():
+        for process in self._living(list(job.rank_owners())) if commit is not None else ():
             tick = max(commit.tick, 0) if commit is not None else 0
             went_on = process.done or process.generation != attempt.generation
             ensure(

@@ -13,7 +13,7 @@ first.
 
 from __future__ import annotations
 
-from keepstep.core.orchestrator import Core, Outcome
+from keepstep.core.control import Core, Outcome
 from keepstep.core.state import Job
 from keepstep.model import agent_messages
 from keepstep.model import messages as m

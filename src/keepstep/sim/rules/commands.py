@@ -94,7 +94,7 @@ class Commands:
         job = self.world.orchestrator.core.state(self.world.plan.job)
         before, process = job.workers.get(old), self.world.ranks.get(old)
         # An understudy whose Assign was lost with the orchestrator is an understudy still, and a
-        # standby that never heard of it is free for any seat. One that did hear of it is ended when
+        # spare that never heard of it is free for any rank. One that did hear of it is ended when
         # its agent tells so: before that, a new orchestrator cannot know.
         over = over or before is None or not before.usable or before.role == "understudy"
         if process is not None and given != epoch:

@@ -10,7 +10,7 @@ from keepstep.sim.ground.violation import ensure, violated
 
 
 def sorted_in(job: Job) -> None:
-    special, owners, count = job.special, job.owners, 0
+    special, owners, count = job.watched, job.owners, 0
     for worker in job.workers.values():
         if not worker.ordinary:
             count += 1
@@ -24,7 +24,7 @@ def sorted_in(job: Job) -> None:
 
 def counted(job: Job, attempt: Attempt) -> None:
     if attempt.committed:
-        owners = list(job.seated())
+        owners = list(job.rank_owners())
         swapped = sum(w.swapped < attempt.generation for w in owners)
         resumed = sum(not has_resumed(w, attempt.generation) for w in owners)
         counts, found = (attempt.swaps, attempt.resumes), (swapped, resumed)

@@ -94,7 +94,7 @@ class Generations(Reader):
         ensure(len(set(workers)) == len(workers), "one process owns two ranks")
         known = self.world.orchestrator.core.state(self.world.plan.job).workers
         places = {known[worker].place for worker in workers}
-        ensure(len(places) == len(workers), "one slot gives two seats")
+        ensure(len(places) == len(workers), "one slot makes two ranks")
         tick = record.tick if kind != "resume" else self.book.resume_tick
         best = self.book.best
         whole = min((best.get(rank, 0) for rank in range(self.world.plan.ranks)), default=0)

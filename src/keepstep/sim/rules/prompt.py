@@ -75,7 +75,7 @@ class Prompt:
     # ------------------------------------------------------------------ the core
 
     def acted(self, job: Job) -> None:
-        for worker in job.special.values():
+        for worker in job.watched.values():
             fenced = worker.killed_at is not None and worker.alive and job.ended is None
             if fenced and job.nodes[worker.node].state == "connected":
                 told = worker.id in self.book.killed

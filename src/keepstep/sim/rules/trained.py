@@ -19,7 +19,7 @@ class Trained:
         self.book = world.book
 
     def spawned(self, process: Rank) -> None:
-        """One process in a slot; only understudies share that of their standby."""
+        """One process in a slot; only understudies share that of their spare."""
         workers = self.world.orchestrator.core.state(self.world.plan.job).workers
         place, mine = process.place, workers.get(process.id)
         if place in self.world.ills.bad_slots and mine is not None and mine.presumed < 0:

@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from keepstep.core.orchestrator import Outcome
+from keepstep.core.control import Outcome
 from keepstep.core.state import Job
 from keepstep.model import agent_messages
 from keepstep.model.job import AgentGone, AgentJoined, AgentSaid, CoreInput, NodeDead, Submit

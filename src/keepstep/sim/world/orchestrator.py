@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
-from keepstep.core.orchestrator import EVERY_NODE, Core, Outcome
+from keepstep.core.control import EVERY_NODE, Core, Outcome
 from keepstep.errors import UsageError
 from keepstep.model import agent_messages
 from keepstep.model.job import AgentGone, AgentJoined, AgentSaid, CoreInput, Submit, Wake

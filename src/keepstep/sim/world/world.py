@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from keepstep.core.orchestrator import Outcome
+from keepstep.core.control import Outcome
 from keepstep.core.state import Job
 from keepstep.model import messages as m
 from keepstep.model.job import CoreInput, NodeDead, Submit

@@ -19,7 +19,7 @@ from keepstep.worker.api.plain import Batch, F, PlainSession
 from keepstep.worker.device import alike, cuda
 from keepstep.worker.groups import groups
 from keepstep.worker.line.process import OwnProcess
-from keepstep.worker.script import collectives, results, roots, values, workers
+from keepstep.worker.script import collectives, loader_workers, results, roots, values
 from keepstep.worker.script.batches import Batches, Loop
 from keepstep.worker.script.collectives import Bare
 from keepstep.worker.script.frames import script_frames
@@ -30,9 +30,9 @@ from keepstep.worker.state import codec, fsdp, roundtrip
 from keepstep.worker.state.objects import registered
 from keepstep.worker.state.tensors import memory, on_cpu
 from keepstep.worker.step import trace
+from keepstep.worker.step.live_rank import LiveRank
 from keepstep.worker.step.newcomer import Newcomer
 from keepstep.worker.step.recovery import Recovery
-from keepstep.worker.step.seat import LiveRank
 from keepstep.worker.step.transaction import Transactions
 
 FIRST_FENCE_TIMEOUT_S = 7 * 86_400.0  # who keeps the others waiting is found by the orchestrator
@@ -92,14 +92,14 @@ class _Call:
 class Session(PlainSession):
     protected = True
 
-    def __init__(self, seat: LiveRank) -> None:
+    def __init__(self, live: LiveRank) -> None:
         super().__init__()
-        self._seat = seat
-        self._recovery = Recovery(seat)
-        self._transactions = Transactions(seat, self._recovery)
+        self._live = live
+        self._recovery = Recovery(live)
+        self._transactions = Transactions(live, self._recovery)
         self._newcomer: Newcomer | None = None
-        if seat.process.assigned is not None:
-            self._newcomer = Newcomer(seat, self._recovery, self._transactions)
+        if live.process.assigned is not None:
+            self._newcomer = Newcomer(live, self._recovery, self._transactions)
         self._announced = False
         self._begun = False
         self._transactions.passes.outside = self._run
@@ -110,8 +110,8 @@ class Session(PlainSession):
     def committed_step(self) -> int:
         """Optimizer steps committed so far; on a newcomer, as seen from where its script is."""
         self._arrive()
-        seat = self._seat
-        return seat.version - seat.tracker.steps_to_replay - seat.unfinished
+        live = self._live
+        return live.version - live.tracker.steps_to_replay - live.unfinished
 
     def step(self, function: F) -> F:
         """One optimizer step, with all its micro-batches; retried until it commits."""
@@ -131,8 +131,8 @@ class Session(PlainSession):
         code = getattr(function, "__code__", None)
         name = getattr(function, "__qualname__", type(function).__name__)
         site = f"{name}:{code.co_firstlineno if code is not None else 0}"
-        self._seat.functions[site] = function
-        self._seat.variables.watch(function)
+        self._live.functions[site] = function
+        self._live.variables.watch(function)
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -143,14 +143,14 @@ class Session(PlainSession):
     def epochs(self, count: int) -> Iterator[int]:
         roots.claim_caller()
         self._arrive()
-        tracker = self._seat.tracker
+        tracker = self._live.tracker
         level, start = tracker.open_epochs()
         return self._epochs(level, start, count)
 
     def _epochs(self, level: Any, start: int, count: int) -> Iterator[int]:
         if start < 0:
             return
-        tracker = self._seat.tracker
+        tracker = self._live.tracker
         try:
             while start < count:
                 epoch = tracker.next_epoch(level, start)
@@ -164,15 +164,15 @@ class Session(PlainSession):
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         roots.claim_caller()
         if self._transactions.call.site:
-            return workers.open_iterator(
+            return loader_workers.open_iterator(
                 loader
             )  # inside a section the whole pass is repeated, from its start
         self._arrive()
-        seat = self._seat
-        seat.loops = [x for x in seat.loops if not x.pos.closed]
-        loop = Loop(seat.tracker, loader, seat.streams, OutsideSteps(seat.variables))
-        seat.loops.append(loop)
-        return Batches(loop, seat.page.mark)
+        live = self._live
+        live.loops = [x for x in live.loops if not x.pos.closed]
+        loop = Loop(live.tracker, loader, live.streams, OutsideSteps(live.variables))
+        live.loops.append(loop)
+        return Batches(loop, live.page.mark)
 
     def register(
         self,
@@ -192,15 +192,15 @@ class Session(PlainSession):
             )
         item = registered(name, target, load, per_rank=per_rank)
         if self._announced:  # what attach was given has been checked
-            roundtrip.check(item, self._seat.optimizers.values())
+            roundtrip.check(item, self._live.optimizers.values())
         item.after_update = after_update
-        self._seat.register(item)
+        self._live.register(item)
 
     def progress(self) -> None:
-        self._seat.page.mark()
+        self._live.page.mark()
 
     def begin(self) -> None:
-        announce(self, self._seat.process)
+        announce(self, self._live.process)
         self._announced = True
 
     # ------------------------------------------------------------------ inside
@@ -211,12 +211,12 @@ class Session(PlainSession):
 
     def _begin(self) -> None:
         if not self._begun:
-            cuda.settle_in(self._seat.parameters)  # the model may have been moved since attach
+            cuda.settle_in(self._live.parameters)  # the model may have been moved since attach
             groups.refuse_new_groups("process group created after the first step")
-            self._seat.redundancy.refresh_units()
-            if self._seat.rank == 0 and self._newcomer is None:
-                for text in hidden(self._seat.roots()):
-                    self._seat.warn(text)
+            self._live.redundancy.refresh_units()
+            if self._live.rank == 0 and self._newcomer is None:
+                for text in hidden(self._live.roots()):
+                    self._live.warn(text)
             self._begun = True
 
     def _run(self, site: str, step: bool, function: Callable[[], Any]) -> Any:
@@ -246,7 +246,7 @@ class Session(PlainSession):
 
     def _lead(self, newcomer: Newcomer, site: str, step: bool, function: Callable[[], Any]) -> None:
         newcomer.arrive()
-        replay = self._seat.tracker.replay
+        replay = self._live.tracker.replay
         if newcomer.had.installed:
             return
         if step:
@@ -257,7 +257,7 @@ class Session(PlainSession):
 
     def _replayed(self, site: str, step: bool, function: Callable[[], Any]) -> Any:
         """(result,) for a transaction the job has done already, MISSING for one to be run."""
-        tracker = self._seat.tracker
+        tracker = self._live.tracker
         walking = tracker.replay is not None
         answer = tracker.begin(site, step)
         if not walking or answer is MISSING:
@@ -274,7 +274,7 @@ class Session(PlainSession):
                     return made
             variables = late.get("variables", result.variables)
             if variables is not None:
-                self._seat.variables.restore(variables, script_frames())
+                self._live.variables.restore(variables, script_frames())
             if tracker.replay is None and self._newcomer is not None:
                 self._newcomer.copying.put_rebuilt()
             data = late.get("result", result.data)
@@ -300,7 +300,7 @@ class Session(PlainSession):
     def _gate(self, name: str, call: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         """Every collective of the front end after attach comes through here."""
         transactions = self._transactions
-        self._seat.page.mark()
+        self._live.page.mark()
         if transactions.call.site:
             transactions.passes.saw_collective(name, args, kwargs)
             return call()
@@ -311,7 +311,7 @@ class Session(PlainSession):
         self._recovery.refuse_debt()
         self._settle()
         if trace.active is not None:
-            trace.active.end(self._seat)
+            trace.active.end(self._live)
         self._recovery.linger()
 
     def _settle(self) -> None:
@@ -319,8 +319,8 @@ class Session(PlainSession):
         newcomer = self._newcomer
         if newcomer is not None and newcomer.had.installed and not newcomer.joined:
             newcomer.enter()
-        self._seat.unasked.look_at_models()
-        self._transactions.settle()
+        self._live.unasked.look_at_models()
+        self._transactions.carry_out_agreed()
 
 
 def attach_rank(process: OwnProcess, models: dict[str, Any], optimizers: dict[str, Any]) -> Session:
@@ -332,38 +332,38 @@ def attach_rank(process: OwnProcess, models: dict[str, Any], optimizers: dict[st
             f"attach before init_process_group on rank {rank} of {world}",
             hint="call torch.distributed.init_process_group first",
         )
-    seat = LiveRank(process, rank, world, models, optimizers)
-    seat.generation = environment.generation
+    live = LiveRank(process, rank, world, models, optimizers)
+    live.generation = environment.generation
     values.slot_now = values.slot(environment.local_rank)
     trace.start(settings)
-    return Session(seat)
+    return Session(live)
 
 
-def _plain_equal(seat: LiveRank) -> bool:
+def _plain_equal(live: LiveRank) -> bool:
     """Whether all ranks have the same plain tensors, as far as nobody says how they are spread."""
-    if seat.world == 1:
+    if live.world == 1:
         return True
     digest = xxhash.xxh3_128()
-    for name, tensor in seat.state.undescribed().items():
+    for name, tensor in live.state.undescribed().items():
         digest.update(name.encode())
         digest.update(memory(on_cpu(tensor)))
     value = digest.intdigest()
     words = [(value >> shift) & 0x3FFFFFF for shift in (0, 26, 52, 78, 104)]
     low, high = groups.fence(words)
-    seat.replicas.plain_equal = low == high
+    live.replicas.plain_equal = low == high
     return low == high
 
 
-def notices(seat: LiveRank) -> list[str]:
+def notices(live: LiveRank) -> list[str]:
     """What the guarantee rests on besides what Keepstep can see for itself."""
-    replicas, inventory = seat.replicas, seat.redundancy.inventory
+    replicas, inventory = live.replicas, live.redundancy.inventory
     found = []
     plain = [
         name
-        for name, tensor in seat.state.undescribed().items()
+        for name, tensor in live.state.undescribed().items()
         if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
     ]
-    if plain and seat.world > 1 and replicas.plain_equal:
+    if plain and live.world > 1 and replicas.plain_equal:
         found.append(
             f"{len(plain)} parameters (first: {plain[0]}) are plain tensors that neither "
             "DistributedDataParallel nor a device mesh describes; they are equal on all ranks now "
@@ -376,60 +376,60 @@ def notices(seat: LiveRank) -> list[str]:
             "rank only, the layout has no dimension of replicas for them, and redundancy is off: "
             "the loss of that rank falls back (hint: --redundancy auto)"
         )
-    found += alike.may_choose(seat.models.values())
+    found += alike.may_choose(live.models.values())
     for text in found:
         print(f"keepstep: {text}", file=sys.stderr, flush=True)
     return found
 
 
-def _facts(seat: LiveRank) -> dict[str, str]:
-    return alike.facts(cuda=any(p.device.type == "cuda" for p in seat.parameters))
+def _facts(live: LiveRank) -> dict[str, str]:
+    return alike.facts(cuda=any(p.device.type == "cuda" for p in live.parameters))
 
 
 def announce(session: Session, process: OwnProcess) -> None:
-    seat = session._seat
-    fsdp.refuse_old(seat.models.values())
-    known = {t.untyped_storage().data_ptr() for t in seat.state.export().tensors.values()}
+    live = session._live
+    fsdp.refuse_old(live.models.values())
+    known = {t.untyped_storage().data_ptr() for t in live.state.export().tensors.values()}
     newcomer = process.assigned is not None
     if not newcomer:
-        seat.page.where("attaching")
-        if seat.world > 1:
+        live.page.where("attaching")
+        if live.world > 1:
             groups.build_first_fence(
                 process.environment.master.host,
                 process.environment.master.port,
-                seat.rank,
-                seat.world,
-                seat.welcome.interface,
+                live.rank,
+                live.world,
+                live.welcome.interface,
                 FIRST_FENCE_TIMEOUT_S,
             )
-        about: dict[str, Any] = {"plain_equal": _plain_equal(seat), "alike": _facts(seat)}
-        seat.redundancy.find_units()
-        seat.natural = about["natural"] = seat.redundancy.inventory.digest()
+        about: dict[str, Any] = {"plain_equal": _plain_equal(live), "alike": _facts(live)}
+        live.redundancy.find_units()
+        live.natural = about["natural"] = live.redundancy.inventory.digest()
         record = collectives.front_door.encoded(known, about)
-        seat.channel.wait_until(lambda: seat.channel.inbox.buddy_known, 10.0)
-        seat.redundancy.connect()
-        seat.publisher.publish(INIT_TICK, record)
+        live.channel.wait_until(lambda: live.channel.inbox.buddy_known, 10.0)
+        live.redundancy.connect()
+        live.publisher.publish(INIT_TICK, record)
     elif collectives.front_door.replay is not None:
         assert process.assigned is not None
         resumed = bool(process.assigned.checkpoint)
-        alike.require(process.about.get("alike") or {}, seat.rank, resumed=resumed)
-        seat.replicas.plain_equal = process.about["plain_equal"]
-        seat.redundancy.find_units()
-        seat.natural = seat.redundancy.inventory.digest()
-        seat.page.publish(INIT_TICK, process.init_record)
+        alike.require(process.about.get("alike") or {}, live.rank, resumed=resumed)
+        live.replicas.plain_equal = process.about["plain_equal"]
+        live.redundancy.find_units()
+        live.natural = live.redundancy.inventory.digest()
+        live.page.publish(INIT_TICK, process.init_record)
     collectives.front_door.gate = session._gate
     groups.before_destroy(session._settle)
-    exported = seat.state.export()
-    seat.page.where("outside")
-    seat.channel.send(
+    exported = live.state.export()
+    live.page.where("outside")
+    live.channel.send(
         m.Attached(
-            generation=seat.generation,
+            generation=live.generation,
             groups=groups.names(),
             members=groups.members(),
-            parameters=sum(p.numel() for p in seat.parameters),
+            parameters=sum(p.numel() for p in live.parameters),
             bytes_state=sum(t.nbytes for t in exported.tensors.values()),
-            redundant=not seat.redundancy.inventory.unprotected,
-            kept_bytes=seat.redundancy.inventory.kept_bytes,
-            warnings=notices(seat) if seat.rank == 0 and not newcomer else [],
+            redundant=not live.redundancy.inventory.unprotected,
+            kept_bytes=live.redundancy.inventory.kept_bytes,
+            warnings=notices(live) if live.rank == 0 and not newcomer else [],
         )
     )

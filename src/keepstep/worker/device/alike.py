@@ -1,4 +1,4 @@
-"""Whether a newcomer computes as the rank did whose seat it takes.
+"""Whether a newcomer computes as the rank did which it takes over.
 
 The same script on another machine, with another library or with another flag, may choose another
 kernel or another order of additions, and every number after the move would differ in its last bits.

@@ -113,11 +113,11 @@ def _give_up(seconds: float, what: str) -> None:
     os._exit(1)
 
 
-# --------------------------------------------------------------------------------------- standby
+# --------------------------------------------------------------------------------------- spare
 
 
 def warm_up(slot: int) -> None:
-    """A standby's context and math library: seconds that would else be part of a recovery. When it
+    """A spare's context and math library: seconds that would else be part of a recovery. When it
     parks, not before: until then the script may still choose what it sees of the machine."""
     if not torch.cuda.is_available():
         return

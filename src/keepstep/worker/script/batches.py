@@ -34,7 +34,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from torch.utils.data import DataLoader, IterableDataset
 
 from keepstep.errors import UsageError
-from keepstep.worker.script import workers
+from keepstep.worker.script import loader_workers
 from keepstep.worker.script.position import Tracker
 from keepstep.worker.script.rank_streams import RankStreams
 from keepstep.worker.script.tree import Level, LoopPos
@@ -197,7 +197,7 @@ class Loop:
         self.tracker.close_loop(self.level, self.pos)
         if not self.tracker.in_txn:
             if left and self._iterator is not None and not sys.is_finalizing():
-                workers.drain(self._iterator)
+                loader_workers.drain(self._iterator)
             self._release()
 
     def _release(self) -> None:
@@ -225,12 +225,12 @@ class Loop:
             if self.target is None:
                 self.pos.entry = None
 
-    def settle(self) -> None:
+    def end_transaction(self) -> None:
         """The transaction is over, one way or the other: what it has pulled is gone."""
         self.pulled.clear()
         if self.pos.closed:
             self._release()
-        record = workers.record_of(self._iterator)
+        record = loader_workers.record_of(self._iterator)
         if record is not None:
             record.forget(self._first_fetched(self.pos.begin))
 
@@ -250,7 +250,7 @@ class Loop:
         target = self.target
         if target is None or target.entry is None:
             self.pos.entry = self._entry()
-            iterator = workers.open_iterator(self.loader)
+            iterator = loader_workers.open_iterator(self.loader)
             self._listen(iterator, 0)
             return iterator
         before = self.streams.capture()
@@ -274,7 +274,9 @@ class Loop:
         return iterator
 
     def _entry(self) -> bytes:
-        kept = workers.kept(self.loader) if workers.keeps_workers(self.loader) else None
+        kept = (
+            loader_workers.kept(self.loader) if loader_workers.keeps_workers(self.loader) else None
+        )
         outside = self.variables is not None and not self.tracker.in_txn
         return codec.dumps_inline(
             {
@@ -289,16 +291,16 @@ class Loop:
         loader: Any = self.loader
         begin = self._first_fetched(target.begin)
         passing = _Passing(loader, begin) if _is_map_style(loader) else None
-        if workers.keeps_workers(loader):
+        if loader_workers.keeps_workers(loader):
             loader._iterator = None  # of another epoch: nothing of it is left
             if entry["kept"] is not None:
                 base_seed, states = entry["kept"]
-                stand_in = workers.keep(loader, (base_seed, target.workers or states))
+                stand_in = loader_workers.keep(loader, (base_seed, target.workers or states))
                 assert stand_in is not None
                 stand_in.replacement = passing
         self._go_to(entry["streams"])
         with _sampler_replaced(loader, passing):
-            iterator = workers.open_iterator(loader, None, target.workers)
+            iterator = loader_workers.open_iterator(loader, None, target.workers)
         if passing is not None:
             passing.pass_over()
         self._listen(iterator, begin)
@@ -319,7 +321,7 @@ class Loop:
     def _listen(self, iterator: Any, offset: int) -> None:
         """The streams of map-style workers belong to the position. Those of iterables do not: a
         newcomer's workers read them from the begin of the epoch."""
-        record = workers.record_of(iterator)
+        record = loader_workers.record_of(iterator)
         if record is not None:
             record.offset = offset
             if _is_map_style(self.loader):
@@ -438,7 +440,7 @@ def _sampler_replaced(loader: Any, stand_in: Any) -> Iterator[None]:
 
 
 def _is_map_style(loader: Any) -> bool:
-    return workers.is_plain(loader) and not isinstance(loader.dataset, IterableDataset)
+    return loader_workers.is_plain(loader) and not isinstance(loader.dataset, IterableDataset)
 
 
 # ---------------------------------------------------------------------- orders that nobody repeats

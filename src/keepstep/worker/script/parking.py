@@ -1,4 +1,4 @@
-"""The general standby: run the script up to its first question about who it is.
+"""The general spare: run the script up to its first question about who it is.
 
 Only questions by key park (`os.environ["RANK"]`, `.get`, `getenv`, `in`): libraries iterate the
 whole environment while they are imported, and must not.
@@ -36,7 +36,7 @@ def _asker() -> str:
 
 
 def park_at_questions(answer: Callable[[str], None]) -> None:
-    """`answer(where)` is called once; it returns when the process has a seat, with RANK set."""
+    """`answer(where)` is called once; it returns when the process has a live, with RANK set."""
     global _answer
     _answer = answer
     os.environ.__class__ = ParkingEnviron

@@ -1,12 +1,12 @@
 """The random streams of a rank: those of its process, and the persistent worker processes of its
-loaders, which draw from streams of their own (workers.py)."""
+loaders, which draw from streams of their own (loader_workers.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from keepstep.worker.script import workers
+from keepstep.worker.script import loader_workers
 from keepstep.worker.script.roots import Roots
 from keepstep.worker.script.streams import Streams, no_roots
 
@@ -20,13 +20,15 @@ class RankStreams(Streams):
     def discover(self, roots: Roots | None = None) -> None:
         roots = self._roots() if roots is None else roots
         super().discover(roots)
-        self._loaders = {p: x for p, x in self._pipelines.items() if workers.keeps_workers(x)}
+        self._loaders = {
+            p: x for p, x in self._pipelines.items() if loader_workers.keeps_workers(x)
+        }
         self._open = {id(loader) for loader in roots.loaders.values()}
 
     def _state(self) -> dict[str, Any]:
         state = super()._state()
         if self._loaders:
-            kept = {path: workers.kept(loader) for path, loader in self._loaders.items()}
+            kept = {path: loader_workers.kept(loader) for path, loader in self._loaders.items()}
             state["workers"] = {path: x for path, x in kept.items() if x is not None}
         return state
 
@@ -34,4 +36,4 @@ class RankStreams(Streams):
         for path, kept in state.get("workers", {}).items():
             loader = self._loaders.get(path)
             if loader is not None and id(loader) not in self._open:
-                workers.keep(loader, kept)
+                loader_workers.keep(loader, kept)

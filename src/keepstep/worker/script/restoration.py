@@ -93,7 +93,7 @@ class Restoration:
             self._objects.update(joined.views)
             self._joined.append((joined, own[0] if own else 0))
 
-    def settle(self) -> None:
+    def fill_joined(self) -> None:
         """Behind fill: everything that is found here has its value."""
         for joined, anchor in self._joined:
             try:

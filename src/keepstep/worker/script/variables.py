@@ -266,7 +266,7 @@ class Variables:
         landing.find(entries, {member[0] for group in shared for member in group})
         landing.join(shared)
         landing.fill(entries)
-        landing.settle()
+        landing.fill_joined()
         self._graph.scan()
         landing.mark(entries)
         self.end()

@@ -200,7 +200,7 @@ class Replicated:
                 values.setdefault(kind, set()).add(value)
         return {kind for kind, found in values.items() if len(found) > 1}
 
-    def settle(self, names: set[str]) -> set[str]:
+    def keep_apart(self, names: set[str]) -> set[str]:
         """Of these names, which differ between ranks in a job that nothing has disturbed, those of
         registered objects are each rank's own from now on. Returns the others."""
         left: set[str] = set()

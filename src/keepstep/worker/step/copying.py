@@ -22,7 +22,7 @@ from keepstep.worker.groups import reducers
 from keepstep.worker.line import blobs
 from keepstep.worker.state import codec, transfer
 from keepstep.worker.state.objects import Registered
-from keepstep.worker.step.seat import LiveRank
+from keepstep.worker.step.live_rank import LiveRank
 from keepstep.worker.vault import vault
 from keepstep.worker.vault.replay import ShardsMissing
 
@@ -43,8 +43,8 @@ class Inherited:
 
 
 class Copying:
-    def __init__(self, seat: LiveRank, assign: commands.Assign, had: Inherited) -> None:
-        self.seat = seat
+    def __init__(self, live: LiveRank, assign: commands.Assign, had: Inherited) -> None:
+        self.live = live
         self.assign = assign
         self.had = had
         self.fingerprint: dict[str, bytes] = {}
@@ -54,13 +54,13 @@ class Copying:
         self._rebuilt: dict[str, tuple[bytes, list[torch.Tensor]]] = {}
 
     def fetch(self, tick: int, holders: list[m.Address]) -> dict[str, Any] | None:
-        seat = self.seat
+        live = self.live
         if tick == 0:
             return None
         if tick == CHECKPOINT_TICK:
-            data = checkpoint.read_side(self.assign.checkpoint, seat.rank, "side")
+            data = checkpoint.read_side(self.assign.checkpoint, live.rank, "side")
         else:
-            blob = blobs.fetch(holders, seat.welcome.token, seat.rank, tick)
+            blob = blobs.fetch(holders, live.welcome.token, live.rank, tick)
             data = blob.data if blob is not None else None
         side: dict[str, Any] | None = codec.loads_inline(data) if data is not None else None
         return side
@@ -69,19 +69,19 @@ class Copying:
         said = self.copied(copy)
         if isinstance(said, m.Copied):
             self.had.installed = True
-            complete = not self.seat.state.incomplete
-            self.fingerprint = self.seat.state.fingerprint() if complete else {}
+            complete = not self.live.state.incomplete
+            self.fingerprint = self.live.state.fingerprint() if complete else {}
         return said
 
     def copied(self, copy: commands.Copy) -> m.Copied | m.CopyFailed:
         """Copies and installs what replicas share."""
-        seat = self.seat
+        live = self.live
         began = time.monotonic_ns()
         # Behind the walk, what it did to this rank's own state stands.
-        behind = self.had.installed and seat.tracker.replay is None
-        seat.state.own = frozenset(seat.cells.own()) if behind else None
-        seat.state.walking = not behind and not seat.redundancy.needed
-        seat.state.incomplete = False
+        behind = self.had.installed and live.tracker.replay is None
+        live.state.own = frozenset(live.cells.own()) if behind else None
+        live.state.walking = not behind and not live.redundancy.needed
+        live.state.incomplete = False
         try:
             if copy.checkpoint:
                 tick = checkpoint.tick_of(copy.checkpoint)
@@ -91,11 +91,11 @@ class Copying:
             if refused is not None:
                 return refused
             if copy.checkpoint:
-                copied, missing = checkpoint.read_state(copy.checkpoint, seat.rank, seat.state)
+                copied, missing = checkpoint.read_state(copy.checkpoint, live.rank, live.state)
                 sources: list[int] = []
             else:
                 result = transfer.pull(
-                    copy.sources, copy.tick, seat.welcome.token, seat.state, lost=self._lost(copy)
+                    copy.sources, copy.tick, live.welcome.token, live.state, lost=self._lost(copy)
                 )
                 copied, sources = result.bytes_copied, sorted(result.used)
                 missing = result.missing
@@ -106,7 +106,7 @@ class Copying:
             restored = self._restore(missing, side, copy) if not behind else ""
             if not behind:
                 self._adopt(side, copy)
-            seat.redundancy.took_over(copy.holders)
+            live.redundancy.took_over(copy.holders)
         except transfer.SourceLost as error:
             return self._failed(copy, "source-lost", str(error), error.rank)
         except blobs.HoldersUnreachable as error:
@@ -139,24 +139,24 @@ class Copying:
         self, missing: frozenset[str], side: dict[str, Any] | None, copy: commands.Copy
     ) -> str:
         """What no rank has; how it was restored, in words."""
-        seat = self.seat
+        live = self.live
         self._rebuilt = {}  # an earlier copy's are of another version
         if not missing:
             return ""
         version = side["version"] if side is not None else 0
-        if version == 0 and seat.natural == seat.process.about["natural"]:
+        if version == 0 and live.natural == live.process.about["natural"]:
             return "shards as the script builds them, before the first step"
 
         def fetch() -> tuple[vault.FetchedShards, str]:
             if copy.checkpoint:
-                return checkpoint.read_vault(copy.checkpoint, seat.rank)
-            return seat.redundancy.fetch(seat.rank, copy.holders, version)
+                return checkpoint.read_vault(copy.checkpoint, live.rank)
+            return live.redundancy.fetch(live.rank, copy.holders, version)
 
-        how = seat.redundancy.restore(missing, version, seat.redundancy.updated, fetch)
+        how = live.redundancy.restore(missing, version, live.redundancy.updated, fetch)
         for name in missing:
             kind, _, item = name.partition("/")
             if kind == "object":
-                data, tensors = codec.dumps(seat.objects[item].save())
+                data, tensors = codec.dumps(live.objects[item].save())
                 self._rebuilt[item] = data, [tensor.detach().clone() for tensor in tensors]
         return how
 
@@ -165,14 +165,14 @@ class Copying:
         as they were in the fence, before the update that the vault has replayed."""
         rebuilt, self._rebuilt = self._rebuilt, {}
         for name, (data, tensors) in rebuilt.items():
-            self.seat.objects[name].load(codec.loads(data, tensors))
+            self.live.objects[name].load(codec.loads(data, tensors))
 
     def _side_state(self, copy: commands.Copy) -> tuple[str, dict[str, Any] | None]:
         if copy.tick == 0:
             return "natural", None
         if copy.checkpoint:
             return "checkpoint", self.fetch(CHECKPOINT_TICK, [])
-        token, rank = self.seat.welcome.token, self.seat.rank
+        token, rank = self.live.welcome.token, self.live.rank
         blob = blobs.fetch_surely(copy.holders, token, rank, copy.tick, everybody=copy.everybody)
         if blob is None:
             return "missing", None
@@ -181,14 +181,14 @@ class Copying:
     def _fetch_late(self, copy: commands.Copy) -> dict[str, Any]:
         """Empty if the rank was lost before the transaction had ended."""
         if copy.checkpoint:
-            data = checkpoint.read_side(copy.checkpoint, self.seat.rank, "late")
+            data = checkpoint.read_side(copy.checkpoint, self.live.rank, "late")
         else:
-            token, tick = self.seat.welcome.token, late_tick(copy.tick)
-            blob = blobs.fetch(copy.holders, token, self.seat.rank, tick, patience_s=0.0)
+            token, tick = self.live.welcome.token, late_tick(copy.tick)
+            blob = blobs.fetch(copy.holders, token, self.live.rank, tick, patience_s=0.0)
             data = blob.data if blob is not None else None
         late: dict[str, Any] = codec.loads_inline(data) if data is not None else {}
         if data is not None:
-            self.seat.page.publish(late_tick(copy.tick), data)
+            self.live.page.publish(late_tick(copy.tick), data)
         self.had.locals = late.pop("locals", {})
         self.had.ended = data is not None and not late.pop("open", False)
         return late
@@ -196,23 +196,23 @@ class Copying:
     def _fetch_note(self, copy: commands.Copy) -> dict[str, Any] | None:
         if copy.checkpoint:
             return None
-        token, rank = self.seat.welcome.token, self.seat.rank
+        token, rank = self.live.welcome.token, self.live.rank
         blob = blobs.fetch(copy.holders, token, rank, NOTE_TICK, patience_s=0.0)
         note: dict[str, Any] | None = codec.loads_inline(blob.data) if blob is not None else None
         return note
 
     def _refused(self, side: dict[str, Any] | None, copy: commands.Copy) -> m.CopyFailed | None:
-        seat = self.seat
+        live = self.live
         if side is None and copy.tick != 0:
             return self._failed(
                 copy,
                 "side-state-missing",
-                f"side state {copy.tick} of rank {seat.rank} is held by nobody",
+                f"side state {copy.tick} of rank {live.rank} is held by nobody",
             )
         provisional = self.had.position or {}
         tick = side["tick"] if side is not None else 0
         if side is not None and provisional.get("tick", 0) != tick:
-            if not seat.tracker.can_move_on_to(side["position"], self.had.site):
+            if not live.tracker.can_move_on_to(side["position"], self.had.site):
                 return self._failed(
                     copy, "position", "the job has gone on to another epoch or loop"
                 )
@@ -221,22 +221,22 @@ class Copying:
         return None
 
     def _adopt(self, side: dict[str, Any] | None, copy: commands.Copy) -> None:
-        seat = self.seat
-        seat.tick = copy.tick
-        seat.page.set("tick", copy.tick)
+        live = self.live
+        live.tick = copy.tick
+        live.page.set("tick", copy.tick)
         if side is None:
-            seat.version = 0
+            live.version = 0
             reducers.reset(0)
             for item, snapshot in self.had.per_rank:
                 item.undo(snapshot)  # what the warm-up did to it
             return
-        seat.version = side["version"]
-        seat.page.set("version", seat.version)
+        live.version = side["version"]
+        live.page.set("version", live.version)
         self.had.position = self.had.walking = side
         self.had.late = self._fetch_late(copy)
-        seat.side.take_behind(side, self.had.late)
+        live.side.take_behind(side, self.had.late)
         self.had.note = self._fetch_note(copy)
-        seat.page.publish(copy.tick, codec.dumps_inline(side))
+        live.page.publish(copy.tick, codec.dumps_inline(side))
 
     def _failed(
         self, copy: commands.Copy, reason: Any, error: str, source: int = -1

@@ -25,21 +25,21 @@ from keepstep.worker.script import results
 from keepstep.worker.state.placements import GradientPlacement
 from keepstep.worker.state.witness import EARLY
 from keepstep.worker.step.call import Call
+from keepstep.worker.step.live_rank import LiveRank
 from keepstep.worker.step.pace import OwnTime
 from keepstep.worker.step.recovery import Recovery, Retry
-from keepstep.worker.step.seat import LiveRank
 
 
 class Fencing:
     def __init__(
-        self, seat: LiveRank, recovery: Recovery, call: Call, roll_back: Callable[[], None]
+        self, live: LiveRank, recovery: Recovery, call: Call, roll_back: Callable[[], None]
     ) -> None:
-        self.seat = seat
+        self.live = live
         self.recovery = recovery
         self.call = call
         self.guard = Guard()
-        self.own = OwnTime(seat.page)
-        self.placement = GradientPlacement(seat.parameters)
+        self.own = OwnTime(live.page)
+        self.placement = GradientPlacement(live.parameters)
         self.unseen = Unseen()
         self.foresight: dict[str, results.Foresight] = {}  # by site
         self.usual: dict[str, int] = {}  # site -> backward passes of its last step
@@ -47,7 +47,7 @@ class Fencing:
 
     def publish(self, updating: bool, result: bytes | None = None) -> None:
         """`result`, if the function has ended; otherwise it may be foreseen."""
-        seat = self.seat
+        live = self.live
         if updating:
             self.placement.align()
         if result is None and self.call.step:
@@ -55,20 +55,20 @@ class Fencing:
         self.call.result = result
         self.call.fenced, self.call.updating = True, updating
         self.usual[self.call.site] = self.call.backwards
-        seat.publisher.ahead.wait()
-        if seat.injector:
-            seat.injector.point("before_fence", seat.version)
+        live.publisher.ahead.wait()
+        if live.injector:
+            live.injector.point("before_fence", live.version)
         try:
-            if seat.aborted():
+            if live.aborted():
                 raise ConnectionAbortedError("aborted before the fence")
             if self.call.step:
-                seat.changes.fence(self.call.site, updating)
-                seat.publisher.secure(updating)
-            seat.streams.leaving(self.call.site)
-            self.call.variables = seat.variables.capture()
+                live.changes.fence(self.call.site, updating)
+                live.publisher.store_shards(updating)
+            live.streams.leaving(self.call.site)
+            self.call.variables = live.variables.capture()
             side_state = self._side_state()
-            seat.publisher.ahead.judge(side_state)
-            seat.publisher.publish(seat.tick + 1, side_state)
+            live.publisher.ahead.judge(side_state)
+            live.publisher.publish(live.tick + 1, side_state)
         except KeepstepError as error:
             self.call.refused = error
             raise
@@ -78,15 +78,15 @@ class Fencing:
     def meet(self, wait_for_device: Callable[[Callable[[], bool]], None]) -> bool:
         """Whether the fence was passed. If it was not, it was decided to commit all the same;
         otherwise Retry is raised."""
-        seat = self.seat
+        live = self.live
         passed = True
         try:
             wait_for_device(self._aborted)
-            seat.side.complete_note()
+            live.side.complete_note()
             if self.call.step:
-                seat.side.publish_locals()
-                seat.publisher.secured(self.call.updating, self._let_device_go)
-            seat.page.where("fence")
+                live.side.publish_locals()
+                live.publisher.await_shards(self.call.updating, self._let_device_go)
+            live.page.where("fence")
             self.call.in_fence = True
             self._all_ranks_here()
         except KeepstepError as error:
@@ -96,56 +96,56 @@ class Fencing:
             passed = False
             self.guard.close()  # recovery waits for the device
             self._fence_failed(error)
-        self.call.passed = self.seat.tracker.behind_fence = True
-        if passed and not seat.alone:
+        self.call.passed = self.live.tracker.behind_fence = True
+        if passed and not live.alone:
             self.unseen.passed(self.call.site)
-        seat.page.where("apply")
+        live.page.where("apply")
         self.own.passed()
         return passed
 
     def _aborted(self) -> bool:
         """While the device is at work."""
-        self.seat.side.complete_note()
-        return self.seat.aborted()
+        self.live.side.complete_note()
+        return self.live.aborted()
 
     def _let_device_go(self) -> None:
         """An update that it holds back is not made, but later and by the host."""
         self.guard.decide(SKIP)
 
     def _all_ranks_here(self) -> None:
-        seat = self.seat
+        live = self.live
         # Before the second step DDP has not settled its buckets: no planned boundary there.
-        word = seat.version + self.call.step >= 2
-        held = seat.channel.inbox.hold_generation if word else -1
-        snapshot = seat.channel.inbox.snapshot if word else -1
-        if seat.alone:
+        word = live.version + self.call.step >= 2
+        held = live.channel.inbox.hold_generation if word else -1
+        snapshot = live.channel.inbox.snapshot if word else -1
+        if live.alone:
             self.call.hold, self.call.snapshot = held, snapshot
             return
         # Words of all ranks, and of each the least and the greatest.
         mine = (
-            seat.tick,
-            seat.generation,
+            live.tick,
+            live.generation,
             zlib.crc32(self.call.site.encode()),
             held,
             snapshot,
         )
-        rates_ = rates(seat.optimizers.values())
-        words = seat.agreement.words(self.call.about_to, rates_)
-        if seat.injector:
-            seat.injector.point("in_fence", seat.version)
+        rates_ = rates(live.optimizers.values())
+        words = live.agreement.words(self.call.about_to, rates_)
+        if live.injector:
+            live.injector.point("in_fence", live.version)
         low, high = groups.fence((*mine, *words))
-        if seat.aborted():  # and what was heard means nothing
+        if live.aborted():  # and what was heard means nothing
             raise ConnectionAbortedError("aborted in the fence")
         if low[:3] != high[:3]:
             raise UsageError(
-                f"rank {seat.rank} is in {self.call.site!r} (tick {seat.tick}) while another rank "
+                f"rank {live.rank} is in {self.call.site!r} (tick {live.tick}) while another rank "
                 "is in another step or section",
                 hint="all ranks must call the same steps and sections in the same order",
             )
-        differs = seat.agreement.judge(self.call.site, low[5:], high[5:])
+        differs = live.agreement.judge(self.call.site, low[5:], high[5:])
         if differs:
-            table = seat.agreement.table(self.call.about_to, rates_)
-            self.recovery.diverged(differs, self.call.site, table=table, agreed=seat.version)
+            table = live.agreement.table(self.call.about_to, rates_)
+            self.recovery.diverged(differs, self.call.site, table=table, agreed=live.version)
         self._compare_replicas()
         # One planned move runs at a time; a lower number is of one that has been given up.
         self.call.hold = high[3]
@@ -154,28 +154,28 @@ class Fencing:
     def _compare_replicas(self) -> None:
         """The state as of the entry of this transaction: it has not been changed since, or the
         fence would not be where it is."""
-        seat = self.seat
-        replicated = seat.replicated
-        if not replicated.due(seat.tick):
+        live = self.live
+        replicated = live.replicated
+        if not replicated.due(live.tick):
             return
-        undisturbed = not replicated.fresh or seat.generation == 0
-        mine = replicated.found(full=replicated.fresh or seat.tick in EARLY)
+        undisturbed = not replicated.fresh or live.generation == 0
+        mine = replicated.found(full=replicated.fresh or live.tick in EARLY)
         if replicated.judge(self._gather(mine)):
             table = replicated.table()
             names = replicated.judge(self._gather(table))
             if undisturbed:
-                found, names = names, replicated.settle(names)
+                found, names = names, replicated.keep_apart(names)
                 if names != found:  # more of this rank's own than was published
-                    seat.publisher.publish(seat.tick + 1, self._side_state())
+                    live.publisher.publish(live.tick + 1, self._side_state())
             if names:
                 agreed = replicated.agreed
                 self.recovery.diverged("replicas", self.call.site, table=table, agreed=agreed)
                 replicated.ignored |= {name.partition("|")[0] for name in names}
-        replicated.fresh, replicated.agreed = False, seat.version
+        replicated.fresh, replicated.agreed = False, live.version
 
     def _gather(self, mine: dict[str, str]) -> list[dict[str, str]]:
         found = groups.gather(msgspec.msgpack.encode(mine))
-        if self.seat.aborted():
+        if self.live.aborted():
             raise ConnectionAbortedError("aborted in the fence")
         return [msgspec.msgpack.decode(one) for one in found]
 
@@ -188,7 +188,7 @@ class Fencing:
         self.recovery.owed_by = self.call.site
 
     def _side_state(self) -> bytes:
-        return self.seat.side.make(
+        return self.live.side.make(
             self.call.site,
             self.call.step,
             self.call.updating,
@@ -203,11 +203,11 @@ class Fencing:
         code, arguments = getattr(call, "code", None), getattr(call, "arguments", {})
 
         def knows(thing: Any) -> bool:
-            return self.seat.known.knows(thing) or self.seat.variables.hold(thing)
+            return self.live.known.knows(thing) or self.live.variables.hold(thing)
 
-        seat = self.seat
-        return seat.side.behind.locals_of(
-            self.call.site, code, arguments, knows, seat.known.lying_with
+        live = self.live
+        return live.side.behind.locals_of(
+            self.call.site, code, arguments, knows, live.known.lying_with
         )
 
     def foreseen(self) -> bytes | None:

@@ -55,7 +55,7 @@ _DATA: Final = (torch.Tensor, numpy.ndarray, complex, list, tuple, dict, set, fr
 
 Carried = tuple[bytes, str]
 Part = dict[str, Any]  # of one function that runs: name, values, lost
-# Who else lies in a tensor's memory, and its name (seat.py).
+# Who else lies in a tensor's memory, and its name (live.py).
 LyingWith = Callable[[Any], "tuple[list[Any], Any] | None"]
 Reach = Callable[[list[Any]], Any]
 

@@ -1,4 +1,4 @@
-"""The newcomer: another process takes a seat.
+"""The newcomer: another process takes a rank over.
 
     Assign    the parked script goes on, as rank r, in solo mode; model and optimizer are built
     Arrived   it reached its first ks.epochs/batches/step/section and asks for a position
@@ -39,8 +39,8 @@ from keepstep.worker.script.tree import Encoded
 from keepstep.worker.state import buckets, fsdp, inputs
 from keepstep.worker.step.copying import Copying, Inherited
 from keepstep.worker.step.finish import Finishing, new_behind, with_locals
+from keepstep.worker.step.live_rank import LiveRank
 from keepstep.worker.step.recovery import Recovery
-from keepstep.worker.step.seat import LiveRank
 from keepstep.worker.step.transaction import Transactions
 
 NATURAL: dict[str, Any] = {}
@@ -49,16 +49,16 @@ Result = TypeVar("Result")
 
 
 class Newcomer:
-    def __init__(self, seat: LiveRank, recovery: Recovery, transactions: Transactions) -> None:
-        assert seat.process.assigned is not None
-        self.seat = seat
+    def __init__(self, live: LiveRank, recovery: Recovery, transactions: Transactions) -> None:
+        assert live.process.assigned is not None
+        self.live = live
         self.recovery = recovery
         self.transactions = transactions
-        self.assign = seat.process.assigned
+        self.assign = live.process.assigned
         self.joined = False
         self.had = Inherited()
-        self.copying = Copying(seat, self.assign, self.had)
-        self._protocol = Joining(seat.channel.inbox, self.assign)
+        self.copying = Copying(live, self.assign, self.had)
+        self._protocol = Joining(live.channel.inbox, self.assign)
         self._arrived_ns = 0
         self._warm_up_runs = 0
         self._alone = -1  # collectives made alone when the walk was over
@@ -69,15 +69,15 @@ class Newcomer:
         """At the first ks.* call that depends on where the job is."""
         if self.had.position is not None:
             return
-        seat = self.seat
+        live = self.live
         self._arrived_ns = time.monotonic_ns()
         command = self._drive(self._protocol.arrive())
         self.had.position = self.copying.fetch(command.tick, command.holders) or NATURAL
         if self.had.position:
-            seat.tracker.walk_to(self.had.position["position"])
+            live.tracker.walk_to(self.had.position["position"])
             self.had.walking = self.had.position
-            seat.version = self.had.position["version"]
-            seat.tick = self.had.position["tick"]
+            live.version = self.had.position["version"]
+            live.tick = self.had.position["tick"]
 
     # ------------------------------------------------------------------ the first call
 
@@ -85,22 +85,22 @@ class Newcomer:
         """Warm up (a step: with its own arguments) and join, inside the newcomer's first call that
         is not over already. Afterwards the call begins as on any rank."""
         self.arrive()
-        seat = self.seat
-        seat.streams.discover()
-        natural_rng = seat.streams.capture()
-        self.had.per_rank = [(o, o.snapshot()) for o in seat.objects.values() if o.per_rank]
+        live = self.live
+        live.streams.discover()
+        natural_rng = live.streams.capture()
+        self.had.per_rank = [(o, o.snapshot()) for o in live.objects.values() if o.per_rank]
         stand_in = None
-        if warm_up is not None and (seat.version > 0 or not seat.redundancy.needed):
-            stand_in = self._warm_up(warm_up, 2 if seat.version > 0 else 1)
+        if warm_up is not None and (live.version > 0 or not live.redundancy.needed):
+            stand_in = self._warm_up(warm_up, 2 if live.version > 0 else 1)
         provisional = (self.had.position or {}).get("tick")
         self.had.site = site
         self._install()
         final = self.had.position or {}
         if final.get("tick") != provisional:
             self._lead_on(final)
-            seat.tracker.results.setdefault(site, stand_in)
-        elif seat.tracker.replay is None:  # nothing to walk past: this very call is the next one
-            seat.streams.restore(natural_rng)
+            live.tracker.results.setdefault(site, stand_in)
+        elif live.tracker.replay is None:  # nothing to walk past: this very call is the next one
+            live.streams.restore(natural_rng)
 
     def walked(self, site: str, function: Any, seen: Encoded) -> tuple[Any] | None:
         """The last transaction of the walk returns, as it returned in the rank that is replaced.
@@ -109,7 +109,7 @@ class Newcomer:
         side, self.had.walking = self.had.walking, None
         if side is None:
             return None
-        seat, rest, made = self.seat, side["rest"], None
+        live, rest, made = self.live, side["rest"], None
         known = seen.data is not None or "result" in self.had.late
         if isinstance(rest, list) and not (self.had.ended and known):
             self._refuse_updates(site, seen.variables)
@@ -117,14 +117,14 @@ class Newcomer:
             stack = script_frames()
 
             def at_fence() -> list[torch.nn.Parameter]:
-                seat.side.apply(side, {})
+                live.side.apply(side, {})
                 if seen.variables is not None:
-                    seat.variables.restore(seen.variables, stack)
-                return [seat.parameters[index] for index in side["gradients"]]
+                    live.variables.restore(seen.variables, stack)
+                return [live.parameters[index] for index in side["gradients"]]
 
             made = self._finish(
                 function,
-                Finishing(rest, site, at_fence, lambda name: seat.known.reach(name, stack)),
+                Finishing(rest, site, at_fence, lambda name: live.known.reach(name, stack)),
                 raises=not self.had.ended and bool(side["late"]),
                 refuses=not self.had.ended and not known,
             )
@@ -134,26 +134,26 @@ class Newcomer:
                 return made
         if not self.had.ended:
             self._refuse_unknown(site, side)
-        seat.side.apply(side, self.had.late)
+        live.side.apply(side, self.had.late)
         self._alone = groups.alone_operations()
         return made
 
     def _refuse_updates(self, site: str, variables: bytes | None) -> None:
-        found = [] if self.had.ended else self.seat.variables.of_optimizers(variables)
+        found = [] if self.had.ended else self.live.variables.of_optimizers(variables)
         if found:
             raise UsageError(
-                f"rank {self.seat.rank} was lost in the update of step {site!r}, and {found[0]} "
+                f"rank {self.live.rank} was lost in the update of step {site!r}, and {found[0]} "
                 "keeps objects in its attributes: how the update changes them is not known",
                 hint="keep plain data there, or use optimizer.state",
             )
 
     def _refuse_unknown(self, site: str, side: dict[str, Any]) -> None:
         """The rank was lost behind the update, and its newcomer could not make the rest."""
-        new = new_behind(self.seat.behind_elsewhere, site, side["tick"])
+        new = new_behind(self.live.behind_elsewhere, site, side["tick"])
         changed = sorted({*side["late"], *new})
         if changed:
             raise UsageError(
-                f"rank {self.seat.rank} was lost behind the update of step {site!r}, which changes "
+                f"rank {self.live.rank} was lost behind the update of step {site!r}, which changes "
                 f"{' and '.join(changed)} of its own there: how is not known",
                 hint="draw random numbers and change variables before the update, or between steps",
             )
@@ -164,9 +164,9 @@ class Newcomer:
         before, self._alone = self._alone, -1
         if before >= 0 and groups.alone_operations() != before:
             raise UsageError(
-                f"behind step {self.seat.version} the script makes collectives outside of steps "
+                f"behind step {self.live.version} the script makes collectives outside of steps "
                 "and sections, in a way that cannot be seen on the other ranks; what they give "
-                f"on the newcomer of rank {self.seat.rank} is not what all ranks had",
+                f"on the newcomer of rank {self.live.rank} is not what all ranks had",
                 hint="put them into a function with @ks.section",
             )
 
@@ -175,22 +175,22 @@ class Newcomer:
     ) -> tuple[Any] | None:
         """None: it cannot be done, and but for the result, nothing is known to be lost with the
         rank. `raises`: more is, so that no failure can be borne; `refuses`: nor a refusal."""
-        self.seat.unfinished = 1
+        self.live.unfinished = 1
         try:
             result = self.transactions.finish(function, finishing)
             if finishing.reached:
-                self.seat.after_update()
+                self.live.after_update()
         except Exception as error:
             if raises or (refuses and isinstance(error, KeepstepError)):
                 raise
-            self.seat.warn(
-                f"the rest of the last step of rank {self.seat.rank} could not be made here, so a "
+            self.live.warn(
+                f"the rest of the last step of rank {self.live.rank} could not be made here, so a "
                 f"result that had not been published is lost: {type(error).__name__}: {error}"
             )
             return None
         finally:
-            self.seat.unfinished = 0
-            fsdp.reset(self.seat.models.values())
+            self.live.unfinished = 0
+            fsdp.reset(self.live.models.values())
             buckets.forget_backward()
         return (result,) if finishing.reached else None
 
@@ -198,31 +198,31 @@ class Newcomer:
         """The batch that was seen again on the walk must be the one that the rank had. And if the
         rank had begun this call, its inputs must have been the same."""
         note, self.had.note = self.had.note, None
-        for loop in self.seat.loops:
+        for loop in self.live.loops:
             other, loop.other = loop.other, []
             if other:
                 self.recovery.diverged(
                     "inputs",
                     site,
-                    words=f"ks.batches hands the newcomer of rank {self.seat.rank} another batch "
+                    words=f"ks.batches hands the newcomer of rank {self.live.rank} another batch "
                     f"than the rank had: {'; '.join(other[:4])}",
-                    agreed=self.seat.version,
+                    agreed=self.live.version,
                 )
-        if arguments is None or note is None or note["tick"] != self.seat.tick:
+        if arguments is None or note is None or note["tick"] != self.live.tick:
             return
         found = inputs.other(note, arguments)
         if found:
             self.recovery.diverged(
                 "inputs",
                 site,
-                words=f"step {site} has other inputs on the newcomer of rank {self.seat.rank} than "
+                words=f"step {site} has other inputs on the newcomer of rank {self.live.rank} than "
                 f"the rank had: argument {'; argument '.join(found[:4])}",
-                agreed=self.seat.version,
+                agreed=self.live.version,
             )
 
     def _warm_up(self, function: Callable[[], Any], runs: int) -> Any:
         """Kernels, autograd and optimizer state; whatever it changes is overwritten by Copy."""
-        seat = self.seat
+        live = self.live
         self.transactions.call.warming = True
         self.transactions.call.site = "warm-up"
         result = None
@@ -242,69 +242,69 @@ class Newcomer:
         finally:
             self.transactions.call.warming = False
             self.transactions.call.site = ""
-        fsdp.reset(seat.models.values())
-        for parameter in seat.parameters:
+        fsdp.reset(live.models.values())
+        for parameter in live.parameters:
             parameter.grad = None
         return result
 
     def _warm_up_once(self, function: Callable[[], Any]) -> Any:
         """Batches that the function pulls itself are handed out again, and the script's variables
         are put back."""
-        self.seat.tracker.in_txn = True
-        self.seat.variables.begin(script_frames())
+        self.live.tracker.in_txn = True
+        self.live.variables.begin(script_frames())
         try:
             return function()
         finally:
-            self.seat.variables.undo()
-            self.seat.variables.end()
-            self.seat.tracker.in_txn = False
+            self.live.variables.undo()
+            self.live.variables.end()
+            self.live.tracker.in_txn = False
             undo_arguments = getattr(function, "undo", None)
             if undo_arguments is not None:
                 undo_arguments()
-            for loop in self.seat.loops:
+            for loop in self.live.loops:
                 loop.retry(other_rng=bool(self.had.position))
 
     def _lead_on(self, final: dict[str, Any]) -> None:
-        tracker = self.seat.tracker
+        tracker = self.live.tracker
         for mine, theirs in tracker.move_on_to(final["position"], self.had.site):
-            for loop in self.seat.loops:
+            for loop in self.live.loops:
                 if loop.pos is mine:
                     loop.aim(theirs)
 
     # ------------------------------------------------------------------ joining
 
     def _install(self) -> None:
-        seat = self.seat
+        live = self.live
         arrived, now = self._arrived_ns, time.monotonic_ns()
         ready = m.Ready(
             generation=self.assign.generation,
-            arrived_ns=max(arrived - seat.process.assigned_ns, 0),
+            arrived_ns=max(arrived - live.process.assigned_ns, 0),
             warm_ns=now - arrived,
-            classes=sorted(seat.state.classes()),
+            classes=sorted(live.state.classes()),
         )
-        seat.page.where("held")
+        live.page.where("held")
         self._drive(self._protocol.ready(ready))
 
     def enter(self) -> None:
         """At the entry of the transaction that comes next, or at the script's end."""
-        seat = self.seat
+        live = self.live
         self._refuse_alone()
-        seat.page.where("held")
+        live.page.where("held")
         swap = self._drive(self._protocol.enter())
         self.joined = True
-        seat.state.own, seat.state.walking = None, False
-        seat.cells.forget()
+        live.state.own, live.state.walking = None, False
+        live.cells.forget()
         self.recovery.swap(swap)
 
     def _drive(self, protocol: asks.Protocol[Result]) -> Result:
-        return self.seat.channel.drive(protocol, self._perform)
+        return self.live.channel.drive(protocol, self._perform)
 
     def _perform(self, ask: asks.Ask) -> Any:
         match ask:
             case asks.Take():
                 return self.copying.take(ask.command)
             case asks.Settle():
-                if self.seat.state.fingerprint() != self.copying.fingerprint:
+                if self.live.state.fingerprint() != self.copying.fingerprint:
                     again = self.copying.copied(ask.command)
                     return again if isinstance(again, m.CopyFailed) else None
             case asks.LeaveJob():

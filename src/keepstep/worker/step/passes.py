@@ -20,7 +20,7 @@ from keepstep.worker.step.updates import TRAIN_INSIDE
 
 class Passes:
     def __init__(self, fencing: Fencing) -> None:
-        self.seat, self.call, self._fencing = fencing.seat, fencing.call, fencing
+        self.live, self.call, self._fencing = fencing.live, fencing.call, fencing
         self.outside: Callable[[str, bool, Callable[[], Any]], Any] = lambda *_: None
         self._strayed = False  # the last forward of a DDP model ran outside of any transaction
         self._watch_ddp()
@@ -44,7 +44,7 @@ class Passes:
                 self.call.forwarded, self._strayed = True, False
             elif torch.is_grad_enabled() and synced and not self.call.warming:
                 self.call.forwarded, self._strayed = False, True
-            self.seat.agreement.collective(f"DDP forward, synchronised: {synced}", ())
+            self.live.agreement.collective(f"DDP forward, synchronised: {synced}", ())
             return forward(module, *args, **kwargs)
 
         def watched_backward(*args: Any, **kwargs: Any) -> Any:
@@ -52,7 +52,7 @@ class Passes:
                 self.refuse_collective("backward through a DistributedDataParallel model")
             # Inside it may be of another model; a script that trains so does it from the start.
             stray = self._strayed and not self.call.forwarded and not self.call.warming
-            if stray and (not self.call.site or self.seat.version == 0):
+            if stray and (not self.call.site or self.live.version == 0):
                 raise UsageError(
                     "backward through a DistributedDataParallel model whose forward ran outside of "
                     "any step: the collectives in it could not be repeated",
@@ -60,7 +60,7 @@ class Passes:
                 )
             self.backward_begins()
             result = backward(*args, **kwargs)
-            self.seat.redundancy.backward_done()
+            self.live.redundancy.backward_done()
             return result
 
         ddp._pre_forward, ddp._sync_buffers = watched_forward, watched_sync
@@ -70,9 +70,9 @@ class Passes:
         """An evaluation between steps. DDP broadcasts the buffers in its first forward behind a
         training step, in C++: here that is a section. What it does to the buffers is part of the
         state at its fence."""
-        names = {id(m): name for name, m in buckets.modules(self.seat.parameters).items()}
+        names = {id(m): name for name, m in buckets.modules(self.live.parameters).items()}
         site = f"buffers of DistributedDataParallel {names.get(id(module), '')} (bare)"
-        replay = self.seat.tracker.replay
+        replay = self.live.tracker.replay
         if replay is not None:  # a newcomer: its own module has no training step behind it
             expected = replay.expected()
             due = isinstance(expected, Txn) and expected.site == site
@@ -90,22 +90,22 @@ class Passes:
         """The last pass of a step, going by the step before: what will be published is known."""
         if self.call.site and self.call.step and not self.call.fenced and not self.call.warming:
             self.call.backwards += 1
-            self.seat.changes.midway(self.call.site)
+            self.live.changes.midway(self.call.site)
             if self.call.backwards == 1:
                 self._fencing.own.meets()
-                self.seat.gradients.before_backward()
+                self.live.gradients.before_backward()
             last = self.call.backwards == self._fencing.usual.get(self.call.site)
-            self.seat.redundancy.backward(last)
-            if last and self.seat.publisher.sends_ahead():
-                variables = self.seat.variables.capture()
-                self.seat.side.ahead(
+            self.live.redundancy.backward(last)
+            if last and self.live.publisher.sends_ahead():
+                variables = self.live.variables.capture()
+                self.live.side.ahead(
                     self.call.site, self._fencing.foreseen(), variables, self._fencing.rest()
                 )
 
     def saw_collective(self, name: str, args: Any, kwargs: Any) -> None:
         self.refuse_collective(f"collective {name}")
         given = [*args, *kwargs.values()]
-        self.seat.agreement.collective(name, [x for x in given if isinstance(x, torch.Tensor)])
+        self.live.agreement.collective(name, [x for x in given if isinstance(x, torch.Tensor)])
 
     def refuse_collective(self, what: str) -> None:
         if self.call.passed and not self.call.warming:

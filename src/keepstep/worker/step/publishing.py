@@ -48,7 +48,7 @@ class Publisher:
 
         self._at_buddy(put)
 
-    def secure(self, updating: bool) -> None:
+    def store_shards(self, updating: bool) -> None:
         """State that no other rank has begins to go where it outlives this one; as `publish`."""
         if not self._redundancy.needed:
             return
@@ -57,7 +57,7 @@ class Publisher:
         except UsageError as error:  # there is not enough memory at the only place that is left
             self._redundancy.suspend(str(error))
 
-    def secured(self, updating: bool, let_go: Callable[[], None]) -> None:
+    def await_shards(self, updating: bool, let_go: Callable[[], None]) -> None:
         """It is there. If not, another place is looked for, which the device shall not wait for:
         `let_go` sees to that."""
         if not self._redundancy.needed:

@@ -25,7 +25,7 @@ from keepstep.worker.device import cuda
 from keepstep.worker.groups import groups, reducers
 from keepstep.worker.state.serving import StateServer
 from keepstep.worker.step import faults
-from keepstep.worker.step.seat import LiveRank
+from keepstep.worker.step.live_rank import LiveRank
 
 TEXT_CHARS_MAX = 2000
 
@@ -49,10 +49,10 @@ class Finished(BaseException):
 
 
 class Recovery:
-    def __init__(self, seat: LiveRank) -> None:
-        self.seat = seat
+    def __init__(self, live: LiveRank) -> None:
+        self.live = live
         self.owed_by = ""  # the step or section that COMMIT was decided for
-        self._protocol = Recovering(seat, seat.channel.inbox)
+        self._protocol = Recovering(live, live.channel.inbox)
         self._divergences = 0  # found by this process
         self._began_ns = 0
         self._roll_back: Callable[[], None] | None = None
@@ -118,14 +118,14 @@ class Recovery:
         same. Called inside a fence, at the same tick by every rank, before the update; an Abort
         raises ConnectionAbortedError there, as it does in the fence itself. Or in a newcomer that
         has not joined; those who hold for it wait meanwhile."""
-        seat = self.seat
-        assigned = seat.process.assigned
-        joining = assigned is not None and seat.generation < assigned.generation
+        live = self.live
+        assigned = live.process.assigned
+        joining = assigned is not None and live.generation < assigned.generation
         self._divergences += 1
         word = m.Diverged(
-            generation=assigned.generation if joining and assigned else seat.generation,
-            tick=seat.tick,
-            version=seat.version,
+            generation=assigned.generation if joining and assigned else live.generation,
+            tick=live.tick,
+            version=live.version,
             agreed=agreed,
             witness=witness,
             site=site[:TEXT_CHARS_MAX],
@@ -133,24 +133,24 @@ class Recovery:
             table=_bounded(table or {}),
             number=self._divergences,
         )
-        was = seat.page.get("where")
-        seat.page.where("diverged")
+        was = live.page.get("where")
+        live.page.where("diverged")
         try:
             accepted = self._drive(self._protocol.diverged(word, joining=joining))
         finally:
-            seat.page.set("where", was)
+            live.page.set("where", was)
         if not accepted:
             raise ConnectionAbortedError("aborted while numbers differed")
 
     def linger(self) -> None:
         """The script is over. Stay as a source of state until every rank has got here."""
-        self.seat.done = True
-        self.seat.page.where("done")
+        self.live.done = True
+        self.live.page.where("done")
         with contextlib.suppress(Finished):
             self._drive(self._protocol.linger())
 
     def leave(self) -> NoReturn:
-        if self.seat.done:
+        if self.live.done:
             raise Finished
         sys.stdout.flush()
         sys.stderr.flush()
@@ -160,13 +160,13 @@ class Recovery:
 
     def _drive(self, protocol: asks.Protocol[Result]) -> Result:
         try:
-            return self.seat.channel.drive(protocol, self._perform)
+            return self.live.channel.drive(protocol, self._perform)
         finally:
             self._stop_serving()
             self._roll_back, self._began_ns = None, 0
 
     def _perform(self, ask: asks.Ask) -> Any:
-        page = self.seat.page
+        page = self.live.page
         match ask:
             case asks.ShowWaiting():
                 page.set("asked_ns", time.monotonic_ns() if ask.asking else 0)
@@ -191,10 +191,10 @@ class Recovery:
                 return self._enter(ask.command)
             case asks.Republish():
                 with contextlib.suppress(ConnectionAbortedError):  # again after the next swap
-                    self.seat.publisher.republish()
-                self.seat.redundancy.reconnect()
+                    self.live.publisher.republish()
+                self.live.redundancy.reconnect()
             case asks.DropStaged():
-                self.seat.stager.discard(ask.below)
+                self.live.stager.discard(ask.below)
             case asks.LeaveJob():
                 self.leave()
         return None
@@ -204,25 +204,25 @@ class Recovery:
         groups.abort()
         if not groups.solo() and not groups.destroyed():
             groups.go_solo()
-        self.seat.abort_ns = time.monotonic_ns() - began
+        self.live.abort_ns = time.monotonic_ns() - began
 
     def _serve(self, generation: int) -> m.Held:
-        seat = self.seat
-        seat.page.where("held")
-        seat.page.set("hold", 1)
+        live = self.live
+        live.page.where("held")
+        live.page.set("hold", 1)
         if groups.solo() and not groups.destroyed():
-            reducers.reset(seat.version)
+            reducers.reset(live.version)
         cuda.drain()  # whoever reads the state does so in other streams
-        seat.changes.confirm()
-        export = seat.state.export()
-        self._server = StateServer(seat.welcome.interface, seat.welcome.token, export, seat.tick)
+        live.changes.confirm()
+        export = live.state.export()
+        self._server = StateServer(live.welcome.interface, live.welcome.token, export, live.tick)
         return m.Held(
             generation=generation,
-            tick=seat.tick,
-            version=seat.version,
+            tick=live.tick,
+            version=live.version,
             serve=self._server.address,
             pid=os.getpid(),
-            done=seat.done,
+            done=live.done,
             classes=sorted(set(export.classes.values())),
         )
 
@@ -230,40 +230,40 @@ class Recovery:
         server, self._server = self._server, None
         if server is not None:
             server.close()
-            self.seat.page.set("hold", 0)
-            if self.seat.done:
-                self.seat.page.where("done")
+            self.live.page.set("hold", 0)
+            if self.live.done:
+                self.live.page.where("done")
 
     def _write(self, command: commands.Checkpoint) -> m.Checkpointed | m.CheckpointFailed:
         """The state in memory is worth more than the copy: a full disk must not end its holder."""
         try:
-            return checkpoint.write(self.seat, self.seat.redundancy, command)
+            return checkpoint.write(self.live, self.live.redundancy, command)
         except (OSError, KeepstepError) as error:
             return m.CheckpointFailed(
                 generation=command.generation, path=command.path, error=str(error)
             )
 
     def _enter(self, command: commands.Swap) -> asks.Entered:
-        seat = self.seat
+        live = self.live
         began = time.monotonic_ns()
         staged = True
-        if not command.solo and not seat.done and not groups.destroyed():
+        if not command.solo and not live.done and not groups.destroyed():
             if not groups.solo():
                 groups.go_solo(at_boundary=True)
-                reducers.reset(seat.version)
+                reducers.reset(live.version)
             staged = self._put_in_place(command.generation)
-        seat.alone = command.solo or seat.world == 1
-        seat.generation = seat.resumed = command.generation
-        seat.replicated.forget()
-        seat.changes.forget()
-        seat.page.set("generation", command.generation)
-        seat.page.set("stepping", 1)  # a newcomer that stands still from here on hangs
-        seat.page.new_tick()
+        live.alone = command.solo or live.world == 1
+        live.generation = live.resumed = command.generation
+        live.replicated.forget()
+        live.changes.forget()
+        live.page.set("generation", command.generation)
+        live.page.set("stepping", 1)  # a newcomer that stands still from here on hangs
+        live.page.new_tick()
         return asks.Entered(staged, time.monotonic_ns() - began)
 
     def _put_in_place(self, generation: int) -> bool:
         """False: there are no groups of this generation, or an Abort has taken them away."""
-        staged = self.seat.stager.take(generation)
+        staged = self.live.stager.take(generation)
         if staged is None:
             return False
         try:

@@ -34,7 +34,7 @@ from keepstep.model import trace as model
 from keepstep.model.commands import WorkerSettings
 from keepstep.worker.state import rng, values
 from keepstep.worker.state.export import flat
-from keepstep.worker.step.seat import LiveRank
+from keepstep.worker.step.live_rank import LiveRank
 
 GATE_POLL_S: Final = 0.02
 
@@ -49,51 +49,51 @@ class Trace:
 
     # ------------------------------------------------------------------ called by transactions
 
-    def entry(self, seat: LiveRank, site: str, step: bool, call: Any) -> None:
+    def entry(self, live: LiveRank, site: str, step: bool, call: Any) -> None:
         """A transaction is about to begin. Does not return where the rehearsal ends."""
-        self._wait_at_gate(seat)
-        if step and 0 < self._steps_max <= seat.version:
+        self._wait_at_gate(live)
+        if step and 0 < self._steps_max <= live.version:
             raise SystemExit(0)  # all ranks get here: they make the same steps in the same order
         function = getattr(call, "_function", None)
         frame = sys._getframe(1)
         self._module = values.globals_of_script(frame)
-        groups = self._state(seat, frame, function)
+        groups = self._state(live, frame, function)
         groups["batch"] = _arguments(function, call)
-        self._write(seat, "entry", site, step, groups)
+        self._write(live, "entry", site, step, groups)
 
-    def committed(self, seat: LiveRank, site: str, step: bool, result: Any) -> None:
+    def committed(self, live: LiveRank, site: str, step: bool, result: Any) -> None:
         """Before the tick counts on."""
-        self._write(seat, "commit", site, step, {"result": values.parts("result", result)})
+        self._write(live, "commit", site, step, {"result": values.parts("result", result)})
 
-    def end(self, seat: LiveRank) -> None:
-        groups = self._state(seat, None, None)
+    def end(self, live: LiveRank) -> None:
+        groups = self._state(live, None, None)
         groups["variable"] = values.of_module(self._module)
-        self._write(seat, "end", "", False, groups)
+        self._write(live, "end", "", False, groups)
 
     # ------------------------------------------------------------------ inside
 
-    def _wait_at_gate(self, seat: LiveRank) -> None:
+    def _wait_at_gate(self, live: LiveRank) -> None:
         path = self._folder / model.GATE
-        while not seat.aborted():
+        while not live.aborted():
             try:
-                if seat.version < int(path.read_text() or "0"):
+                if live.version < int(path.read_text() or "0"):
                     return
             except FileNotFoundError:
                 return
-            seat.page.mark()  # it does not hang
+            live.page.mark()  # it does not hang
             time.sleep(GATE_POLL_S)
 
     def _state(
-        self, seat: LiveRank, frame: FrameType | None, function: Any
+        self, live: LiveRank, frame: FrameType | None, function: Any
     ) -> dict[str, dict[str, str]]:
         plain, streams = values.variables(frame, function)
-        exported = seat.state.export().tensors
+        exported = live.state.export().tensors
         # Gradients of a step that is over are nobody's business.
         exported = {name: x for name, x in exported.items() if not name.startswith("grad/")}
         registered: dict[str, str] = {}
-        for name, item in seat.objects.items():
+        for name, item in live.objects.items():
             registered |= values.parts(name, item.save())
-        rates, hyper = _hyper(seat)
+        rates, hyper = _hyper(live)
         return {
             "generator": {**_generators(), **streams},
             "learning rate": rates,
@@ -104,26 +104,26 @@ class Trace:
                 for name, tensor in exported.items()
                 if not name.startswith("object/")
             },
-            "mode": _modes(seat),
+            "mode": _modes(live),
             "variable": plain,
         }
 
     def _write(
-        self, seat: LiveRank, kind: Any, site: str, step: bool, groups: dict[str, dict[str, str]]
+        self, live: LiveRank, kind: Any, site: str, step: bool, groups: dict[str, dict[str, str]]
     ) -> None:
         line = model.TraceLine(
             kind=kind,
             pid=os.getpid(),
-            tick=seat.tick,
-            version=seat.version,
+            tick=live.tick,
+            version=live.version,
             site=site,
             step=step,
-            where=_where(seat),
+            where=_where(live),
             groups={name: found for name, found in groups.items() if found},
         )
         if self._file is None:
-            self._file = (self._folder / model.file_name(seat.rank)).open("ab", buffering=0)
-            self._file.write(b"\n")  # whoever had this seat may have been killed within a line
+            self._file = (self._folder / model.file_name(live.rank)).open("ab", buffering=0)
+            self._file.write(b"\n")  # whoever had this rank may have been killed within a line
         self._file.write(self._encoder.encode(line) + b"\n")
 
 
@@ -137,11 +137,11 @@ def _generators() -> dict[str, str]:
     return {name: xxhash.xxh3_64_hexdigest(repr(value).encode()) for name, value in state.items()}
 
 
-def _hyper(seat: LiveRank) -> tuple[dict[str, str], dict[str, str]]:
+def _hyper(live: LiveRank) -> tuple[dict[str, str], dict[str, str]]:
     """(learning rates, whatever else optimizers keep that is no tensor of their state)."""
     rates: dict[str, str] = {}
     others: dict[str, str] = {}
-    for name, optimizer in seat.optimizers.items():
+    for name, optimizer in live.optimizers.items():
         for index, group in enumerate(optimizer.param_groups):
             where = f"optimizer {name} group {index}"
             for key, value in group.items():
@@ -157,10 +157,10 @@ def _hyper(seat: LiveRank) -> tuple[dict[str, str], dict[str, str]]:
     return rates, others
 
 
-def _modes(seat: LiveRank) -> dict[str, str]:
+def _modes(live: LiveRank) -> dict[str, str]:
     """Which modules train and which parameters are frozen, model by model."""
     found = {}
-    for name, module in seat.models.items():
+    for name, module in live.models.items():
         training = {path for path, part in module.named_modules() if part.training}
         frozen = {path for path, p in module.named_parameters() if not p.requires_grad}
         text = f"{sorted(training)} {sorted(frozen)}"
@@ -183,9 +183,9 @@ def _arguments(function: Any, call: Any) -> dict[str, str]:
     return found
 
 
-def _where(seat: LiveRank) -> list[int]:
+def _where(live: LiveRank) -> list[int]:
     """Epochs from the outside in, then how many batches the innermost loop has handed out."""
-    stack = seat.tracker.stack
+    stack = live.tracker.stack
     epochs = [level.epoch for level in stack if level.kind == "epochs"]
     loops = [loop for level in stack for loop in level.loops]
     return [*epochs, loops[-1].yields if loops else 0]

@@ -27,23 +27,23 @@ from keepstep.worker.step import trace
 from keepstep.worker.step.call import Call
 from keepstep.worker.step.fencing import Fencing
 from keepstep.worker.step.finish import Finishing
+from keepstep.worker.step.live_rank import LiveRank
 from keepstep.worker.step.passes import Passes
 from keepstep.worker.step.recovery import Recovery, Retry
-from keepstep.worker.step.seat import LiveRank
 from keepstep.worker.step.updates import Updates
 
 NAMED_AT, NAMED_EVERY = 4, 64  # steps after which variables that are not carried are named
 
 
 class Transactions:
-    def __init__(self, seat: LiveRank, recovery: Recovery) -> None:
-        self.seat = seat
+    def __init__(self, live: LiveRank, recovery: Recovery) -> None:
+        self.live = live
         self.recovery = recovery
         self.call = Call()
-        self.fencing = Fencing(seat, recovery, self.call, self._roll_back)
+        self.fencing = Fencing(live, recovery, self.call, self._roll_back)
         self.updates = Updates(self.fencing)
-        for model in seat.models.values():
-            model.register_forward_pre_hook(lambda *_: seat.page.mark())
+        for model in live.models.values():
+            model.register_forward_pre_hook(lambda *_: live.page.mark())
         self.passes = Passes(self.fencing)
         self._left_changed = ""  # what a roll-back could not put back
         self._pending: Callable[[], None] | None = None  # to be done at the next entry
@@ -51,30 +51,30 @@ class Transactions:
         cuda.refuse_graphs(lambda: call.site if call.step or call.warming else "")
 
     def run(self, site: str, step: bool, function: Callable[[], Any]) -> Any:
-        seat = self.seat
+        live = self.live
         self.recovery.refuse_debt()
-        if seat.version > 0:
-            seat.unasked.look_at_attributes()
+        if live.version > 0:
+            live.unasked.look_at_attributes()
         if step:
-            seat.unasked.look(site)
-            seat.side.note_inputs(getattr(function, "arguments", None))
+            live.unasked.look(site)
+            live.side.note_inputs(getattr(function, "arguments", None))
         else:
-            seat.unasked.look_at_models()
-        self.settle()
+            live.unasked.look_at_models()
+        self.carry_out_agreed()
         while True:
-            if seat.aborted():
+            if live.aborted():
                 self.recovery.interrupted(None, in_fence=False, roll_back=None)
             self._refuse_alone(site)
             self._refuse_left_changed(site)
             if trace.active is not None:
-                trace.active.entry(seat, site, step, function)
+                trace.active.entry(live, site, step, function)
             self.call.function = function
             self._begin(site, step)
             problem: BaseException | None = None
             try:
-                if seat.injector:
+                if live.injector:
                     point = "before_forward" if step else "in_section"
-                    seat.injector.point(point, seat.version)
+                    live.injector.point(point, live.version)
                 result = function()
                 if not self.call.fenced:
                     known = results.keep(result)[1]
@@ -86,9 +86,9 @@ class Transactions:
                 self.updates.insist()
                 self.fencing.unseen.refuse(site)
                 if step:
-                    seat.changes.exit(site)
-                    seat.after_update()
-                seat.cells.exit()
+                    live.changes.exit(site)
+                    live.after_update()
+                live.cells.exit()
             except Retry:
                 self._roll_back()  # what the user's code did on its way out
                 self._end()
@@ -101,22 +101,22 @@ class Transactions:
                     self._end()
                     raise  # after the fence nothing can be undone: the user's error stands
                 self.fencing.guard.close()
-                seat.publisher.ahead.wait()
+                live.publisher.ahead.wait()
                 problem = error
             if problem is not None:
                 self._interrupt(problem)
                 problem = None
                 continue
             if trace.active is not None:
-                trace.active.committed(seat, site, step, result)
+                trace.active.committed(live, site, step, result)
             self._commit(site, step, result)
             return result
 
     def _refuse_alone(self, site: str) -> None:
-        seat = self.seat
-        if seat.alone and seat.world > 1:
+        live = self.live
+        if live.alone and live.world > 1:
             raise UsageError(
-                f"rank {seat.rank} begins {site!r} after step {seat.version}, where the script of "
+                f"rank {live.rank} begins {site!r} after step {live.version}, where the script of "
                 "another rank has ended",
                 hint="every rank must make the same number of steps",
             )
@@ -132,38 +132,38 @@ class Transactions:
             )
 
     def _begin(self, site: str, step: bool) -> None:
-        seat = self.seat
+        live = self.live
         self.call.begin(site, step)
-        seat.tracker.behind_fence = False
+        live.tracker.behind_fence = False
         self.fencing.placement.forget()
         self.fencing.unseen.forget()
-        seat.tracker.in_txn = True
-        seat.page.set("stepping", 1)
-        seat.page.where("compute" if step else "section")
-        seat.streams.entering(site)
+        live.tracker.in_txn = True
+        live.page.set("stepping", 1)
+        live.page.where("compute" if step else "section")
+        live.streams.entering(site)
         self.call.undo = Undo(
-            seat.streams.capture(),
-            list(seat.optimizers.values()),
-            list(seat.objects.values()),
-            seat.flags.save(),
+            live.streams.capture(),
+            list(live.optimizers.values()),
+            list(live.objects.values()),
+            live.flags.save(),
         )
         call = self.call.function
-        seat.variables.begin(
+        live.variables.begin(
             script_frames(), getattr(call, "function", None), (getattr(call, "arguments", ()),)
         )
-        seat.cells.enter()
-        seat.gradients.enter()
-        seat.agreement.begin()
-        if seat.world > 1:
-            seat.replicated.enter(seat.tick)
-        seat.changes.between()
+        live.cells.enter()
+        live.gradients.enter()
+        live.agreement.begin()
+        if live.world > 1:
+            live.replicated.enter(live.tick)
+        live.changes.between()
         if step:
-            seat.changes.enter(site)
+            live.changes.enter(site)
         if step:
-            seat.redundancy.begin()
+            live.redundancy.begin()
             self.fencing.own.begins()
-        if seat.injector:
-            seat.injector.begin(seat.version, seat.models.values())
+        if live.injector:
+            live.injector.begin(live.version, live.models.values())
 
     def _interrupt(self, error: BaseException) -> None:
         """The function raised before its fence."""
@@ -171,52 +171,52 @@ class Transactions:
         self._end()
 
     def _roll_back(self) -> None:
-        seat, undo = self.seat, self.call.undo
+        live, undo = self.live, self.call.undo
         assert undo is not None
         self.fencing.own.disturbed()
         undo_arguments = getattr(self.call.function, "undo", None)
         if undo_arguments is not None:
             undo_arguments()
-        fsdp.reset(seat.models.values())
+        fsdp.reset(live.models.values())
         undo.undo()
-        seat.flags.load(undo.flags)
-        seat.gradients.undo()
-        seat.cells.undo()
+        live.flags.load(undo.flags)
+        live.gradients.undo()
+        live.cells.undo()
         if self.call.step:
-            seat.changes.undo()
-            self._left_changed = seat.changes.left_changed()
-        if not self._left_changed and seat.replicated.changed_since_entry(seat.tick):
+            live.changes.undo()
+            self._left_changed = live.changes.left_changed()
+        if not self._left_changed and live.replicated.changed_since_entry(live.tick):
             self._left_changed = "state that replicas share"
-        seat.variables.undo()
+        live.variables.undo()
         if self.call.step and not self._left_changed:
-            name = seat.side.inputs.changed(getattr(self.call.function, "arguments", None))
+            name = live.side.inputs.changed(getattr(self.call.function, "arguments", None))
             self._left_changed = f"argument {name}" if name else ""
-        for loop in seat.loops:
+        for loop in live.loops:
             loop.retry()
-        seat.streams.restore(undo.streams)
+        live.streams.restore(undo.streams)
 
     def finish(self, function: Any, finishing: Finishing) -> Any:
         """On a newcomer: the last step, of which all others have seen the end."""
         self.call.function, self.call.finishing = function, finishing
         self.call.warming, self.call.site = True, "the rest of a step"
-        self.seat.tracker.finishing = True
+        self.live.tracker.finishing = True
         try:
             return function()
         finally:
-            self.seat.tracker.finishing = False
-            finishing.end(self.seat.parameters)
+            self.live.tracker.finishing = False
+            finishing.end(self.live.parameters)
             self.call.function = self.call.finishing = None
             self.call.warming, self.call.site = False, ""
 
     def _commit(self, site: str, step: bool, result: Any) -> None:
-        seat = self.seat
+        live = self.live
         hold, snapshot = self.call.hold, self.call.snapshot
-        late = seat.variables.late()
+        late = live.variables.late()
         self._end()
         kept, found, why = results.keep(result)
-        if why and site not in seat.tracker.unkept:
-            seat.tracker.unkept[site] = why
-            seat.warn(
+        if why and site not in live.tracker.unkept:
+            live.tracker.unkept[site] = why
+            live.warn(
                 f"the result of {site!r} cannot be carried to another process ({why}): a newcomer "
                 "whose script uses it is stopped"
             )
@@ -231,20 +231,20 @@ class Transactions:
             self.fencing.foresight[site].at_end(result, encoded)
         variables = late if late is not None else self.call.variables
         coming = found.read if isinstance(found, results.Coming) else encoded
-        seat.tracker.commit(site, step, kept, coming, variables, mark)
+        live.tracker.commit(site, step, kept, coming, variables, mark)
         if mark and not self.call.updating:
             encoded = results.whole(kept)
-        seat.side.publish_late(site, encoded, late, foreseen, "" if self.call.updating else mark)
-        version = seat.version
+        live.side.publish_late(site, encoded, late, foreseen, "" if self.call.updating else mark)
+        version = live.version
         if step and (version == NAMED_AT or version % NAMED_EVERY == NAMED_AT):
-            for text in (*seat.variables.warnings(), *seat.variables.unknown()):
-                seat.warn(text)
+            for text in (*live.variables.warnings(), *live.variables.unknown()):
+                live.warn(text)
         if step:
-            seat.redundancy.updated = self.call.updated
-        seat.committed(step)
-        seat.page.where("outside")
-        if step and seat.injector:
-            seat.injector.point("after_step", version)
+            live.redundancy.updated = self.call.updated
+        live.committed(step)
+        live.page.where("outside")
+        if step and live.injector:
+            live.injector.point("after_step", version)
         if self.recovery.owes:
             hold = self.recovery.pay_debt()
         if hold >= 0:
@@ -252,7 +252,7 @@ class Transactions:
         elif snapshot >= 0:
             self._pending = lambda: self._take_checkpoint(snapshot)
 
-    def settle(self) -> None:
+    def carry_out_agreed(self) -> None:
         """What the last fence agreed on (a hold, a checkpoint) is done here: at the entry of the
         next transaction, or where the script ends. Whatever the script does between transactions
         has then been done, once, on every rank, and is part of the state that is copied."""
@@ -262,17 +262,17 @@ class Transactions:
             self.fencing.own.disturbed()
 
     def _take_checkpoint(self, number: int) -> None:
-        if self.seat.periodic is not None and not self.seat.aborted():
-            self.seat.periodic.take(number)
+        if self.live.periodic is not None and not self.live.aborted():
+            self.live.periodic.take(number)
 
     def _end(self) -> None:
         self.fencing.guard.close()
-        self.seat.publisher.ahead.wait()
+        self.live.publisher.ahead.wait()
         self.call.site = ""
         self.call.function = None
-        self.seat.variables.end()
-        for loop in self.seat.loops:
-            loop.settle()
-        self.call.passed = self.seat.tracker.behind_fence = False
-        self.seat.tracker.in_txn = False
-        self.seat.injector.end()
+        self.live.variables.end()
+        for loop in self.live.loops:
+            loop.end_transaction()
+        self.call.passed = self.live.tracker.behind_fence = False
+        self.live.tracker.in_txn = False
+        self.live.injector.end()

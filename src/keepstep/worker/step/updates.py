@@ -24,8 +24,8 @@ TRAIN_INSIDE = "forward, backward and optimizer.step() belong into one @ks.step 
 
 class Updates:
     def __init__(self, fencing: Fencing) -> None:
-        self.seat, self.call, self._fencing = fencing.seat, fencing.call, fencing
-        self._attached = {id(o): n for n, o in fencing.seat.optimizers.items()}
+        self.live, self.call, self._fencing = fencing.live, fencing.call, fencing
+        self._attached = {id(o): n for n, o in fencing.live.optimizers.items()}
         register_optimizer_step_pre_hook(self.before)
         register_optimizer_step_post_hook(self._after)
 
@@ -33,9 +33,9 @@ class Updates:
         if self.call.finishing is not None:
             code = getattr(self.call.function, "code", None)
             arguments = getattr(self.call.function, "arguments", {}).values()
-            self.call.finishing.fence(code, self.seat.parameters, arguments)
+            self.call.finishing.fence(code, self.live.parameters, arguments)
             self.call.finishing.before_update(optimizer)
-        if self.call.warming or self.seat.rebuilding:
+        if self.call.warming or self.live.rebuilding:
             return
         if not self.call.site:
             self._refuse_outside(optimizer)
@@ -57,9 +57,9 @@ class Updates:
                 hint="optimizer updates belong into a @ks.step function",
             )
         name = self._attached[id(optimizer)]
-        self.seat.gradients.before_update()
+        self.live.gradients.before_update()
         if self.call.fenced:
-            self.seat.redundancy.before_update(name)
+            self.live.redundancy.before_update(name)
             self.insist()
         else:
             self._fence(optimizer)
@@ -79,11 +79,11 @@ class Updates:
     def _fence(self, optimizer: Any) -> None:
         self.call.about_to = self._attached[id(optimizer)]
         # Whoever compares states waits for the device, which must then not wait for the host.
-        compared = self.seat.replicated.due(self.seat.tick)
+        compared = self.live.replicated.due(self.live.tick)
         guarded = not compared and self._fencing.guard.suits(optimizer)
         self._fencing.publish(updating=True)
-        if guarded and self._fencing.guard.begin(optimizer, self.seat.aborted):
-            self.seat.changes.queued()
+        if guarded and self._fencing.guard.begin(optimizer, self.live.aborted):
+            self.live.changes.queued()
             return  # the rest of the fence is in the post-hook
         self._fencing.meet(cuda.wait_for_queue)
         self.begins()
@@ -95,7 +95,7 @@ class Updates:
         if self.call.finishing is not None:
             self.call.finishing.after_update()
         if self.call.site and not self.call.warming:
-            self.seat.changes.updated()
+            self.live.changes.updated()
 
     def _decide(self, optimizer: Any) -> None:
         """The update is queued, and if it is guarded the device holds it back: decide it."""
@@ -111,9 +111,9 @@ class Updates:
         self.begins()
 
     def begins(self) -> None:
-        seat = self.seat
-        if seat.injector and self.call.step:
-            seat.injector.point("in_optimizer", seat.version, seat.parameters[0])
+        live = self.live
+        if live.injector and self.call.step:
+            live.injector.point("in_optimizer", live.version, live.parameters[0])
 
     def insist(self) -> None:
         """What the fence raised was for us: an `except:` of the user's must not swallow it."""

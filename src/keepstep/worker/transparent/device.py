@@ -1,10 +1,10 @@
 """What a rank of a transparent job has on a GPU: named, moved out of the way, and brought back.
 
 The driver's snapshot of a process copies device memory at a small part of the speed of the link. So
-the rank copies what torch has allocated itself, into files in its nest, and gives the memory back;
-the addresses stay reserved. The driver then finds little more than a context. The library that can
-do this (native/gpu) is loaded into the process by its nest; without it, and for allocations that it
-has not seen, the driver's snapshot takes everything.
+the rank copies what torch has allocated itself, into files in its capsule, and gives the memory
+back; the addresses stay reserved. The driver then finds little more than a context. The library
+that can do this (native/gpu) is loaded into the process by its capsule; without it, and for
+allocations that it has not seen, the driver's snapshot takes everything.
 
 What the driver takes into the process's memory is moved by a thread of that library, too, which
 hears from the agent by files: the process cannot do it, because it waits for the driver.

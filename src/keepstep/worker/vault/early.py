@@ -60,7 +60,7 @@ _Current = list[tuple[_Sent, list[torch.Tensor]]]
 """What went together, and the gradients that are there now."""
 
 
-class Early:
+class EarlyPuts:
     def __init__(self, staging: PinnedStaging) -> None:
         self.staging = staging
         self._line: VaultLine | None = None  # open for puts
@@ -282,7 +282,7 @@ class _Multiplications:
         return self._inner(*args, **kwargs)
 
 
-def watch_clipping(early: Early) -> None:
+def watch_clipping(early: EarlyPuts) -> None:
     """`clip_grad_norm_` looks its other half up in its module, wherever it was imported to."""
     inner: Any = clip_grad._clip_grads_with_norm_
 

@@ -38,7 +38,7 @@ from keepstep.worker.state.rank import RankFacts
 from keepstep.worker.vault import replay, vault
 from keepstep.worker.vault.bases import Bases
 from keepstep.worker.vault.destination import Destination
-from keepstep.worker.vault.early import Early, same_kind, watch_clipping
+from keepstep.worker.vault.early import EarlyPuts, same_kind, watch_clipping
 from keepstep.worker.vault.inventory import Inventory
 from keepstep.worker.vault.parity import ParityLine
 from keepstep.worker.vault.staging import PinnedStaging, fingerprint
@@ -64,7 +64,7 @@ class Redundancy:
         self._parity = ParityLine(me) if self.inventory.mode == "parity" else None
         self._bases = Bases(self.inventory, self._parity)
         self._destination = Destination(me, self.inventory, self._bases, self._parity)
-        self._early: Early | None = None  # on a GPU
+        self._early: EarlyPuts | None = None  # on a GPU
         self._suspended = ""  # why nothing is kept at present
         self._published: dict[int, Any] = {}  # unit -> what its gradient was at the fence
         self._unconfirmed: _Unconfirmed | None = None
@@ -122,7 +122,7 @@ class Redundancy:
             self._early = None
             return
         if self._early is None:
-            self._early = Early(staging)
+            self._early = EarlyPuts(staging)
             watch_clipping(self._early)
         self._early.staging = staging
         for unit in self.units:
@@ -269,7 +269,9 @@ class Redundancy:
         self._unconfirmed = None
         self._destination.forget_former(line.address)
 
-    def _put_changed(self, early: Early, done: _Unconfirmed, let_go: Callable[[], None]) -> None:
+    def _put_changed(
+        self, early: EarlyPuts, done: _Unconfirmed, let_go: Callable[[], None]
+    ) -> None:
         """What was sent before the fence and is another one now is put again, and then the vault is
         asked whether it has all."""
         line = done.line

@@ -12,7 +12,7 @@ def relieved(world: World) -> bool:
     job = world.facts()
     if job is None or world.over:
         return job is not None
-    slow = [worker for worker in job.seated() if worker.place in world.ills.dragged]
+    slow = [worker for worker in job.rank_owners() if worker.place in world.ills.dragged]
     reasons = [one.stays for one in job.pace.slow.values()]
     stays = any(why and "within" not in why for why in reasons)  # that one is for a while
     return not job.incidents and (not slow or stays)
@@ -26,7 +26,7 @@ def balanced(world: World) -> bool:
     if job.incidents or job.attempt is not None:
         return False
     fair = world.plan.per_node
-    load = Counter(worker.node for worker in job.seated())
+    load = Counter(worker.node for worker in job.rank_owners())
     crowd = any(count > fair for count in load.values())
     room = any(
         load[node.name] < min(fair, node.slots)

@@ -25,7 +25,7 @@ from keepstep.core import operator, provision
 from keepstep.core.demand import domains, mismatch
 from keepstep.core.facts import SECOND, Node
 from keepstep.core.incidents import warn
-from keepstep.core.project import protection_of
+from keepstep.core.job_views import protection_of
 from keepstep.core.state import Job, Out
 from keepstep.core.triage import name_ranks
 from keepstep.model.job import Drain, Untaint
@@ -148,7 +148,7 @@ def _why_not(job: Job, node: Node, ranks: Sequence[int], near: dict[str, str]) -
     return "" if protected else f"job {job.id} would lose steps: {why}"
 
 
-def settle(jobs: Sequence[Job], outs: dict[str, Out]) -> list[Job]:
+def trade(jobs: Sequence[Job], outs: dict[str, Out]) -> list[Job]:
     """Trade nodes between jobs. Returns those that have to look at their facts again."""
     changed: list[Job] = []
     for job in sorted(jobs, key=_rank):
@@ -231,7 +231,7 @@ def _keep(job: Job, out: Out, node: str, why: str) -> None:
 def _may_lose(job: Job, now: int) -> bool:
     """The loss of a node costs no step. A node that has died without a sign looks well for a while,
     but no step is made without it: all ranks were alive when the last one was."""
-    homes = {worker.node for worker in job.seated() if worker.usable}
+    homes = {worker.node for worker in job.rank_owners() if worker.usable}
     there = all(job.nodes[name].state == "connected" for name in homes)
     return there and now - job.progress_at <= FRESH_NS and protection_of(job)[0]
 

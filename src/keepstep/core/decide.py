@@ -16,7 +16,7 @@ from keepstep.core import (
     planned,
     processes,
     provision,
-    recovery,
+    restart,
     rewire,
     start,
     stopping,
@@ -27,7 +27,7 @@ from keepstep.core.facts import Attempt, Worker
 from keepstep.core.incidents import end_job, warn
 from keepstep.core.migration import EXIT_GAVE_UP, recover
 from keepstep.core.phases import all_filled
-from keepstep.core.recovery import agents_are_back
+from keepstep.core.restart import agents_are_back
 from keepstep.core.state import Job, Out
 from keepstep.core.together import tell_ranks
 from keepstep.core.workers import worker_said
@@ -78,7 +78,7 @@ def _step(job: Job, out: Out) -> bool:
         divergence.advance(job, out)
         return job.divergence is None
     attempt = job.attempt
-    if len(job.owners) == job.spec.world and all(worker.done for worker in job.seated()):
+    if len(job.owners) == job.spec.world and all(worker.done for worker in job.rank_owners()):
         end_job(job, out, "done", 0, "all ranks finished")
         return False
     if job.mode != "running" and attempt is None:
@@ -143,7 +143,7 @@ def _release(job: Job, out: Out) -> None:
     if job.release_due is not None:
         tell_ranks(out, Release(generation=job.release_due))
         job.release_due = None
-    for worker in job.odd():
+    for worker in job.watched_owners():
         due = worker.release_due
         if due is not None and (not worker.usable or out.tell(worker, Release(generation=due))):
             worker.release_due = None
@@ -186,9 +186,9 @@ def agent_joined(job: Job, out: Out, name: str, hello: Hello) -> None:
     node.slots, node.labels = hello.slots, hello.labels
     processes.ask_holders_again(job)
     there = {state.worker: state for state in hello.workers}
-    for worker in job.there.get(name, ()):
+    for worker in job.placed_on.get(name, ()):
         worker.stalled = None  # that it is over may be lost; what still stands is told again
-    for worker in [w for w in job.there.get(name, ()) if w.alive]:
+    for worker in [w for w in job.placed_on.get(name, ()) if w.alive]:
         state = there.get(worker.id)
         if state is not None:
             _adopt(job, out, worker, state)
@@ -216,7 +216,7 @@ def agent_joined(job: Job, out: Out, name: str, hello: Hello) -> None:
             _offer_buddy(job, out, name, ("", name) if moved else ("",))
         for owner in job.owners_on(name):
             if owner.usable and owner.buddy_due:
-                recovery.tell_buddy(job, out, owner)
+                restart.tell_buddy(job, out, owner)
         checkpoints.agent_joined(job, out, name)
 
 
@@ -227,7 +227,7 @@ def _offer_buddy(job: Job, out: Out, name: str, lost: tuple[str, ...]) -> None:
     for _, owner in job.owning():
         parity = job.spec.redundancy == "parity" and owner.parity in lost
         if owner.usable and owner.node != name and (owner.buddy in lost or parity):
-            recovery.tell_buddy(job, out, owner)
+            restart.tell_buddy(job, out, owner)
 
 
 def _adopt(job: Job, out: Out, worker: Worker, state: WorkerState) -> None:
@@ -238,10 +238,10 @@ def _adopt(job: Job, out: Out, worker: Worker, state: WorkerState) -> None:
     _seen_resumed(job, worker, state)
     worker.swapped = max(worker.swapped, state.generation)
     attempt = job.attempt
-    seated = job.owners.get(worker.rank) == worker.id
-    if attempt is not None and attempt.committed and seated:
+    owning = job.owners.get(worker.rank) == worker.id
+    if attempt is not None and attempt.committed and owning:
         attempt.swaps.note(worker.rank, worker.swapped >= attempt.generation)
-    if worker.role == "standby" and not worker.parked and state.where == "parked":
+    if worker.role == "spare" and not worker.parked and state.where == "parked":
         worker.parked = "unknown"
     elif worker.role == "understudy" and state.where not in ("", "starting"):
         worker.parked = worker.parked or "unknown"
@@ -258,7 +258,7 @@ def _adopt(job: Job, out: Out, worker: Worker, state: WorkerState) -> None:
     worker.resync = worker.swap is not None and worker.swapped < worker.swap.generation
     if worker.killed_at is not None:
         out.send(worker.node, KillWorker(worker=worker.id))
-    elif worker.role in ("standby", "understudy") and state.rank >= 0:
+    elif worker.role in ("spare", "understudy") and state.rank >= 0:
         # It was joining when the orchestrator was restarted. What all ranks are told would be told
         # to it as well.
         worker.role = "unwanted"
@@ -421,8 +421,8 @@ def _worker_exited(job: Job, out: Out, worker: Worker, message: WorkerExited) ->
 def exited(job: Job, out: Out, worker: Worker, why: str) -> None:
     if worker.role == "newcomer":
         faults.newcomer_failed(job, out, worker, f"{worker.id} {why}")
-    elif worker.role == "standby" and worker.killed_at is None:
-        warn(job, out, f"standby {worker.id} in {worker.place} {why}")
+    elif worker.role == "spare" and worker.killed_at is None:
+        warn(job, out, f"spare {worker.id} in {worker.place} {why}")
     elif worker.role == "understudy" and worker.killed_at is None:
         understudies.lost(job, out, worker, why)
 

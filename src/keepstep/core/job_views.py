@@ -173,7 +173,7 @@ def rank_view(job: Job, rank: int) -> RankView:
 
 
 def is_spare(worker: Worker) -> bool:
-    return worker.usable and worker.role in ("standby", "newcomer")
+    return worker.usable and worker.role in ("spare", "newcomer")
 
 
 def spare_view(job: Job, worker: Worker) -> SpareView:

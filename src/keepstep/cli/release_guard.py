@@ -51,7 +51,7 @@ def begin(home: Path, job: str, kubernetes: Settings | None = None) -> ReleaseGu
     more = [msgspec.json.encode(kubernetes).decode()] if kubernetes is not None else []
     read, write = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "keepstep.cli.guard", str(home), job, *more],
+        [sys.executable, "-P", "-m", "keepstep.cli.release_guard", str(home), job, *more],
         stdin=read,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

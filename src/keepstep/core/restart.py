@@ -117,7 +117,7 @@ def _apply_fall_back(job: Job, record: FellBack) -> None:
     newest, (tick, times) = job.saves.back_to(record.path), job.saves.fallen
     job.saves.fallen = (newest.tick, times + 1 if tick == newest.tick else 1)
     for worker in job.workers.values():
-        if worker.role != "standby":
+        if worker.role != "spare":
             worker.role = "unwanted"
     fallen(job, incident, newest, record.steps_lost, record.generation)
 
@@ -125,7 +125,7 @@ def _apply_fall_back(job: Job, record: FellBack) -> None:
 def _role(record: Placed) -> Role:
     if record.rank >= 0:
         return "rank"
-    return "understudy" if record.presumed >= 0 else "standby"
+    return "understudy" if record.presumed >= 0 else "spare"
 
 
 def _apply_processes(
@@ -152,7 +152,7 @@ def _apply_processes(
         job.workers[record.worker].alive = False
     elif isinstance(record, NodeLost):
         job.nodes[record.node].state = "dead"
-        for worker in job.there.get(record.node, ()):
+        for worker in job.placed_on.get(record.node, ()):
             worker.alive = False
     elif isinstance(record, NodeJoined):
         node = add_node(job, record.node, record.slots)

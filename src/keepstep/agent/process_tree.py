@@ -1,4 +1,4 @@
-"""Which processes a rank in a nest consists of, as /proc of the caller shows them."""
+"""Which processes a rank in a capsule consists of, as /proc of the caller shows them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def tree(pid: int) -> list[int]:
     return [pid, *(one for child in children(pid) for one in tree(child))]
 
 
-def inner_pid(nest: int) -> int | None:
-    """The rank inside a nest: the nest's child is the first process of the namespace, and its child
-    that leads a session is the rank."""
-    for first in children(nest):
+def inner_pid(capsule: int) -> int | None:
+    """The rank inside a capsule: the capsule's child is the first process of the namespace, and
+    its child that leads a session is the rank."""
+    for first in children(capsule):
         for pid in children(first):
             with contextlib.suppress(OSError):
                 if os.getsid(pid) == pid:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from keepstep.model.image import NEST
+from keepstep.model.image import CAPSULE
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWPID = 0x20000000
@@ -49,7 +49,7 @@ def nested(enter: Callable[[], int]) -> int:
         _settle_in()
         _mind(enter())
     except BaseException as error:
-        os.write(2, f"keepstep: nest: {error}\n".encode())
+        os.write(2, f"keepstep: capsule: {error}\n".encode())
     os._exit(1)
 
 
@@ -58,7 +58,7 @@ def _settle_in() -> None:
     named sockets between its processes must not meet those of its former self."""
     checked(libc.mount(b"none", b"/", None, MS_PRIVATE_ALL, None))
     checked(libc.mount(b"proc", b"/proc", b"proc", 0, None))
-    own_folder(NEST)
+    own_folder(CAPSULE)
     for number, flags in ((0, os.O_RDONLY), (1, os.O_WRONLY | os.O_APPEND)):
         opened = os.open(os.readlink(f"/proc/self/fd/{number}"), flags)
         os.dup2(opened, number)
@@ -77,7 +77,7 @@ def own_folder(path: str) -> None:
 
 def _mind(rank: int) -> NoReturn:
     """Reap what comes until the rank ends, and end like it. A signal of the agent to the group of
-    the nest is for the rank."""
+    the capsule is for the rank."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: os.kill(rank, received))
     while True:
@@ -106,7 +106,7 @@ def wait_for(first: int) -> NoReturn:
 
 
 def trouble() -> str:
-    """Why no nest can be made here; empty if it can."""
+    """Why no capsule can be made here; empty if it can."""
     child = os.fork()
     if child == 0:
         try:

@@ -1,15 +1,15 @@
-"""`python -m keepstep.agent.nest COMMAND`: a rank in namespaces of its own, or an empty nest.
+"""`python -m keepstep.agent.capsule COMMAND`: a rank in namespaces of its own, or an empty capsule.
 
-    agent ── nest ── first process of a PID and mount namespace ── the rank, in its own session
+    agent ── capsule ── first process of a PID and mount namespace ── the rank, in its own session
 
-A process that shall be moved needs numbers that are free wherever it goes: each nest counts its
+A process that shall be moved needs numbers that are free wherever it goes: each capsule counts its
 own, and the rank begins far above what CRIU needs for itself. Whatever a rank leaves behind dies
-with the first process, and that with the nest, which the agent kills like any other worker.
+with the first process, and that with the capsule, which the agent kills like any other worker.
 
-Without a rank the nest is a standby: it waits to be assigned, looks whether the process could live
+Without a rank the capsule is a spare: it waits to be assigned, looks whether the process could live
 here, fetches the image from the agent that has it, wakes it, and hands its own line to the agent
 over to it (the restored process finds the socket in the place of its old one). The image lies in
-memory (tmpfs), for this user only, and is gone when the process lives or the nest ends.
+memory (tmpfs), for this user only, and is gone when the process lives or the capsule ends.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import msgspec
 from keepstep.adapters.transport.blocking import PIECE_BYTES, Frames, relay, shut
 from keepstep.adapters.transport.tls import client_context
 from keepstep.agent import areas, gpu, preflight
-from keepstep.agent.namespaces import (
+from keepstep.agent.kernel_namespaces import (
     PR_SET_PDEATHSIG,
     bind,
     ended,
@@ -74,7 +74,7 @@ def remove_images(job: str, node: str) -> None:
 
 
 def run_rank(command: list[str], descriptors: list[int], environ: Mapping[str, str]) -> NoReturn:
-    env = {**environ, "KEEPSTEP_SOCKETS": i.NEST}
+    env = {**environ, "KEEPSTEP_SOCKETS": i.CAPSULE}
     library = env.get("KEEPSTEP_SEGMENTS", "")
     if library and env.get("KEEPSTEP_OFFLOAD") != "0":
         env["LD_PRELOAD"] = library  # for the rank only
@@ -95,7 +95,7 @@ def run_rank(command: list[str], descriptors: list[int], environ: Mapping[str, s
     wait_for(first)
 
 
-# ------------------------------------------------------------------------------------------ standby
+# ------------------------------------------------------------------------------------------ spare
 
 
 class _Line:
@@ -136,7 +136,7 @@ def _connect(welcome: commands.Welcome, address: m.Address) -> socket.socket:
     return client_context(welcome.tls).wrap_socket(line, server_hostname=welcome.tls.peers)
 
 
-class Standby:
+class EmptyCapsule:
     def __init__(self, control: int, page_fd: int, slot: int) -> None:
         self._began = time.monotonic_ns()
         self._line = _Line(control)
@@ -156,7 +156,7 @@ class Standby:
     def run(self) -> NoReturn:
         _show_parked(self._page)
         waited = time.monotonic_ns() - self._began
-        self._line.send(m.Parked(where="an empty nest", warm_ns=waited))
+        self._line.send(m.Parked(where="an empty capsule", warm_ns=waited))
         while True:
             command = self._line.receive()
             match command:
@@ -267,7 +267,7 @@ class Standby:
             if stowed:
                 areas.fetch(self._parts, gpu.THAW_S_MAX, lambda: not ended(first))
                 took["gpu-fetch"] = time.monotonic_ns() - began
-            # By the nest's number: this process does not see the rank's any more.
+            # By the capsule's number: this process does not see the rank's any more.
             return took | self._gpu.thaw_in(os.getpid(), gpu.THAW_S_MAX, self._places)
         except (OSError, KeepstepError):
             os.kill(first, signal.SIGKILL)
@@ -393,7 +393,7 @@ class Standby:
 
     def _restore(self, begun: i.ImageBegun, tell: int) -> int:
         """In the new namespaces."""
-        for folder in set(begun.folders) - {i.NEST}:
+        for folder in set(begun.folders) - {i.CAPSULE}:
             own_folder(folder)
         if self._parts.exists():  # the process looks for them where it has put them
             bind(self._parts, i.PARTS_FOLDER)
@@ -446,7 +446,7 @@ def main(environ: Mapping[str, str]) -> NoReturn:
         run_rank(sys.argv[1:], [control, page_fd], environ)
     for number in (control, page_fd):
         os.set_inheritable(number, False)
-    Standby(control, page_fd, int(environ.get("LOCAL_RANK", "0"))).run()
+    EmptyCapsule(control, page_fd, int(environ.get("LOCAL_RANK", "0"))).run()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The seat of one rank: its facts, and the parts that recovery, transactions and newcomers share.
+"""One rank that runs: its facts, and the parts that recovery, transactions and newcomers share.
 
-A seat is used by the user's main thread. The daemon thread of the channel only sets flags, shuts
+It is used by the user's main thread. The daemon thread of the channel only sets flags, shuts
 sockets down and starts the builder thread of `Stager`.
 """
 

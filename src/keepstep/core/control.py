@@ -18,11 +18,11 @@ from collections.abc import Iterable
 
 import msgspec
 
-from keepstep.core import balance, faults, operator, provision, quiet, recovery, turns
-from keepstep.core import job as jobs_
+from keepstep.core import balance, faults, operator, priorities, provision, quiet, restart
+from keepstep.core import decide as jobs_
 from keepstep.core.capacity import CapacityView
+from keepstep.core.job_views import incident_view, job_view
 from keepstep.core.plan import plan, with_offers
-from keepstep.core.project import incident_view, job_view
 from keepstep.core.state import EVERY_NODE, Job, Out, Outcome, Send
 from keepstep.core.timers import fire, timers
 from keepstep.errors import UsageError
@@ -67,14 +67,14 @@ class Core:
         """Before the first `handle`, with everything the ledger holds."""
         for record in records:
             self._now = max(self._now, record.at_ns)
-            recovery.apply(self._jobs, record)
+            restart.apply(self._jobs, record)
 
     def handle(self, now_ns: int, event: CoreInput) -> Outcome:
         self._now = max(self._now, now_ns)
         outcome = Outcome(records=[], sends=[])
         for job in self._jobs.values():
             if job.replayed and job.rejoin_until is None and job.ended is None:
-                recovery.begin_waiting(job, self._now)
+                restart.begin_waiting(job, self._now)
                 job.due_known = False
         if isinstance(event, Submit):
             self._submit(event, outcome)
@@ -135,7 +135,7 @@ class Core:
         view = provision.look(job)
         if view is None or view.want is None or len(self._jobs) == 1:
             return view
-        waits = turns.before(self._jobs.values(), job, self._now)
+        waits = priorities.before(self._jobs.values(), job, self._now)
         return msgspec.structs.replace(view, turn=not waits)
 
     def plan(self, given: Migrate | Drain | Rebalance) -> tuple[PlanView, Ask | None]:
@@ -147,7 +147,7 @@ class Core:
         if ask is None or not provision.may_preempt(job):
             return view, ask
         rank = next(move.rank for move in view.moves if move.cost == "scheduler")
-        return with_offers(view, turns.offers(self._jobs.values(), job, rank)), ask
+        return with_offers(view, priorities.offers(self._jobs.values(), job, rank)), ask
 
     def state(self, job_id: str) -> Job:
         """The facts themselves, for those who check and never change them."""
@@ -173,20 +173,20 @@ class Core:
         if spec.job in self._jobs:
             raise UsageError(f"job {spec.job} exists already", hint="choose another name")
         operator.check_spec(spec)
-        job = recovery.new_job(spec, self._now)
+        job = restart.new_job(spec, self._now)
         self._jobs[spec.job] = job
         out = Out(self._now, job, outcome)
         out.record(JobSubmitted(job=spec.job, at_ns=self._now, spec=spec))
         jobs_.settle(job, out)
 
     def _trade(self, outcome: Outcome) -> None:
-        """Between jobs: see turns.py. Each one alone has nobody to trade with."""
+        """Between jobs: see priorities.py. Each one alone has nobody to trade with."""
         jobs = [job for job in self._jobs.values() if job.ended is None and job.asks]
         if len(jobs) < 2 and not any(job.capacity.yields for job in jobs):
             return
         outs = {job.id: Out(self._now, job, outcome) for job in jobs}
         for _ in range(len(jobs) + 1):
-            changed = turns.settle(jobs, outs)
+            changed = priorities.trade(jobs, outs)
             for job in changed:
                 self._settle(job, outs[job.id])
                 job.due_known = False
@@ -195,7 +195,7 @@ class Core:
         wanted = {record.job for record in outcome.records if isinstance(record, SpareWanted)}
         for job in jobs:
             if job.id in wanted:
-                turns.wake(jobs, job, self._now)
+                priorities.wake(jobs, job, self._now)
 
     def _settle(self, job: Job, out: Out) -> None:
         jobs_.settle(job, out)
@@ -206,7 +206,7 @@ class Core:
     def _dispatch(self, job: Job, out: Out, event: CoreInput) -> None:
         if isinstance(event, AgentJoined):
             operator.check_node(event.node, event.hello.slots)
-            recovery.add_node(job, event.node, event.hello.slots)
+            restart.add_node(job, event.node, event.hello.slots)
             jobs_.agent_joined(job, out, event.node, event.hello)
         elif isinstance(event, AgentSaid):
             if event.node in job.nodes and job.nodes[event.node].state == "connected":
@@ -243,7 +243,7 @@ class Core:
     def _after_the_end(self, job: Job, out: Out, event: CoreInput) -> None:
         """Agents that come back are stopped; what workers still say does not matter."""
         if isinstance(event, AgentJoined):
-            node = recovery.add_node(job, event.node, event.hello.slots)
+            node = restart.add_node(job, event.node, event.hello.slots)
             node.state = "connected"
             out.send(node.name, Stop(grace_ns=0))
         elif isinstance(event, AgentGone) and event.node in job.nodes:
