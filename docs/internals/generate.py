@@ -33,7 +33,7 @@ from syntax import (
     words,
 )
 
-from keepstep.core import migration, phases, planned, rewire, state, timers
+from keepstep.core import facts, migration, phases, planned, rewire, state, timers
 from keepstep.core.agent import machine
 from keepstep.model import agent_messages, blob_messages, commands, messages, records, vault, views
 from keepstep.model import job as inputs
@@ -308,7 +308,7 @@ def _deed(body: Sequence[ast.stmt]) -> str:
 
 def state_section() -> Iterator[str]:
     functions = [one for one in core_functions() if one.module != "project"]  # views, not states
-    node = typing.get_type_hints(state.Node)["state"]
+    node = typing.get_type_hints(facts.Node)["state"]
     mode = typing.get_type_hints(state.Job)["mode"]
     outcome = typing.get_type_hints(views.IncidentView)["outcome"]
     yield "## States\n"
@@ -319,7 +319,7 @@ def state_section() -> Iterator[str]:
         if any(name_of(call) == "close_incident" for call in called(one.tree))
     ]
     for title, attribute, values in (
-        ("Roles of a worker", "role", typing.get_args(state.Role)),
+        ("Roles of a worker", "role", typing.get_args(facts.Role)),
         ("States of a node", "state", typing.get_args(node)),
         ("Modes of a job", "mode", typing.get_args(mode)),
         ("Outcomes of an incident", "outcome", typing.get_args(outcome)),

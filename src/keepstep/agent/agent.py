@@ -79,6 +79,9 @@ class AgentConfig:
 
 
 class Agent:
+    """The shell of one node: a method for each thing that happens, and for each that the machine
+    has done, hence so many."""
+
     def __init__(self, config: AgentConfig) -> None:
         self._config = config
         self._loop = asyncio.get_running_loop()

@@ -27,8 +27,8 @@ NODES, FURTHER = "Nodes", "Further nodes from the scheduler"
 
 
 class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line says about a job. It has as many attributes as there are options: it
-    is their table, and adds nothing to it."""
+    """What the command line says about a job. It is the table of the options and adds
+    nothing to it: hence so many."""
 
     nproc: int
     spares: int

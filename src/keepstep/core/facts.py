@@ -48,6 +48,8 @@ class Node:
 
 @dataclass(slots=True)
 class WorkerFacts:
+    """A table of all facts about one process: hence so many."""
+
     id: str
     node: str
     slot: int
@@ -156,6 +158,8 @@ if not TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Incident:
+    """A table of what is known of one, from its opening to its outcome: hence so many."""
+
     id: str
     trigger: Trigger
     cause: str
@@ -202,7 +206,9 @@ class Incident:
 
 @dataclass(slots=True)
 class Attempt:
-    """One try to reach a new generation. Its members never change: that takes a new attempt."""
+    """One try to reach a new generation. Its members never change: that takes a new attempt.
+
+    A table of who was asked what, and of the answers: hence so many."""
 
     kind: Kind
     incident: Incident

@@ -58,6 +58,8 @@ class Outcome(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True)
 class Job:
+    """A table of all facts about one job, and what can be read off them: hence so many."""
+
     spec: JobSpec
     submitted_at: int
     nodes: dict[str, Node]

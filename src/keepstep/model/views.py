@@ -154,6 +154,8 @@ class CheckpointsView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobView(msgspec.Struct, frozen=True, kw_only=True):
+    """All that operators see of one job, as a table: hence so many."""
+
     job: str
     state: JobState
     reason: str

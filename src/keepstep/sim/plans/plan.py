@@ -36,8 +36,8 @@ CRASHES = ("crash", "record", "effect", "full")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that a world is made from. It has this many attributes because it is one table of facts,
-    each with its ordinary value: a story says only what is special about it."""
+    """All that a world is made from. It is a table of facts, hence so many, each with its
+    ordinary value: a story says only what is special about it."""
 
     seed: int
     ranks: int = 8
