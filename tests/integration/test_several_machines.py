@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from keepstep.model.views import JobView
 from tests.support.job import results
 from tests.support.machines import (
     DEADLINE_S,
@@ -172,8 +174,8 @@ def test_two_orchestrators_share_an_authority_and_operators_are_elsewhere(
     run = pair.job("--out", str(out), *STEPS, "--slow", str(slow))
 
     def step() -> int:
-        seen = pair.operate("status", at=pair.urls[1])
-        return int(seen[0].committed_step) if isinstance(seen, list) and seen else 0
+        seen = pair.jobs(at=pair.urls[1])
+        return seen[0].committed_step if seen else 0
 
     lab.until(lambda: step() >= 3, "the first steps")
     pair.running[0].kill()
@@ -237,7 +239,12 @@ class Pair:
         done = self.third.run(*words, *where, "--json")
         return json.loads(done.stdout) if done.returncode == 0 else done.stderr
 
+    def jobs(self, at: str = "") -> list[JobView]:
+        """As `status` shows them; none if it was refused."""
+        seen = self.operate("status", at=at)
+        return msgspec.convert(seen, list[JobView]) if isinstance(seen, list) else []
+
     def connected(self) -> list[str]:
-        seen = self.operate("status")
-        nodes = seen[0].nodes if isinstance(seen, list) and seen else []
+        seen = self.jobs()
+        nodes = seen[0].nodes if seen else []
         return [one.node for one in nodes if one.state == "connected"]

@@ -284,8 +284,8 @@ class Agent:
 
     def _drop(self, name: str) -> None:
         gone = self._workers.get(name)
-        self._workers.forget([name])
-        if gone is not None and all(one.rank != gone.rank for one in self._workers.live()):
+        self._workers.forget(name)
+        if gone is not None and not self._workers.had(gone.rank):
             self._blobs.vault.left(gone.rank)
 
     def _act_on(

@@ -249,17 +249,21 @@ class Workers:
             resume = self._loop.call_later(resume_after_ns / 1e9, strike, signal.SIGCONT)
             worker.timers.append(resume)
 
-    def forget(self, names: Sequence[str]) -> None:
-        for name in names:
-            worker = self._workers.get(name)
-            if worker is None:
-                continue
-            if worker.exited is None:
-                logger.warning("asked to forget %s, which is alive", name)
-                continue
-            worker.page.close()
-            self._processes.drop(name)
-            del self._workers[name]
+    def forget(self, name: str) -> None:
+        worker = self._workers.get(name)
+        if worker is None:
+            return
+        if worker.exited is None:
+            logger.warning("asked to forget %s, which is alive", name)
+            return
+        worker.page.close()
+        self._processes.drop(name)
+        del self._workers[name]
+
+    def had(self, rank: int) -> bool:
+        """A process of this rank is here, or was until it died and is not forgotten: what the node
+        keeps of the rank may be all that there is."""
+        return any(worker.rank == rank for worker in self._workers.values())
 
     async def stop(self, grace_ns: int, finished: bool = False) -> bool:
         """End all, politely first (`finished`: they are ending by themselves). True when none

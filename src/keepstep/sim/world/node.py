@@ -165,8 +165,8 @@ class SimNode(SimAgent):
     def _drop(self, effect: actions.DropPage) -> None:
         gone = self.processes.pop(effect.worker, None)
         self.memory.drop(effect.worker)
-        left = [process.rank for process in self.processes.values() if process.alive]
-        if gone is not None and gone.rank not in left:
+        had = [process.rank for process in self.processes.values()]
+        if gone is not None and gone.rank not in had:
             self.memory.vault.left(gone.rank)
 
     def _drop_copies(self, effect: actions.DropCopies) -> None:
