@@ -177,7 +177,7 @@ def test_a_node_that_comes_back_while_it_is_fenced_stays_away(cluster: Cluster) 
 
 def test_a_guard_gives_back_what_its_launcher_cannot(cluster: Cluster, tmp_path: Path) -> None:
     patiently(SlurmScheduler(), ask(START, "queue", count=2))
-    code = "import sys, time; from pathlib import Path; from keepstep.cli import guard\n"
+    code = "import sys, time; from pathlib import Path; from keepstep.cli import release_guard\n"
     code += "print(release_guard.begin(Path(sys.argv[1]), 'job').pid, flush=True); time.sleep(600)"
     launcher = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True

@@ -24,24 +24,34 @@ class Mutant(NamedTuple):
 
 MUTANTS = {
     # The table of answers: every row.
-    "reports are not said again": Mutant("inbox", "    m.Abort: m.Report,\n", ""),
-    "decisions are obeyed twice": Mutant("inbox", "    m.Decide: m.Held,\n", ""),
-    "holds are obeyed twice": Mutant("inbox", "    m.Hold: m.Held,\n", ""),
-    "groups are built twice": Mutant("inbox", "    m.Stage: m.Staged,\n", ""),
-    "state is copied twice": Mutant("inbox", "    m.Copy: m.Copied,\n", ""),
-    "swaps are obeyed twice": Mutant("inbox", "    m.Swap: m.Swapped,\n", ""),
-    "a rank is taken twice": Mutant("inbox", "    m.Assign: m.Arrived,\n", ""),
-    "a position is taken twice": Mutant("inbox", "    m.Position: m.Ready,\n", ""),
+    "reports are not said again": Mutant("inbox", "    commands.Abort: m.Report,\n", ""),
+    "decisions are obeyed twice": Mutant("inbox", "    commands.Decide: m.Held,\n", ""),
+    "holds are obeyed twice": Mutant("inbox", "    commands.Hold: m.Held,\n", ""),
+    "groups are built twice": Mutant("inbox", "    commands.Stage: m.Staged,\n", ""),
+    "state is copied twice": Mutant("inbox", "    commands.Copy: m.Copied,\n", ""),
+    "swaps are obeyed twice": Mutant("inbox", "    commands.Swap: m.Swapped,\n", ""),
+    "a rank is taken twice": Mutant("inbox", "    commands.Assign: m.Arrived,\n", ""),
+    "a position is taken twice": Mutant("inbox", "    commands.Position: m.Ready,\n", ""),
     # Facts, and what is done at once: every name.
-    "an abort undoes a swap": Mutant("inbox", "(m.Swap, m.Assign, m", "(m.Assign, m"),
-    "an abort undoes an assignment": Mutant("inbox", "m.Assign, m.Position", "m.Position"),
-    "an abort undoes a position": Mutant("inbox", "m.Position, m.Leave)", "m.Leave)"),
-    "an abort keeps a leaver": Mutant("inbox", "m.Position, m.Leave)", "m.Position)"),
-    "aborts wait": Mutant("inbox", "(m.Abort, m.Stage", "(m.Stage"),
-    "stages wait": Mutant("inbox", "m.Abort, m.Stage, m.Seal", "m.Abort, m.Seal"),
-    "seals wait": Mutant("inbox", "m.Seal, m.Inspect", "m.Inspect"),
-    "inspections wait": Mutant("inbox", "m.Inspect, m.Arm", "m.Arm"),
-    "injected faults wait": Mutant("inbox", "m.Inspect, m.Arm)", "m.Inspect)"),
+    "an abort undoes a swap": Mutant(
+        "inbox", "(commands.Swap, commands.Assign, c", "(commands.Assign, c"
+    ),
+    "an abort undoes an assignment": Mutant(
+        "inbox", "commands.Assign, commands.Position", "commands.Position"
+    ),
+    "an abort undoes a position": Mutant(
+        "inbox", "commands.Position, commands.Leave)", "commands.Leave)"
+    ),
+    "an abort keeps a leaver": Mutant(
+        "inbox", "commands.Position, commands.Leave)", "commands.Position)"
+    ),
+    "aborts wait": Mutant("inbox", "(commands.Abort, commands.Stage", "(commands.Stage"),
+    "stages wait": Mutant(
+        "inbox", "commands.Abort, commands.Stage, commands.Seal", "commands.Abort, commands.Seal"
+    ),
+    "seals wait": Mutant("inbox", "commands.Seal, commands.Inspect", "commands.Inspect"),
+    "inspections wait": Mutant("inbox", "commands.Inspect, commands.Arm", "commands.Arm"),
+    "injected faults wait": Mutant("inbox", "commands.Inspect, commands.Arm)", "commands.Inspect)"),
     # Guards of the inbox.
     "stale commands are taken": Mutant("inbox", "if 0 <= generation <", "if False and 0 <="),
     "commands of the newest attempt are stale": Mutant(
@@ -53,7 +63,7 @@ MUTANTS = {
     "the rank is not noted": Mutant("inbox", "            self.rank = command.rank\n", ""),
     "a new buddy is missed": Mutant(
         "inbox",
-        "if isinstance(command, m.Swap):\n                self",
+        "if isinstance(command, commands.Swap):\n                self",
         "if False:\n                self",
     ),
     "a stage leaves the abort unreported": Mutant(
@@ -68,7 +78,7 @@ MUTANTS = {
         "inbox", 'getattr(answer, "generation", None) != generation', "False"
     ),
     "a released rank is said to hold": Mutant(
-        "inbox", "if kind is not m.Hold or holds else None", "if True else None"
+        "inbox", "if kind is not commands.Hold or holds else None", "if True else None"
     ),
     "holds outlive an abort": Mutant(
         "inbox", "self.hold_generation = self.snapshot = -1", "self.snapshot = -1"
@@ -101,7 +111,9 @@ MUTANTS = {
     ),
     "a swap said again waits twice": Mutant("inbox", "and one.generation == same)", "and False)"),
     "a swap said again ends all others": Mutant(
-        "inbox", "(isinstance(one, m.Swap) and one.generation == same)", "isinstance(one, m.Swap)"
+        "inbox",
+        "(isinstance(one, commands.Swap) and one.generation == same)",
+        "isinstance(one, commands.Swap)",
     ),
     "an older report is enough": Mutant(
         "inbox",
@@ -200,7 +212,7 @@ MUTANTS = {
     ),
     "the end is not heard before a decision": Mutant(
         "recovering",
-        "            return isinstance(command, m.Finish)\n",
+        "            return isinstance(command, commands.Finish)\n",
         "            return False\n",
     ),
     "a newer abort does not end the wait for a decision": Mutant(
@@ -210,7 +222,7 @@ MUTANTS = {
     ),
     "nobody leaves instead of a decision": Mutant(
         "recovering",
-        "if isinstance(command, m.Leave | m.Finish):\n            yield",
+        "if isinstance(command, commands.Leave | commands.Finish):\n            yield",
         "if False:\n            yield",
     ),
     "a hold is not said": Mutant("recovering", "        yield asks.Say(held)\n", ""),
@@ -225,8 +237,8 @@ MUTANTS = {
     ),
     "other attempts' swaps count": Mutant(
         "recovering",
-        "m.Checkpoint():\n                    return command.generation == generation",
-        "m.Checkpoint():\n                    return True",
+        "commands.Checkpoint():\n                    return command.generation == generation",
+        "commands.Checkpoint():\n                    return True",
     ),
     "a checkpoint is written in silence": Mutant(
         "recovering", "                    yield asks.Say(written)\n", ""
@@ -270,7 +282,7 @@ MUTANTS = {
     ),
     "a finding keeps a leaver": Mutant(
         "recovering",
-        "if isinstance(command, m.Finish | m.Leave):\n                    yield",
+        "if isinstance(command, commands.Finish | commands.Leave):\n                    yield",
         "if False:\n                    yield",
     ),
     "a finding that passed seems to wait": Mutant(
@@ -294,18 +306,24 @@ MUTANTS = {
     # Joining.
     "a parked process is not said": Mutant("joining", "    yield asks.Say(parked)\n", ""),
     "a parked process can not be ended": Mutant(
-        "joining", "isinstance(c, m.Assign | m.Finish | m.Leave)", "isinstance(c, m.Assign)"
+        "joining",
+        "isinstance(c, commands.Assign | commands.Finish | commands.Leave)",
+        "isinstance(c, commands.Assign)",
     ),
     "an assignment is not noted": Mutant("joining", "    inbox.assigned(command)\n", ""),
     "an arrival is not said": Mutant(
         "joining", "        yield asks.Say(m.Arrived(generation=self._assign.generation))\n", ""
     ),
     "who has arrived can not be ended": Mutant(
-        "joining", "isinstance(c, m.Position | m.Finish | m.Leave)", "isinstance(c, m.Position)"
+        "joining",
+        "isinstance(c, commands.Position | commands.Finish | commands.Leave)",
+        "isinstance(c, commands.Position)",
     ),
     "who is ready does not say so": Mutant("joining", "        yield asks.Say(ready)\n", ""),
     "who is ready can not be ended": Mutant(
-        "joining", "isinstance(c, m.Copy | m.Finish | m.Leave)", "isinstance(c, m.Copy)"
+        "joining",
+        "isinstance(c, commands.Copy | commands.Finish | commands.Leave)",
+        "isinstance(c, commands.Copy)",
     ),
     "a copy that failed is installed": Mutant(
         "joining", "if isinstance(said, m.Copied):", "if True:"
@@ -328,7 +346,7 @@ MUTANTS = {
     ),
     "who has copied can not be ended": Mutant(
         "joining",
-        "                return isinstance(command, m.Finish | m.Leave)\n",
+        "                return isinstance(command, commands.Finish | commands.Leave)\n",
         "                return False\n",
     ),
     "who has copied hears no abort": Mutant(

@@ -97,7 +97,7 @@ def specs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[JobSpec]:
     monkeypatch.setattr(jobspec, "check_mode", lambda mode: None)
     monkeypatch.setattr(running, "launch", submitted)
     monkeypatch.setattr(scheduled, "_run", submitted)
-    monkeypatch.setattr(scheduled.guard, "begin", lambda *_: None)
+    monkeypatch.setattr(scheduled.release_guard, "begin", lambda *_: None)
     monkeypatch.setattr(slurm, "SlurmScheduler", lambda: FakeScheduler("slurm"))
     monkeypatch.setattr(kubernetes, "connect", lambda **_: FakeScheduler("kubernetes"))
     return found

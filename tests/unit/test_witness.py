@@ -87,7 +87,7 @@ def test_an_objects_tensor_that_differs_is_each_ranks_own_from_then_on() -> None
     (_, live, mine), (_, other, theirs) = rank(1), rank(1)
     other.objects["average"].save()["seen"].fill_(5.0)
     names = Replicated.judge([mine.table(), theirs.table()])
-    assert mine.settle(names) == set() and theirs.settle(names) == set()
+    assert mine.keep_apart(names) == set() and theirs.keep_apart(names) == set()
     assert live.objects["average"].own == {1} and "'average'" in live.warned[0]
     assert not Replicated.judge([mine.table(), theirs.table()])
 
