@@ -53,7 +53,7 @@ def test_a_job_on_two_machines_outlives_a_rank_and_shows_nothing(lab: Lab, tmp_p
     agent = cluster.agent(second, "n1", "--adopt")
     run = cluster.job("--nnodes", "2", "--nproc-per-node", "2", "--spares", "1", slow=slow)
     view = cluster.until_step(3)
-    lab.until(lambda: [s for s in cluster.status().spares if s.state == "parked"], "a spare")
+    lab.until(lambda: [s for s in cluster.status().spares if s["state"] == "parked"], "a spare")
     homes = {seat.rank: seat.node for seat in view.ranks}
     assert homes == {0: "n0", 1: "n0", 2: "n1", 3: "n1"}
     restart_agent(cluster, agent, "n1")
@@ -183,9 +183,9 @@ def test_two_orchestrators_share_an_authority_and_operators_are_elsewhere(
     lab.until(lambda: pair.connected() == ["n0", "n1"], "both nodes at the other one")
     pair.agent("n2", ",".join(pair.urls))
     lab.until(lambda: pair.connected() == ["n0", "n1", "n2"], "a node that joins the other one")
-    lab.until(lambda: [s for s in pair.operate("spares") if s.state == "parked"], "a spare")
+    lab.until(lambda: [s for s in pair.operate("spares") if s["state"] == "parked"], "a spare")
     moved = pair.operate("migrate", "--rank", "1")
-    assert moved.outcome == "RESOLVED", moved
+    assert moved["outcome"] == "RESOLVED", moved
     assert "no live job x" in pair.operate("drain", "n1", "--job", "x")
     slow.unlink()
     assert run.wait(DEADLINE_S) == 0, lab.logs()
@@ -193,9 +193,9 @@ def test_two_orchestrators_share_an_authority_and_operators_are_elsewhere(
     pair.running[1].wait()
     assert "no orchestrator answers" in pair.operate("status")
     after = pair.third.run("status", "--json", KEEPSTEP_STORE=pair.store)
-    assert [(one.job, one.state) for one in json.loads(after.stdout)] == [("job", "done")]
+    assert [(one["job"], one["state"]) for one in json.loads(after.stdout)] == [("job", "done")]
     after = pair.third.run("incidents", "--json", "--store", pair.store)
-    assert [one.outcome for one in json.loads(after.stdout)] == ["RESOLVED"]
+    assert [one["outcome"] for one in json.loads(after.stdout)] == ["RESOLVED"]
     assert b"PRIVATE KEY" not in lab.sniffer.seen()
 
 
