@@ -595,7 +595,7 @@ NAMED: dict[str, Patch] = {
         parity.ParityStore, "keep", _adds_again
     ),
     "parity: what others may need is dropped": lambda: method(
-        parity.ParityStore, "settle", _settles_more
+        parity.ParityStore, "drop_before", _settles_more
     ),
     "parity: the holder may be where a member is": lambda: wrap(
         placement.parity_node, _with_a_member
