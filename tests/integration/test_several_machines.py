@@ -53,7 +53,7 @@ def test_a_job_on_two_machines_outlives_a_rank_and_shows_nothing(lab: Lab, tmp_p
     agent = cluster.agent(second, "n1", "--adopt")
     run = cluster.job("--nnodes", "2", "--nproc-per-node", "2", "--spares", "1", slow=slow)
     view = cluster.until_step(3)
-    lab.until(lambda: [s for s in cluster.status().spares if s["state"] == "parked"], "a spare")
+    lab.until(lambda: [s for s in cluster.status().spares if s.state == "parked"], "a spare")
     homes = {seat.rank: seat.node for seat in view.ranks}
     assert homes == {0: "n0", 1: "n0", 2: "n1", 3: "n1"}
     restart_agent(cluster, agent, "n1")
