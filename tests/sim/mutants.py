@@ -924,7 +924,7 @@ COMMANDS = [
 
 def untold() -> Iterator[tuple[str, Patch]]:
     for kind in COMMANDS:
-        yield f"not told: {kind}", lambda kind=kind: _never_leaves(getattr(m, kind))
+        yield f"not told: {kind}", lambda kind=kind: _never_leaves(getattr(commands, kind))
 
 
 def _never_leaves(kind: type) -> None:
