@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 APT := DEBIAN_FRONTEND=noninteractive sh -c 'apt-get update -qq && apt-get install -y -qq "$$0"'
 
 .PHONY: setup setup-postgres setup-network setup-slurm setup-criu k8s-control-plane demo test test-all lint \
-  unit sim sim-soak jobs-beside-sim chaos zoo network net-soak schedulers transparent test-gpu bench reports docs clean
+  unit sim sim-soak chaos zoo network net-soak schedulers transparent test-gpu bench reports docs clean
 
 setup: $(VENV)/.ready
 
@@ -56,7 +56,7 @@ setup-criu: setup
 demo: setup
 	$(BIN)/keepstep demo
 
-test: setup lint unit jobs-beside-sim
+test: setup lint unit sim network schedulers transparent chaos zoo
 
 lint: setup
 	$(BIN)/ruff check .
@@ -76,13 +76,6 @@ unit: setup setup-postgres
 # The control plane in 10,000 simulated worlds, every cell of the fault table, every mutant.
 sim: setup
 	$(BIN)/pytest -q --durations=3 tests/sim
-
-# The simulation computes, and these wait for processes most of the time: it takes what they leave.
-jobs-beside-sim: setup setup-network setup-postgres setup-slurm setup-criu
-	@echo 'pytest -q tests/sim, at low priority beside what follows'
-	@nice -n 19 $(BIN)/pytest -q --durations=3 tests/sim > $(VENV)/sim.log 2>&1 & beside=$$!; \
-	  $(MAKE) --no-print-directory network schedulers transparent chaos zoo; others=$$?; \
-	  wait $$beside; sim=$$?; cat $(VENV)/sim.log; exit $$((others | sim))
 
 # As many worlds as fit: make sim-soak SECONDS=1800
 SECONDS ?= 600
