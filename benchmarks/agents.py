@@ -19,6 +19,7 @@ from keepstep.model import messages as m
 from keepstep.model.job import (
     AgentJoined,
     AgentSaid,
+    AgentsSaid,
     CoreInput,
     JobSpec,
     NodeSpec,
@@ -235,7 +236,7 @@ class Cluster:
         self.went_on_at = 0  # last rank told to go on
         self.spec = spec_of(ranks)
         self.nodes = {n.name: Node(n.name, i) for i, n in enumerate(self.spec.nodes)}
-        self._queue: deque[tuple[int, CoreInput]] = deque()  # the delay is fixed: always in order
+        self._queue: deque[tuple[int, AgentSaid]] = deque()  # the delay is fixed: always in order
 
     def start(self) -> None:
         self.handle(Submit(spec=self.spec))
@@ -245,13 +246,13 @@ class Cluster:
         state = self.core.state("scale")
         assert state.mode == "running" and len(state.spares()) == SPARES, state.mode
 
-    def handle(self, event: CoreInput) -> list[Record]:
+    def handle(self, event: CoreInput, inputs: int = 1) -> list[Record]:
         began = time.thread_time_ns()
         outcome = self.core.handle(self.now, event)
         self.core.deadline()  # the driver asks for it after every input
         cpu_ns = time.thread_time_ns() - began
         self.cpu_ns += cpu_ns
-        self.inputs += 1
+        self.inputs += inputs
         if self.charge:
             self.now += cpu_ns
         self._deliver(outcome)
@@ -280,9 +281,11 @@ class Cluster:
     def drain(self) -> None:
         """Until everything is answered."""
         while self._queue:
-            at, event = self._queue.popleft()
-            self.now = max(self.now, at)
-            self.handle(event)
+            self.now = max(self.now, self._queue[0][0])
+            said = []
+            while self._queue and self._queue[0][0] <= self.now:
+                said.append(self._queue.popleft()[1])  # what has come by now, as the driver does
+            self.handle(AgentsSaid(job="scale", said=said), len(said))
 
     def later(self, ns: int) -> None:
         self.now += ns

@@ -19,16 +19,17 @@ import pytest
 
 from keepstep.adapters.transport.stream import Stream, StreamClosed, connect
 from keepstep.core.control import Outcome, Send
-from keepstep.errors import PermanentError, UsageError
+from keepstep.errors import PermanentError, TransientError, UsageError
 from keepstep.model.agent_messages import (
     Accepted,
     AgentCommand,
     CloseStore,
     Hello,
+    PathsSeen,
     Progress,
     Refused,
 )
-from keepstep.model.job import CoreInput, JobSpec, NodeSpec, Submit, Wake
+from keepstep.model.job import AgentSaid, AgentsSaid, CoreInput, JobSpec, NodeSpec, Submit, Wake
 from keepstep.model.messages import PROTOCOL, Address
 from keepstep.model.records import Record, Warned
 from keepstep.orchestrator import registry
@@ -97,6 +98,7 @@ class FakeCore:
         self.inputs.append(given)
         if isinstance(given, Wake):
             self.wake_at = None
+        if isinstance(given, Wake | AgentSaid | AgentsSaid):
             return Outcome(records=[], sends=[])
         assert isinstance(given, Submit)
         if given.spec.world < 0:
@@ -193,6 +195,43 @@ def test_the_core_is_woken_at_its_deadline() -> None:
         await until(lambda: Wake() in core.inputs, "wake")
         assert core.times[-1] >= due
         driver.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_agents_say_is_looked_at_together_and_before_what_comes_next() -> None:
+    async def scenario() -> None:
+        core, journal = FakeCore(), Journal()
+        driver = driver_of(core, journal)
+        one, two = (AgentSaid(job=job, node="n0", message=PathsSeen(paths=[])) for job in "ab")
+        for said in (one, one, two, one):
+            driver.hear(said)
+        assert not core.inputs
+        await asyncio.sleep(0)
+        assert core.inputs == [AgentsSaid(job="a", said=[one, one]), two, one]
+        driver.hear(two)
+        driver.submit(Submit(spec=spec("a")))
+        assert core.inputs[3:] == [two, Submit(spec=spec("a"))]
+        await asyncio.sleep(0)
+        assert len(core.inputs) == 5
+
+    asyncio.run(scenario())
+
+
+def test_what_was_said_to_a_driver_that_paused_is_not_used() -> None:
+    async def scenario() -> None:
+        core, journal = FakeCore(), Journal()
+        driver = driver_of(core, journal)
+        said = AgentSaid(job="a", node="n0", message=PathsSeen(paths=[]))
+        driver.hear(said)
+        driver.pause(TransientError("out of reach"))
+        driver.hear(said)
+        driver.resume(core, [])  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        assert not core.inputs
+        driver.hear(said)
+        await asyncio.sleep(0)
+        assert core.inputs == [said]
 
     asyncio.run(scenario())
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from keepstep.core import balance, faults, operator, priorities, provision, quiet, restart
+from keepstep.core import balance, faults, operator, priorities, provision, restart
 from keepstep.core import decide as jobs_
 from keepstep.core.capacity import CapacityView
 from keepstep.core.job_views import incident_view, job_view
@@ -31,6 +31,7 @@ from keepstep.model.job import (
     AgentGone,
     AgentJoined,
     AgentSaid,
+    AgentsSaid,
     Cancel,
     CoreInput,
     Drain,
@@ -54,6 +55,9 @@ from keepstep.model.schedule import Ask
 from keepstep.model.views import IncidentView, JobView, PlanView
 
 BACK = "the place it stood in for is well again"
+
+# What a job that has ended does not hear.
+UNHEARD = AgentSaid | AgentsSaid | AgentGone | NodeDead | PlaceReturned | PlaceHealthy
 
 __all__ = ["EVERY_NODE", "Core", "Outcome", "Send"]
 
@@ -93,7 +97,7 @@ class Core:
                 self._after_the_end(job, out, event)
             else:
                 self._dispatch(job, out, event)
-                if quiet.follows_nothing(job, out, event):
+                if jobs_.follows_nothing(job, out, event):
                     return outcome
                 self._settle(job, out)
             job.due_known = False
@@ -211,6 +215,10 @@ class Core:
         elif isinstance(event, AgentSaid):
             if event.node in job.nodes and job.nodes[event.node].state == "connected":
                 jobs_.agent_said(job, out, event.node, event.message)
+        elif isinstance(event, AgentsSaid):
+            for one in event.said:
+                if job.ended is None:
+                    self._dispatch(job, out, one)
         elif isinstance(event, AgentGone):
             if event.node in job.nodes:
                 jobs_.agent_gone(job, out, event.node)
@@ -248,5 +256,5 @@ class Core:
             out.send(node.name, Stop(grace_ns=0))
         elif isinstance(event, AgentGone) and event.node in job.nodes:
             job.nodes[event.node].state = "disconnected"  # its place can go back
-        elif not isinstance(event, AgentSaid | AgentGone | NodeDead | PlaceReturned | PlaceHealthy):
+        elif not isinstance(event, UNHEARD):
             operator.check_open(job)

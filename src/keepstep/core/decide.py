@@ -52,8 +52,11 @@ from keepstep.model.agent_messages import (
     WorkerState,
 )
 from keepstep.model.commands import Release
+from keepstep.model.job import AgentSaid, AgentsSaid, CoreInput
 from keepstep.model.messages import Resumed
 from keepstep.model.records import NodeJoined
+
+MERE_NEWS = Progress | PathsSeen
 
 
 def settle(job: Job, out: Out) -> None:
@@ -68,6 +71,17 @@ def settle(job: Job, out: Out) -> None:
         _refill(job, out)
         provision.advance(job, out)
     job.rest = out.said == said
+
+
+def follows_nothing(job: Job, out: Out, event: CoreInput) -> bool:
+    """Most of what is ever said is how far the ranks are. It is not looked at, unless it ends a
+    wait: ranks that have got on behind a commit, or in attach. Timers that it moves come later."""
+    said = event.said if isinstance(event, AgentsSaid) else [event]
+    if not all(isinstance(e, AgentSaid) and isinstance(e.message, MERE_NEWS) for e in said):
+        return False
+    if job.replayed or job.injects or job.mode != "running" or out.said:
+        return False
+    return job.attempt is None or (job.rest and not job.attempt.committed)
 
 
 def _step(job: Job, out: Out) -> bool:

@@ -245,8 +245,6 @@ class Attempt:
     resumes: Tally = field(init=False)
     held_ticks: set[int] = field(default_factory=set)
     held_version: int = -1  # the newest
-    # For quiet.py: what somebody has answered (with its tick)
-    heard: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.reports, self.holds = self.members.tally(), self.members.tally()

@@ -131,15 +131,15 @@ def has_resumed(worker: Worker, generation: int) -> bool:
 
 def all_swapped(job: Job, attempt: Attempt) -> bool:
     """Every rank whose script goes on uses the new connections."""
-    return not goes_on(job, attempt.swaps)
+    return not _goes_on(job, attempt.swaps)
 
 
 def all_resumed(job: Job, attempt: Attempt) -> bool:
     """Every such rank has passed its first fence of the new generation."""
-    return not goes_on(job, attempt.resumes)
+    return not _goes_on(job, attempt.resumes)
 
 
-def goes_on(job: Job, missing: Tally) -> bool:
+def _goes_on(job: Job, missing: Tally) -> bool:
     """Somebody is missing whose script has not ended."""
     return any(not job.workers[job.owners[rank]].done for rank in missing.missing())
 

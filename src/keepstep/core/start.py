@@ -75,7 +75,8 @@ def _begin(job: Job, out: Out) -> None:
     if leaving:
         return  # being killed: their slots are needed
     homes = job.spec.nodes[: job.spec.world // job.spec.local_world]
-    if any(job.nodes[n.name].state in ("absent", "disconnected", "unreachable") for n in homes):
+    elsewhere = ("absent", "disconnected", "unreachable")
+    if any(job.nodes[node.name].state in elsewhere for node in reversed(homes)):
         job.reason = "waiting for the agents to join"
         return
     placed, why = placement.start_slots(job.spec, job.nodes, job.workers.values())
@@ -86,8 +87,7 @@ def _begin(job: Job, out: Out) -> None:
         return
     if job.ranks_joined_at is None:
         job.ranks_joined_at = out.now
-    absent = any(node.state == "absent" for node in job.nodes.values())
-    if absent and out.now < job.ranks_joined_at + JOIN_SPARES_NS:
+    if job.waits_for_nodes() and out.now < job.ranks_joined_at + JOIN_SPARES_NS:
         return  # a spare node that joins now is somebody's buddy from the beginning
     job.reason = ""
     if job.resume:

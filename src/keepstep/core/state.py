@@ -10,6 +10,9 @@ look leads somewhere else.
 emptied when the worker's agent joins anew, so commands lost with a broken stream are sent again;
 commands are idempotent, and rows whose answer is already known are skipped.
 
+A look takes time in proportion to the ranks. So whatever agents have said while the core was busy
+is one input (`AgentsSaid`), looked at once, and mere progress is not looked at.
+
 What is equal for all ranks is told to all of them at once (together.py).
 
 An *ordinary* worker owns a rank, lives and trains, and there is nothing else to say about it. The
@@ -126,11 +129,9 @@ class Job:
     # after a restart of the orchestrator
     replayed: bool = False
     rejoin_until: int | None = None
-    # what the last look left behind, see quiet.py
-    rest: bool = False
+    rest: bool = False  # the last look asked for nothing
     due: int | None = None  # no timer before that
     due_known: bool = False
-    cursor: int = 0  # rank that was last seen to get on
     balance_at: int = 0  # not before that, if ranks are moved to better places
     pace: Pace = field(default_factory=Pace)  # who is slower than the others
 
@@ -178,6 +179,10 @@ class Job:
         self.placed_on.setdefault(worker.node, []).append(worker)
         worker.watched = self.watched
         worker.sort_in()
+
+    def waits_for_nodes(self) -> bool:
+        """Backwards, because most join in order: 16,384 nodes ask 16,384 times."""
+        return any(node.state == "absent" for node in reversed(self.nodes.values()))
 
     def owners_on(self, node: str) -> list[Worker]:
         """In order of ranks."""

@@ -141,7 +141,7 @@ def _start_timers(job: Job) -> list[Timer]:
     if job.mode == "waiting":
         if job.ranks_joined_at:
             rows.append((job.ranks_joined_at + JOIN_SPARES_NS, "settle", ""))
-        if any(node.state == "absent" for node in job.nodes.values()):
+        if job.waits_for_nodes():
             rows.append((job.submitted_at + max(JOIN_NS, job.stall_ns), "join", ""))
     if job.mode == "opening" and job.store_asked_at:
         rows.append((job.store_asked_at + STORE_NS, "start-store", ""))

@@ -90,6 +90,13 @@ class AgentSaid(Input, frozen=True):
     message: AgentMessage
 
 
+class AgentsSaid(Input, frozen=True):
+    """What several agents have said, in the order it came."""
+
+    job: str
+    said: list[AgentSaid]
+
+
 class AgentGone(Input, frozen=True):
     """The stream broke. Not yet a death: training may go on without it."""
 
@@ -211,6 +218,7 @@ CoreInput = (
     Submit
     | AgentJoined
     | AgentSaid
+    | AgentsSaid
     | AgentGone
     | NodeDead
     | SpareGranted

@@ -259,6 +259,7 @@ class AgentServer:
         return None
 
     async def _serve(self, stream: AgentStream, hello: Hello) -> None:
+        assert self._driver is not None
         key = (hello.job, hello.node)
         try:
             while True:
@@ -271,17 +272,17 @@ class AgentServer:
                     continue
                 if isinstance(message, Hello):
                     raise RemoteProtocolError("a second Hello on the same stream")
-                self._say(AgentSaid(job=hello.job, node=hello.node, message=message))
+                self._driver.hear(AgentSaid(job=hello.job, node=hello.node, message=message))
         finally:
             if self._peers.get(key, (None, None))[1] is stream:
                 del self._peers[key]
-                self._say(AgentGone(job=hello.job, node=hello.node))
+                self._gone(hello)
 
-    def _say(self, given: AgentSaid | AgentGone) -> None:
+    def _gone(self, hello: Hello) -> None:
         assert self._driver is not None
         if not self._driver.running:
-            return  # the agents keep what they have to say for the next start's inventory
+            return
         try:
-            self._driver.submit(given)
+            self._driver.submit(AgentGone(job=hello.job, node=hello.node))
         except KeepstepError as error:
-            log.warning("%s: input of %s not used: %s", given.job, given.node, error.message)
+            log.warning("%s: node %s is gone, unheard: %s", hello.job, hello.node, error.message)

@@ -5,6 +5,9 @@ the three steps without yielding to the event loop, so inputs are handled one at
 order they came, and no effect of a later decision overtakes the record of an earlier one. The
 price is that an fsync stands on the loop; only decisions write records, progress does not.
 
+What agents say (`hear`) waits for the end of the loop's turn, and the core looks once at all that
+has come by then. Any other input is handled behind what was said before it.
+
 Time is the wall clock, because deadlines and records must mean the same after a restart on the
 same ledger; it is read once and then carried on by the monotonic clock, and starts no earlier than
 the ledger ends, so that a clock set back neither reorders records nor stretches deadlines.
@@ -23,6 +26,7 @@ Training goes on without us in both cases.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,7 +34,7 @@ from typing import Protocol
 
 from keepstep.core.control import Core, Outcome, Send
 from keepstep.errors import KeepstepError, PermanentError, TransientError
-from keepstep.model.job import CoreInput, Wake
+from keepstep.model.job import AgentSaid, AgentsSaid, CoreInput, Wake
 from keepstep.model.records import Record
 from keepstep.ports.ledger import Ledger
 
@@ -63,6 +67,7 @@ class Driver:
         self._delivery = delivery
         self._monotonic_ns = monotonic_ns
         self._epoch_ns = wall_ns() - monotonic_ns()
+        self._said: list[AgentSaid] = []  # not looked at yet
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = 0  # the deadline it stands for
         self._changed = asyncio.Event()
@@ -91,6 +96,7 @@ class Driver:
     def pause(self, why: TransientError) -> None:
         """Decide nothing until `resume`; what the core shows is the last state known."""
         self.away = why
+        self._said.clear()  # its agents are cut off, and will tell where they stand
         self._disarm()
         self._tell_watchers()
 
@@ -102,8 +108,38 @@ class Driver:
         self._tell_watchers()
         return count
 
+    def hear(self, given: AgentSaid) -> None:
+        """Have the core look at it before anything else is handled, and soon in any case."""
+        if not self.running:
+            return  # the agents keep what they have to say for the next start's inventory
+        if not self._said:
+            asyncio.get_running_loop().call_soon(self._look)
+        self._said.append(given)
+
+    def _look(self) -> None:
+        """At what was said, in the order it came."""
+        said, self._said = self._said, []
+        for job, of_job in itertools.groupby(said, lambda one: one.job):
+            heard = list(of_job)
+            self._submit(heard[0] if len(heard) == 1 else AgentsSaid(job=job, said=heard))
+
     def submit(self, given: CoreInput) -> Outcome:
         """Handle one input. A KeepstepError is the core's refusal and changes nothing."""
+        self._look()
+        return self._handle(given)
+
+    def _submit(self, given: AgentSaid | AgentsSaid | Wake) -> None:
+        """Nobody waits for what comes of it. A failure for good is seen in `failed`."""
+        if not self.running:
+            return
+        try:
+            self._handle(given)
+        except KeepstepError as error:
+            log.warning("%s not used: %s", type(given).__name__, error.message)
+        except Exception:
+            log.debug("the driver failed", exc_info=True)
+
+    def _handle(self, given: CoreInput) -> Outcome:
         if self.away is not None:
             raise self.away.with_traceback(None)
         if not self.running:
@@ -224,9 +260,5 @@ class Driver:
         if deadline_ns is None or deadline_ns > now_ns:
             self._arm()
             return
-        try:
-            self.submit(Wake())
-        except KeepstepError as error:
-            log.error("the core refused to wake: %s", error)
-        except Exception:
-            log.debug("the driver failed while waking", exc_info=True)  # `failed` carries it
+        self._look()
+        self._submit(Wake())

@@ -10,7 +10,15 @@ import msgspec
 from keepstep.core.control import Outcome
 from keepstep.core.state import Job
 from keepstep.model import agent_messages
-from keepstep.model.job import AgentGone, AgentJoined, AgentSaid, CoreInput, NodeDead, Submit
+from keepstep.model.job import (
+    AgentGone,
+    AgentJoined,
+    AgentSaid,
+    AgentsSaid,
+    CoreInput,
+    NodeDead,
+    Submit,
+)
 from keepstep.model.records import Record
 
 SAYING = ("reason", "why", "message", "detail")  # fields of records that carry words
@@ -58,6 +66,8 @@ def line(given: CoreInput, outcome: Outcome) -> str:
 
 
 def _short(given: CoreInput) -> str:
+    if isinstance(given, AgentsSaid):
+        return "; ".join(map(_short, given.said))
     if isinstance(given, AgentSaid):
         message = given.message
         if isinstance(message, agent_messages.WorkersSaid):

@@ -1,8 +1,9 @@
 """The orchestrator's process: the production core, a disk, and the rule of runtime/driver.py.
 
-Inputs are handled one at a time: decide, make durable, act. An append takes time during which
-nothing else happens; a crash in it leaves the batch on the disk or not, a crash behind it loses
-some of the effects. A disk that is full ends the process, because a decision that is not durable
+Inputs are handled one at a time: decide, make durable, act. What agents say waits for a moment, and
+the core looks once at all that has come by then. An append takes time during which nothing else
+happens; a crash in it leaves the batch on the disk or not, a crash behind it loses some of the
+effects. A disk that is full ends the process, because a decision that is not durable
 must not be acted on.
 """
 
@@ -14,11 +15,21 @@ from typing import Protocol
 from keepstep.core.control import EVERY_NODE, Core, Outcome
 from keepstep.errors import UsageError
 from keepstep.model import agent_messages
-from keepstep.model.job import AgentGone, AgentJoined, AgentSaid, CoreInput, Submit, Wake
+from keepstep.model.job import (
+    AgentGone,
+    AgentJoined,
+    AgentSaid,
+    AgentsSaid,
+    CoreInput,
+    Submit,
+    Wake,
+)
 from keepstep.model.records import Record
 from keepstep.sim.ground.net import Connection
 from keepstep.sim.ground.surroundings import SimSurroundings
 from keepstep.sim.units import MS, SECOND
+
+TURN_NS = MS // 2  # for so long what agents say waits for more of it
 
 Given = tuple[CoreInput, Connection | None]
 Addressed = tuple[str, str, agent_messages.AgentCommand]  # job, node
@@ -133,13 +144,35 @@ class SimOrchestrator:
     def submit(self, given: CoreInput, connection: Connection | None = None) -> None:
         if not self.alive:
             return
+        waits = all(isinstance(one, AgentSaid) for one, _ in self._queue)
+        if isinstance(given, AgentSaid) and waits:
+            if not self._queue:
+                self.world.after(TURN_NS, self._look, self.epoch)
+            self._queue.append((given, connection))
+            return
         self._queue.append((given, connection))
         self._next()
+
+    def _look(self, epoch: int) -> None:
+        if epoch == self.epoch:
+            self._next()
 
     def _next(self) -> None:
         while self._queue and self.alive and not self.paused and self._writing is None:
             given, connection = self._queue.popleft()
+            if isinstance(given, AgentSaid):
+                given = self._with_more(given)
             self._handle(given, connection)
+
+    def _with_more(self, first: AgentSaid) -> AgentSaid | AgentsSaid:
+        """What was said before anything else happened, as driver.py hands it in."""
+        said = [first]
+        for given, _ in list(self._queue):
+            if not isinstance(given, AgentSaid) or given.job != first.job:
+                break
+            said.append(given)
+            self._queue.popleft()
+        return first if len(said) == 1 else AgentsSaid(job=first.job, said=said)
 
     def _handle(self, given: CoreInput, connection: Connection | None) -> None:
         self.inputs += 1
@@ -235,11 +268,7 @@ class SimOrchestrator:
         for job, world in self.worlds.items():
             if self.core.knows(job):
                 world.acted()
-        news = not isinstance(given, AgentSaid) or not isinstance(
-            given.message, agent_messages.Progress
-        )
-        if news or outcome.records or outcome.sends:
-            self._arm()  # progress only moves deadlines away
+        self._arm()
 
     def _now(self) -> int:
         return self.clock_ns + self.world.now
