@@ -31,8 +31,8 @@ from benchmarks import report
 from keepstep.model.commands import Source
 from keepstep.model.messages import Address
 from keepstep.worker.state import transfer
+from keepstep.worker.state.replicated import StateSet
 from keepstep.worker.state.serving import StateServer
-from keepstep.worker.state.state import StateSet
 from keepstep.worker.state.transfer import pull
 
 MIB = 2**20

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.cli.processes import members
+from keepstep.cli.agent_processes import members
 from keepstep.orchestrator import registry
 
 START_S_MAX = 40.0

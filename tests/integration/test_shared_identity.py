@@ -13,7 +13,7 @@ pytest.importorskip("psycopg", reason="needs psycopg: pip install 'keepstep[post
 
 from keepstep.adapters.identity.authority import Authority
 from keepstep.adapters.identity.tokens import Tokens
-from keepstep.adapters.store.identity import SharedIdentity
+from keepstep.adapters.store.shared_identity import SharedIdentity
 from keepstep.cli.main import invoke
 from keepstep.errors import StoreUnavailable, UsageError
 

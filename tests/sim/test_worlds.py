@@ -93,7 +93,7 @@ def test_a_seed_is_one_history_whatever_the_hash_seed(seed: int) -> None:
 
 
 def test_a_trace_changes_nothing_and_has_a_column_for_each_rank() -> None:
-    from keepstep.sim.run import run_plan
+    from keepstep.sim.run_world import run_plan
 
     name, plan = find_plan(5, "HOLD/planned/source/crash")
     lines: list[str] = []

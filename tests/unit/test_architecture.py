@@ -106,11 +106,11 @@ def test_a_walk_that_is_wrong_is_found() -> None:
     lines = [
         "  core/decide.py ↓ core/faults.py  core/none.py is a comment",
         "↑ core/phases.py ~ core/decide.py",
-        "· core/plan.py",
+        "· core/move_plan.py",
     ]
     assert wrong_hops("\n".join(lines)) == [
         "core/faults.py ↑ core/phases.py",
         "core/phases.py ~ core/decide.py",
-        "core/decide.py · core/plan.py",
+        "core/decide.py · core/move_plan.py",
     ]
     assert wrong_hops("  core/none.py") == ["core/none.py does not exist"]

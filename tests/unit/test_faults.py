@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from keepstep.worker.step.faults import classify
+from keepstep.worker.step.failures import classify
 
 
 @pytest.mark.parametrize(

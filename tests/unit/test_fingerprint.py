@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.worker.device import extension
-from keepstep.worker.vault.staging import fingerprint, host_fingerprint
+from keepstep.worker.vault.gpu_staging import fingerprint, host_fingerprint
 
 extension.load()  # which may have to be compiled first
 KINDS = [torch.int64, torch.int32, torch.int16, torch.uint8]

@@ -10,8 +10,8 @@ import numpy
 import pytest
 import torch
 
-from keepstep.worker.state import inputs
-from keepstep.worker.state.inputs import Inputs, differences, inputs_of, summed, words_of
+from keepstep.worker.state import step_inputs
+from keepstep.worker.state.step_inputs import Inputs, differences, inputs_of, summed, words_of
 
 
 def test_inputs_are_told_apart_by_content_and_named_by_path() -> None:
@@ -70,7 +70,7 @@ def test_a_large_input_is_read_at_its_beginning_and_its_end() -> None:
 )
 def test_sums_see_a_changed_element_and_an_exchange(tensor: torch.Tensor) -> None:
     words = words_of(tensor)
-    assert words is not None and words.numel() <= inputs.SUMMED_MAX
+    assert words is not None and words.numel() <= step_inputs.SUMMED_MAX
     before = summed(words)
     changed = tensor.clone(memory_format=torch.preserve_format)
     again = words_of(changed)
@@ -104,7 +104,7 @@ class Later:
 
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of float64 are taken for ones of a device."""
-    collect = inputs._collect
+    collect = step_inputs._collect
 
     def collected(node: Any, path: str, found: Any, depth: int, kept: bool, *more: Any) -> None:
         if isinstance(node, torch.Tensor) and node.dtype is torch.float64:
@@ -112,7 +112,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             collect(node, path, found, depth, kept, *more)
 
-    monkeypatch.setattr(inputs, "_collect", collected)
+    monkeypatch.setattr(step_inputs, "_collect", collected)
 
 
 def test_the_note_is_completed_when_the_device_has_come_to_it(
@@ -126,11 +126,11 @@ def test_the_note_is_completed_when_the_device_has_come_to_it(
     noted._coming._event = later = Later()
     assert not noted.complete()
     assert set(noted.note()["inputs"]) == {"here"} and not noted.note()["complete"]
-    assert inputs.other(noted.note(), {"here": here, "there": there + 1}) == []
+    assert step_inputs.other(noted.note(), {"here": here, "there": there + 1}) == []
     later.over = True
     assert noted.complete() and not noted.complete()
-    assert inputs.other(noted.note(), {"here": here, "there": there}) == []
-    (found,) = inputs.other(noted.note(), {"here": here, "there": there + 1})
+    assert step_inputs.other(noted.note(), {"here": here, "there": there}) == []
+    (found,) = step_inputs.other(noted.note(), {"here": here, "there": there + 1})
     assert found.startswith("there is torch.float64(3,)")
 
 

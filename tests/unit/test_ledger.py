@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.adapters.store.sqlite import SqliteLedger, chain, read_records, verify
-from keepstep.cli import history
+from keepstep.cli import past_jobs
 from keepstep.errors import PermanentError, UsageError
 from keepstep.model.records import Record, Tainted
 
@@ -106,4 +106,4 @@ def test_a_ledger_is_not_newer_for_having_been_read(tmp_path: Path) -> None:
         written(home / "ledgers" / f"{name}.db", 2)
         os.utime(home / "ledgers" / f"{name}.db", (1e9 - age, 1e9 - age))
     assert len(list(read_records(home / "ledgers" / "old.db", ()))) == 2
-    assert [ledger.stem for ledger in history.ledgers(home)] == ["new", "old"]
+    assert [ledger.stem for ledger in past_jobs.ledgers(home)] == ["new", "old"]

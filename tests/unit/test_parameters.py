@@ -11,7 +11,7 @@ from torch import nn
 
 from keepstep.errors import UsageError
 from keepstep.worker.state.parameters import Parameters
-from keepstep.worker.state.state import StateSet
+from keepstep.worker.state.replicated import StateSet
 
 
 def make(alone: bool = False) -> tuple[nn.Linear, Any, Parameters]:

@@ -19,8 +19,8 @@ from keepstep.model import messages as m
 from keepstep.worker.checkpoint import checkpoint, periodic
 from keepstep.worker.checkpoint.periodic import Periodic, owners_of, prefix
 from keepstep.worker.state.objects import Registered
+from keepstep.worker.state.replicated import StateSet
 from keepstep.worker.state.shards import Replicas
-from keepstep.worker.state.state import StateSet
 from keepstep.worker.state.statefile import DigestMismatch
 
 WORLD = 3

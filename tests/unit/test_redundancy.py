@@ -30,9 +30,9 @@ from keepstep.model.messages import Address
 from keepstep.worker.device import cuda
 from keepstep.worker.state import shards
 from keepstep.worker.state.objects import Registered
+from keepstep.worker.state.replicated import StateSet
 from keepstep.worker.state.shards import Replicas
-from keepstep.worker.state.state import StateSet
-from keepstep.worker.vault import early, inventory, redundancy, replay, staging, vault
+from keepstep.worker.vault import early, gpu_staging, inventory, redundancy, replay, vault
 from keepstep.worker.vault.redundancy import Redundancy
 from keepstep.worker.vault.units import part_of, same_order
 
@@ -217,7 +217,7 @@ class Rank:
         return line
 
     @property
-    def staging(self) -> staging.PinnedStaging | None:
+    def staging(self) -> gpu_staging.PinnedStaging | None:
         return self.redundancy._bases.staging
 
     def sent(self) -> None:
@@ -611,13 +611,13 @@ def test_memory_that_cannot_be_pinned_leaves_no_error_for_others_to_meet() -> No
     torch.zeros(1, device=device)
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     block = torch.empty(1 << 20, dtype=torch.uint8)
-    staging._pin(runtime, device, block)
+    gpu_staging._pin(runtime, device, block)
     try:
         with pytest.raises(RuntimeError, match="could not be pinned"):
-            staging._pin(runtime, device, block)  # it is already
+            gpu_staging._pin(runtime, device, block)  # it is already
         assert torch.ones(4, device=device).mul_(2).tolist() == [2.0] * 4
     finally:
-        staging._unpin(runtime, [block.data_ptr()])
+        gpu_staging._unpin(runtime, [block.data_ptr()])
 
 
 class Buffer(bytearray):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from keepstep.cli.scratch import mount_script, protected
-from keepstep.worker.state import values
+from keepstep.worker.state import value_text
 
 
 def test_protected_are_the_folders_that_a_script_may_write_to(tmp_path: Path) -> None:
@@ -63,20 +63,23 @@ class Trainer:
 
 def test_values_are_equal_exactly_when_the_value_is() -> None:
     a = torch.arange(6.0).reshape(2, 3)
-    assert values.of_tensor(a) == values.of_tensor(a.clone())
-    assert values.of_tensor(a) != values.of_tensor(a.reshape(3, 2))
+    assert value_text.of_tensor(a) == value_text.of_tensor(a.clone())
+    assert value_text.of_tensor(a) != value_text.of_tensor(a.reshape(3, 2))
     b = a.clone()
     b[1, 2] = torch.nextafter(b[1, 2], torch.tensor(9.0))
-    assert values.of_tensor(a) != values.of_tensor(b)
-    assert values.of_tensor(torch.tensor(0.1)) == repr(torch.tensor(0.1).item())
-    assert values.of_tensor(torch.empty(0)) == values.of_tensor(torch.empty(0))
+    assert value_text.of_tensor(a) != value_text.of_tensor(b)
+    assert value_text.of_tensor(torch.tensor(0.1)) == repr(torch.tensor(0.1).item())
+    assert value_text.of_tensor(torch.empty(0)) == value_text.of_tensor(torch.empty(0))
 
 
 def test_parts_of_a_batch_have_names() -> None:
-    found = values.parts("batch", {"x": torch.ones(2), "ids": [1, 2], "who": object()})
+    found = value_text.parts("batch", {"x": torch.ones(2), "ids": [1, 2], "who": object()})
     assert list(found) == ["batch['x']", "batch['ids']", "batch['who']"]
-    assert values.parts("result", (0.5, torch.tensor(2))) == {"result[0]": "0.5", "result[1]": "2"}
-    assert values.parts("a", np.ones(3)) == values.parts("a", np.ones(3))
+    assert value_text.parts("result", (0.5, torch.tensor(2))) == {
+        "result[0]": "0.5",
+        "result[1]": "2",
+    }
+    assert value_text.parts("a", np.ones(3)) == value_text.parts("a", np.ones(3))
 
 
 def test_variables_of_the_script_are_found_in_frames_closures_and_objects() -> None:
@@ -86,7 +89,7 @@ def test_variables_of_the_script_are_found_in_frames_closures_and_objects() -> N
     def step() -> Any:
         return total, tensor
 
-    plain, streams = values.variables(sys._getframe(), step)
+    plain, streams = value_text.variables(sys._getframe(), step)
     mine = "test_variables_of_the_script_are_found_in_frames_closures_and_objects."
     assert plain[f"{mine}total"] == "7" and plain["step.total"] == "7"
     assert plain[f"{mine}holder.count"] == "3" and plain[f"{mine}trainer.best"] == "0.5"
@@ -96,13 +99,13 @@ def test_variables_of_the_script_are_found_in_frames_closures_and_objects() -> N
     stream.random()
     trainer.stream.random()
     holder.count += 1
-    plain, streams = values.variables(sys._getframe(), step)
+    plain, streams = value_text.variables(sys._getframe(), step)
     assert plain[f"{mine}holder.count"] == "4"
     assert streams[f"{mine}stream"] != before
 
 
 def test_long_data_becomes_a_digest_and_huge_data_is_left_out() -> None:
-    assert values.of_plain([1.0] * 1000) == values.of_plain([1.0] * 1000)
-    assert values.of_plain([1.0] * 1000) != values.of_plain([1.0] * 999 + [2.0])
-    assert values.of_plain(list(range(100_000))) is None
-    assert values.of_plain({3, 1, 2}) == values.of_plain({2, 3, 1})
+    assert value_text.of_plain([1.0] * 1000) == value_text.of_plain([1.0] * 1000)
+    assert value_text.of_plain([1.0] * 1000) != value_text.of_plain([1.0] * 999 + [2.0])
+    assert value_text.of_plain(list(range(100_000))) is None
+    assert value_text.of_plain({3, 1, 2}) == value_text.of_plain({2, 3, 1})

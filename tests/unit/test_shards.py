@@ -19,8 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from keepstep.errors import RemoteProtocolError
 from keepstep.worker.state import codec, shards
+from keepstep.worker.state.replicated import StateSet
 from keepstep.worker.state.shards import PLAIN, Replicas
-from keepstep.worker.state.state import StateSet
 
 WORLD = 4
 

@@ -10,7 +10,7 @@ from keepstep.errors import UsageError
 from keepstep.worker.state import export, tensors
 from keepstep.worker.state.export import Exported
 from keepstep.worker.state.objects import Registered
-from keepstep.worker.state.state import StateSet
+from keepstep.worker.state.replicated import StateSet
 from keepstep.worker.state.tensors import memory, on_cpu
 
 

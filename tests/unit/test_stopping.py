@@ -7,7 +7,7 @@ from datetime import timedelta
 
 from torch.distributed import HashStore
 
-from keepstep.worker.transparent.stopping import ScriptStopping
+from keepstep.worker.transparent.same_step import ScriptStopping
 
 
 def store() -> HashStore:

@@ -22,8 +22,8 @@ from keepstep.model.messages import Address
 from keepstep.worker.state import statefile, transfer
 from keepstep.worker.state.objects import Registered
 from keepstep.worker.state.pieces import Pieces
+from keepstep.worker.state.replicated import StateSet
 from keepstep.worker.state.serving import StateServer
-from keepstep.worker.state.state import StateSet
 from keepstep.worker.state.transfer import pull
 
 torch.set_num_threads(1)  # as in the processes that serve: sums depend on it

@@ -10,8 +10,8 @@ from torch import nn
 
 from keepstep.worker.state.cells import Cells
 from keepstep.worker.state.objects import Registered
+from keepstep.worker.state.replicated import StateSet
 from keepstep.worker.state.shards import Replicas
-from keepstep.worker.state.state import StateSet
 from keepstep.worker.state.witness import SLICE_BYTES, Agreement, Replicated
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from keepstep.agent.environment import worker_environment, worker_settings
+from keepstep.agent.worker_environment import worker_environment, worker_settings
 from keepstep.model.agent_messages import StartWorker
 from keepstep.model.commands import Welcome, WorkerSettings
 from keepstep.model.messages import Address

@@ -24,7 +24,7 @@ from keepstep.worker.line import channel as channel_module
 from keepstep.worker.line.channel import Channel
 from keepstep.worker.line.page import Page
 from keepstep.worker.state.rank import RankFacts
-from keepstep.worker.step import faults
+from keepstep.worker.step import failures
 from keepstep.worker.step import publishing as publishing_module
 from keepstep.worker.step.publishing import Publisher
 
@@ -177,7 +177,7 @@ def test_waiting_for_a_device_ends_when_its_communicator_has_failed() -> None:
             cuda.wait_for(Never(), lambda: False)
     finally:
         cuda.ask_in_waits(before)
-    assert faults.classify(caught.value) == "comm"
+    assert failures.classify(caught.value) == "comm"
 
 
 def test_waiting_for_a_device_ends_with_an_abort() -> None:

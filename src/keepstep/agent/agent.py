@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from keepstep.adapters.identity.files import write_private
+from keepstep.adapters.identity.private_files import write_private
 from keepstep.agent import preflight
 from keepstep.agent.blobs import BlobServer
 from keepstep.agent.images import Images
@@ -28,8 +28,8 @@ from keepstep.agent.keeper_client import KeptProcesses
 from keepstep.agent.link import Link
 from keepstep.agent.network import NetworkEvents, socket_path
 from keepstep.agent.page import PageReader
+from keepstep.agent.process_sessions import main_thread_stat
 from keepstep.agent.processes import OwnProcesses, Processes
-from keepstep.agent.session import main_thread_stat
 from keepstep.agent.stores import Stores, native_store_command
 from keepstep.agent.workers import NodeWorker, Setting, Workers
 from keepstep.core.agent import actions, inputs

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from keepstep.adapters.identity.files import private_folder, read_private, write_private
+from keepstep.adapters.identity.private_files import private_folder, read_private, write_private
 from keepstep.adapters.transport.tls import job_name
 from keepstep.errors import UsageError
 from keepstep.model.messages import Address, TlsFiles

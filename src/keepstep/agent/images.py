@@ -40,8 +40,8 @@ import msgspec
 from keepstep.adapters.transport.blocking import relay
 from keepstep.agent import areas, gpu, preflight
 from keepstep.agent.capsule import image_folder, last_error
+from keepstep.agent.process_sessions import kill_group
 from keepstep.agent.process_tree import inner_pid, tree
-from keepstep.agent.session import kill_group
 from keepstep.errors import KeepstepError, TransientError, UsageError
 from keepstep.model.commands import Inspect, Offload
 from keepstep.model.image import (

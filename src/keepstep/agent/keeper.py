@@ -39,9 +39,14 @@ from typing import Any
 
 import msgspec
 
-from keepstep.adapters.identity.files import write_private
+from keepstep.adapters.identity.private_files import write_private
+from keepstep.agent.process_sessions import (
+    kill_group,
+    leads_session,
+    process_started,
+    sweep_session,
+)
 from keepstep.agent.processes import Order, spawn
-from keepstep.agent.session import kill_group, leads_session, process_started, sweep_session
 from keepstep.errors import KeepstepError
 from keepstep.model.messages import Message
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from keepstep.adapters.transport.tls import is_loopback
 from keepstep.agent import identity
 from keepstep.agent.agent import Agent, AgentConfig
-from keepstep.agent.environment import TOKEN
-from keepstep.agent.session import leads_session
+from keepstep.agent.process_sessions import leads_session
 from keepstep.agent.stores import native_store_command
+from keepstep.agent.worker_environment import TOKEN
 from keepstep.agent.workers import check_name
 from keepstep.core.agent.network import SECOND, Limits
 from keepstep.errors import KeepstepError, UsageError

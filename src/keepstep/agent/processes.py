@@ -22,7 +22,7 @@ from typing import Protocol
 import msgspec
 
 from keepstep.agent.page import create_page
-from keepstep.agent.session import kill_group, leads_session, sweep_session
+from keepstep.agent.process_sessions import kill_group, leads_session, sweep_session
 
 logger = logging.getLogger(__name__)
 

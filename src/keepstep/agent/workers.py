@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from keepstep.agent.channel import WorkerChannel
-from keepstep.agent.environment import worker_environment, worker_settings
 from keepstep.agent.keeper import KeptWorker
 from keepstep.agent.page import PageReader
 from keepstep.agent.process_tree import inner_pid
 from keepstep.agent.processes import Order, OwnProcesses, Process, Processes
+from keepstep.agent.worker_environment import worker_environment, worker_settings
 from keepstep.errors import UsageError
 from keepstep.model.agent_messages import StartWorker, WorkerExited
 from keepstep.model.commands import Assign, Buddy, Welcome, WorkerCommand, WorkerSettings

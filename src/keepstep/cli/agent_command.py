@@ -14,21 +14,21 @@ from pathlib import Path
 import click
 import msgspec
 
-from keepstep.adapters.identity.files import private_folder
+from keepstep.adapters.identity.private_files import private_folder
 from keepstep.adapters.identity.tokens import parse
 from keepstep.agent import identity, keeper, leftovers
 from keepstep.agent.agent import EXIT_REFUSED
 from keepstep.cli import find, join, show
-from keepstep.cli.client import AsyncClient, JobHasEnded, NoJob, checked
-from keepstep.cli.join import Membership
-from keepstep.cli.launcher import LaunchNote
-from keepstep.cli.processes import (
+from keepstep.cli.agent_processes import (
     AgentProcess,
     become_subreaper,
     reap_orphans,
     start_agent,
     sweep,
 )
+from keepstep.cli.client import AsyncClient, JobHasEnded, NoJob, checked
+from keepstep.cli.join import Membership
+from keepstep.cli.launcher import LaunchNote
 from keepstep.cli.surroundings import home, surroundings
 from keepstep.errors import KeepstepError, PermanentError, TransientError, UsageError
 from keepstep.model import labels

@@ -22,12 +22,7 @@ from typing import Any
 import msgspec
 
 from keepstep.agent import identity, leftovers
-from keepstep.cli.client import AsyncClient
-from keepstep.cli.find import Reached
-from keepstep.cli.join import LOOPBACK, Membership, by_certificate
-from keepstep.cli.narrator import Narrator
-from keepstep.cli.output import Output
-from keepstep.cli.processes import (
+from keepstep.cli.agent_processes import (
     AgentProcess,
     become_subreaper,
     reap_orphans,
@@ -35,6 +30,11 @@ from keepstep.cli.processes import (
     sweep,
     sweep_beside,
 )
+from keepstep.cli.client import AsyncClient
+from keepstep.cli.find import Reached
+from keepstep.cli.join import LOOPBACK, Membership, by_certificate
+from keepstep.cli.narrator import Narrator
+from keepstep.cli.output import Output
 from keepstep.cli.surroundings import Surroundings
 from keepstep.errors import KeepstepError, TransientError, UsageError
 from keepstep.model.job import JobSpec

@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any
 
-from keepstep.cli import history, show
+from keepstep.cli import past_jobs, show
 from keepstep.cli.find import FoundOrchestrator
 from keepstep.cli.output import closed_text
 from keepstep.cli.surroundings import home
@@ -83,7 +83,7 @@ def wait_for(found: FoundOrchestrator, incident: str) -> IncidentView:
 
 
 def _from_ledger(job: str, incident: str) -> IncidentView:
-    for past in history.past_jobs(home()):
+    for past in past_jobs.past_jobs(home()):
         for view in past.incidents:
             if view.id == incident and view.outcome != "OPEN":
                 return view

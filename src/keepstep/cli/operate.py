@@ -18,7 +18,7 @@ import click
 
 from keepstep.adapters.store import sqlite
 from keepstep.adapters.store.chain import VerifyResult
-from keepstep.cli import find, history, moves, show
+from keepstep.cli import find, moves, past_jobs, show
 from keepstep.cli.layout import check_inject
 from keepstep.cli.surroundings import home
 from keepstep.errors import PermanentError, TransientError, UsageError
@@ -151,13 +151,13 @@ def incidents(which: find.Which, store: str, everything: bool, as_json: bool) ->
         show.words("no incidents")
 
 
-def chosen(which: find.Which, everything: bool, store: str = "") -> list[history.Past]:
+def chosen(which: find.Which, everything: bool, store: str = "") -> list[past_jobs.Past]:
     """Live jobs, else the latest that ended; all of them, or the named one."""
     where, job = home(), which.job
-    known: list[history.Past] = []
+    known: list[past_jobs.Past] = []
     try:
         for one in find.all_jobs(where, which):
-            known.append(history.Past(view=one.view, incidents=_incidents(one), at_ns=0))
+            known.append(past_jobs.Past(view=one.view, incidents=_incidents(one), at_ns=0))
     except TransientError as error:
         if not store:
             raise
@@ -168,14 +168,14 @@ def chosen(which: find.Which, everything: bool, store: str = "") -> list[history
             return _among(known, job)  # what this machine remembers was not asked for
     names = [one.view.job for one in known]
     if job is not None:
-        return _among(known if job in names else history.past_jobs(where, store=store), job)
+        return _among(known if job in names else past_jobs.past_jobs(where, store=store), job)
     if everything:
-        return known + history.past_jobs(where, store=store, skip=names)
+        return known + past_jobs.past_jobs(where, store=store, skip=names)
     live = [one for one in known if one.view.state not in ENDED]
-    return live or known[-1:] or history.past_jobs(where, store=store, latest=True)
+    return live or known[-1:] or past_jobs.past_jobs(where, store=store, latest=True)
 
 
-def _among(known: list[history.Past], job: str | None) -> list[history.Past]:
+def _among(known: list[past_jobs.Past], job: str | None) -> list[past_jobs.Past]:
     found = [one for one in known if job in (None, one.view.job)]
     if job is not None and not found:
         raise UsageError(f"no such job: {job}", hint="keepstep status --all lists all jobs")
@@ -355,9 +355,9 @@ def _verified(named: str) -> VerifyResult:
     try:
         if "://" not in named:
             return sqlite.verify(Path(named))
-        from keepstep.adapters.store import postgres, session
+        from keepstep.adapters.store import postgres, postgres_session
 
-        shown = session.shown(named)
+        shown = postgres_session.shown(named)
         return postgres.verify(named)
     except ImportError as error:
         raise UsageError(f"{error}", hint="pip install 'keepstep[postgres]'") from error
@@ -377,7 +377,7 @@ def _verified(named: str) -> VerifyResult:
 @json_option
 def ledger_verify(ledger: str | None, as_json: bool) -> None:
     """Check the hash chain of LEDGER (a file, or a store's URL), or of all in KEEPSTEP_HOME."""
-    named = [ledger] if ledger is not None else [str(path) for path in history.ledgers(home())]
+    named = [ledger] if ledger is not None else [str(path) for path in past_jobs.ledgers(home())]
     results = [_verified(one) for one in named]
     if as_json:
         show.print_json(results)

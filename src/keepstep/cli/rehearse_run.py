@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from keepstep.cli import history, rehearsal
+from keepstep.cli import past_jobs, rehearsal
 from keepstep.cli.client import Client
 from keepstep.cli.faultplan import FaultLine
 from keepstep.cli.rehearsal import RunTrace
@@ -261,9 +261,9 @@ class RehearsalRun:
 
     # ------------------------------------------------------------------ the end
 
-    def _past(self) -> list[history.Past]:
+    def _past(self) -> list[past_jobs.Past]:
         try:
-            return history.past_jobs(self._folder / "home", latest=True)
+            return past_jobs.past_jobs(self._folder / "home", latest=True)
         except (KeepstepError, OSError):
             return []
 

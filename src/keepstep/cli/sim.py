@@ -13,7 +13,7 @@ from keepstep.errors import UsageError
 from keepstep.sim.many import Summary, Task, failure_lines, run_many
 from keepstep.sim.plans.scenario import find_plan
 from keepstep.sim.plans.table import cells
-from keepstep.sim.run import Result, commit, run_plan
+from keepstep.sim.run_world import Result, commit, run_plan
 
 VIOLATED_EXIT = 1
 

@@ -133,7 +133,7 @@ def _shown(kept: KeptToken) -> dict[str, object]:
 
 def _shared(store: str) -> There:
     try:
-        from keepstep.adapters.store.identity import SharedIdentity
+        from keepstep.adapters.store.shared_identity import SharedIdentity
     except ImportError as error:
         raise UsageError(
             f"--store needs psycopg: {error}", hint="pip install 'keepstep[postgres]'"

@@ -22,7 +22,7 @@ from keepstep.core import balance, faults, operator, priorities, provision, rest
 from keepstep.core import decide as jobs_
 from keepstep.core.capacity import CapacityView
 from keepstep.core.job_views import incident_view, job_view
-from keepstep.core.plan import plan, with_offers
+from keepstep.core.move_plan import plan, with_offers
 from keepstep.core.state import EVERY_NODE, Job, Out, Outcome, Send
 from keepstep.core.timers import fire, timers
 from keepstep.errors import UsageError

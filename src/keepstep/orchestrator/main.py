@@ -385,7 +385,7 @@ def open_identity(home: Path, id: str, store: str) -> OrchestratorIdentity:
     path = folder(home, id)
     if not store:
         return OrchestratorIdentity(Authority.open(path), Tokens(Folder(path)), lambda: None)
-    from keepstep.adapters.store.identity import SharedIdentity
+    from keepstep.adapters.store.shared_identity import SharedIdentity
 
     shared = SharedIdentity(store)
     try:

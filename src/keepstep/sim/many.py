@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from keepstep.sim.plans.scenario import find_plan
-from keepstep.sim.run import Result, commit, run_plan
+from keepstep.sim.run_world import Result, commit, run_plan
 
 Task = tuple[int, str]  # seed, scenario ("": whatever the seed gives)
 BATCH = 25

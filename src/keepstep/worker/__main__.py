@@ -79,7 +79,7 @@ def main() -> None:
 
 def _run_transparent(channel: Any, page: Any) -> NoReturn:
     from keepstep.model import messages as m
-    from keepstep.worker.step import faults
+    from keepstep.worker.step import failures
     from keepstep.worker.transparent import transparent
 
     runtime = transparent.Runtime(channel, page, _read_environment())
@@ -89,7 +89,7 @@ def _run_transparent(channel: Any, page: Any) -> NoReturn:
     )
 
     def failed(text: str, error: BaseException) -> None:
-        kind = "user" if isinstance(error, SystemExit) else faults.classify(error)
+        kind = "user" if isinstance(error, SystemExit) else failures.classify(error)
         channel.send(
             m.Failure(
                 generation=runtime.generation,
@@ -248,11 +248,11 @@ def _failed(process: Any, text: str, error: BaseException) -> None:
     """The script is gone, so this process cannot be retried: say why, then end."""
     from keepstep.model import messages as m
     from keepstep.worker.api import attach, session
-    from keepstep.worker.step import faults
+    from keepstep.worker.step import failures
 
     rank = attach.current()
     live = rank._live if isinstance(rank, session.Session) else None
-    kind: Any = "user" if isinstance(error, SystemExit) else faults.classify(error)
+    kind: Any = "user" if isinstance(error, SystemExit) else failures.classify(error)
     begun = live is not None and live.tick > 0
     if isinstance(error, UsageError) and not begun:
         kind = "usage"

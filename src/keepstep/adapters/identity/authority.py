@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from keepstep.adapters.identity.files import private_folder, read_private, write_private
+from keepstep.adapters.identity.private_files import private_folder, read_private, write_private
 from keepstep.adapters.transport.tls import ORCHESTRATOR_NAME, job_name, node_uri
 from keepstep.errors import UsageError
 from keepstep.model.messages import TlsFiles

@@ -23,7 +23,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from keepstep.adapters.identity.files import private_folder, read_private, write_private
+from keepstep.adapters.identity.private_files import private_folder, read_private, write_private
 from keepstep.errors import UsageError
 
 Role = Literal["join", "operator"]

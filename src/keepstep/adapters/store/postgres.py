@@ -40,7 +40,7 @@ from keepstep.adapters.store.chain import (
     link,
     verify_rows,
 )
-from keepstep.adapters.store.session import (
+from keepstep.adapters.store.postgres_session import (
     EVIDENCE,
     LIMIT_S,
     Connection,

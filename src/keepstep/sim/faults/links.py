@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from keepstep.sim.faults.victims import node_at_stake
-from keepstep.sim.ground.net import ORCHESTRATOR
-from keepstep.sim.plans.plan import Fault
-from keepstep.sim.units import MS, SECOND
+from keepstep.sim.ground.connections import ORCHESTRATOR
+from keepstep.sim.plans.world_plan import Fault
+from keepstep.sim.times import MS, SECOND
 from keepstep.sim.world.world import World
 
 

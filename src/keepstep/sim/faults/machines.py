@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from keepstep.sim.faults.links import cut, slow
 from keepstep.sim.faults.victims import bystander, current_attempt, node_at_stake, node_of, spare
-from keepstep.sim.ground.net import ORCHESTRATOR
-from keepstep.sim.plans.plan import Fault
-from keepstep.sim.units import MS
+from keepstep.sim.ground.connections import ORCHESTRATOR
+from keepstep.sim.plans.world_plan import Fault
+from keepstep.sim.times import MS
 from keepstep.sim.world.world import World
 
 

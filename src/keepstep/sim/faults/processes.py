@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from keepstep.sim.faults.links import cut
 from keepstep.sim.faults.victims import bystander, node_of
-from keepstep.sim.ground.net import ORCHESTRATOR
-from keepstep.sim.plans.plan import Fault
+from keepstep.sim.ground.connections import ORCHESTRATOR
+from keepstep.sim.plans.world_plan import Fault
 from keepstep.sim.rank.rank import Rank
-from keepstep.sim.units import SECOND
+from keepstep.sim.times import SECOND
 from keepstep.sim.world.world import World
 
 SLOWER = 10

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from keepstep.sim.faults import links, machines, processes, victims, words
-from keepstep.sim.plans.plan import Fault
-from keepstep.sim.units import SECOND
+from keepstep.sim.plans.world_plan import Fault
+from keepstep.sim.times import SECOND
 from keepstep.sim.world.world import World
 
 STRIKES: dict[str, Callable[[World, Fault], str]] = {

@@ -7,9 +7,9 @@ from keepstep.model.job import AgentSaid, Cancel, Drain, Migrate, ProceedAnyway,
 from keepstep.sim.faults.processes import LATER
 from keepstep.sim.faults.victims import node_of, spare
 from keepstep.sim.ground.ills import Finding
-from keepstep.sim.plans.plan import Fault
+from keepstep.sim.plans.world_plan import Fault
 from keepstep.sim.rank.rank import Rank
-from keepstep.sim.units import SECOND
+from keepstep.sim.times import SECOND
 from keepstep.sim.world.world import World
 
 

@@ -1,4 +1,4 @@
 """What the parts of a world stand on: time, network, process groups, memory, disk, numbers.
 
-`surroundings.py` says what a part sees of the world around it.
+`world_view.py` says what a part sees of the world around it.
 """

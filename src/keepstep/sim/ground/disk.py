@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from keepstep.sim.plans.plan import SAVED
+from keepstep.sim.plans.world_plan import SAVED
 
 
 class SavedState(NamedTuple):

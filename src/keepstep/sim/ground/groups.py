@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from keepstep.sim.ground.net import SILENT_NS, Net, Reachable
-from keepstep.sim.units import MS, SECOND
+from keepstep.sim.ground.connections import SILENT_NS, Net, Reachable
+from keepstep.sim.times import MS, SECOND
 
 POLL_NS = 500 * MS
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from keepstep.core.placement import parity_trouble
 from keepstep.errors import UsageError
-from keepstep.sim.plans.plan import Fault, Plan
 from keepstep.sim.plans.stories import STORIES
 from keepstep.sim.plans.stories_machines import MACHINES, SEVERAL
 from keepstep.sim.plans.stories_rare import APART, FALL_BACK
@@ -21,7 +20,8 @@ from keepstep.sim.plans.table import (
     length_ns,
     plan_cell,
 )
-from keepstep.sim.units import MS, SECOND
+from keepstep.sim.plans.world_plan import Fault, Plan
+from keepstep.sim.times import MS, SECOND
 
 
 def draw_plan(seed: int) -> tuple[str, Plan]:

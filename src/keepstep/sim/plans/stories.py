@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from keepstep.sim.plans.plan import Fault, Plan
 from keepstep.sim.plans.stories_rare import RARE
 from keepstep.sim.plans.table import ACTORS, KINDS, MIGRATIONS, PHASES, length_ns
-from keepstep.sim.units import MS, SECOND
+from keepstep.sim.plans.world_plan import Fault, Plan
+from keepstep.sim.times import MS, SECOND
 
 
 def _orchestrator_effect(seed: int, draw: random.Random) -> Plan:

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from keepstep.sim.plans.plan import Fault, Plan
-from keepstep.sim.units import SECOND
+from keepstep.sim.plans.world_plan import Fault, Plan
+from keepstep.sim.times import SECOND
 
 SCHEDULER = "scheduler"
 SEVERAL = "several-jobs"

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from keepstep.sim.plans.plan import Fault, Plan
 from keepstep.sim.plans.table import MIGRATIONS, PHASES
-from keepstep.sim.units import MS, SECOND
+from keepstep.sim.plans.world_plan import Fault, Plan
+from keepstep.sim.times import MS, SECOND
 
 FALL_BACK = "fall-back"
 LAST_HOLDERS = "last-holders"

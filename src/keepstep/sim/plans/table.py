@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from keepstep.sim.plans.plan import Fault, Plan
-from keepstep.sim.units import MS, SECOND
+from keepstep.sim.plans.world_plan import Fault, Plan
+from keepstep.sim.times import MS, SECOND
 
 PHASES = ("RESERVE", "HOLD", "COPY", "COMMIT", "REWIRE", "RESUME", "RETIRE")
 MIGRATIONS = ("planned", "pre-emptive", "unplanned")

@@ -8,8 +8,8 @@ from __future__ import annotations
 from keepstep.core.control import Outcome
 from keepstep.model.records import Committed
 from keepstep.sim.faults.strikes import strike
-from keepstep.sim.plans.plan import Fault
-from keepstep.sim.units import SECOND
+from keepstep.sim.plans.world_plan import Fault
+from keepstep.sim.times import SECOND
 from keepstep.sim.world.world import World
 
 FIRE_NS = 25 * SECOND

@@ -6,7 +6,7 @@ What died stays dead, and what hung stays hung.
 from __future__ import annotations
 
 from keepstep.model.job import Untaint
-from keepstep.sim.units import SECOND
+from keepstep.sim.times import SECOND
 from keepstep.sim.world.world import World
 
 

@@ -8,10 +8,10 @@ from keepstep.core import parities, understudies
 from keepstep.core.placement import buddy_node
 from keepstep.core.state import Job
 from keepstep.sim.ground.violation import Violation
+from keepstep.sim.play.at_rest import KEPT
 from keepstep.sim.play.healing import mend
-from keepstep.sim.play.rest import KEPT
 from keepstep.sim.rules.losses import covered, recoverable
-from keepstep.sim.units import SECOND
+from keepstep.sim.times import SECOND
 from keepstep.sim.world.world import World
 
 GONE_NS = 40 * SECOND

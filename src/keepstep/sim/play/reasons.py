@@ -16,7 +16,7 @@ from pathlib import Path
 import keepstep.core
 
 # Views and measurements: words about what is, not why something is done.
-NOT_DECISIONS = frozenset({"job_views.py", "plan.py", "timeline.py", "control.py"})
+NOT_DECISIONS = frozenset({"job_views.py", "move_plan.py", "timeline.py", "control.py"})
 WORDS_MIN = 3
 LENGTH_MAX = 300
 

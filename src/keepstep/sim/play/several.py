@@ -17,10 +17,10 @@ from keepstep.model import records as r
 from keepstep.model.job import CoreInput, NodeDead, PlaceReturned, SpareGranted, SpareRefused
 from keepstep.sim.faults.strikes import strike
 from keepstep.sim.ground.violation import Violation
-from keepstep.sim.plans.plan import Fault, Plan
 from keepstep.sim.plans.stories_machines import MASS
+from keepstep.sim.plans.world_plan import Fault, Plan
 from keepstep.sim.rules.check import Checker
-from keepstep.sim.units import MS, SECOND
+from keepstep.sim.times import MS, SECOND
 from keepstep.sim.world.world import World
 
 TOUR_NS = SECOND

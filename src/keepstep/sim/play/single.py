@@ -12,15 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from keepstep.sim.ground.violation import Violation
-from keepstep.sim.plans.plan import Plan
+from keepstep.sim.plans.world_plan import Plan
+from keepstep.sim.play.at_rest import Rest
 from keepstep.sim.play.crowding import balanced, relieved
 from keepstep.sim.play.disturbance import Disturbance
 from keepstep.sim.play.healing import heal
 from keepstep.sim.play.judging import check_end, check_gone, check_leaks, check_parities
-from keepstep.sim.play.rest import Rest
 from keepstep.sim.rank.shards import RENEW
 from keepstep.sim.rules.check import Checker
-from keepstep.sim.units import SECOND
+from keepstep.sim.times import SECOND
 from keepstep.sim.world.scheduler import SimScheduler
 from keepstep.sim.world.world import World
 

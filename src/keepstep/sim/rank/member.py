@@ -15,7 +15,7 @@ from keepstep.sim.ground.groups import Group
 from keepstep.sim.ground.violation import ensure
 from keepstep.sim.rank.stepper import Stepper
 from keepstep.sim.rank.worker import PENDING
-from keepstep.sim.units import MS, SECOND
+from keepstep.sim.times import MS, SECOND
 
 
 class Member(Stepper):

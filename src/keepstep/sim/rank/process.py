@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from keepstep.sim.ground.surroundings import HomeNode, SimSurroundings
+from keepstep.sim.ground.world_view import HomeNode, SimSurroundings
 
 
 class SimProcess:

@@ -19,11 +19,11 @@ from keepstep.model import messages as m
 from keepstep.model.page import CHECKPOINT_TICK
 from keepstep.sim.ground import training
 from keepstep.sim.ground.memory import Blob, restored
-from keepstep.sim.ground.surroundings import HomeNode, StateHolder
 from keepstep.sim.ground.violation import violated
+from keepstep.sim.ground.world_view import HomeNode, StateHolder
 from keepstep.sim.rank.member import Member
 from keepstep.sim.rank.worker import PENDING
-from keepstep.sim.units import SECOND
+from keepstep.sim.times import SECOND
 
 
 class Rank(Member):

@@ -6,7 +6,7 @@ from keepstep.model import commands
 from keepstep.model import messages as m
 from keepstep.sim.ground.disk import SavedState
 from keepstep.sim.rank.grouped import Grouped
-from keepstep.sim.units import SECOND
+from keepstep.sim.times import SECOND
 
 
 class Saver(Grouped):

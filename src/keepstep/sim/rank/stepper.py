@@ -13,7 +13,7 @@ from keepstep.sim.ground.groups import Group
 from keepstep.sim.ground.memory import Blob
 from keepstep.sim.ground.violation import ensure
 from keepstep.sim.rank.witness import Doubter
-from keepstep.sim.units import MS, SECOND
+from keepstep.sim.times import MS, SECOND
 
 
 class Stepper(Doubter):

@@ -21,11 +21,11 @@ from keepstep.model import messages as m
 from keepstep.model.page import Sample
 from keepstep.sim.ground import training
 from keepstep.sim.ground.groups import Group
-from keepstep.sim.ground.surroundings import HomeNode, SimSurroundings
 from keepstep.sim.ground.violation import violated
+from keepstep.sim.ground.world_view import HomeNode, SimSurroundings
 from keepstep.sim.rank.pace import SimOwnTime
 from keepstep.sim.rank.process import SimProcess
-from keepstep.sim.units import SECOND
+from keepstep.sim.times import SECOND
 
 ECHOED = (m.Staged, m.StageFailed, m.Copied, m.Report, m.Held)
 WHERE = {

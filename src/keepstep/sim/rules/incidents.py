@@ -9,7 +9,7 @@ from __future__ import annotations
 from keepstep.model import records as r
 from keepstep.sim.ground.violation import ensure, violated
 from keepstep.sim.rules.reader import Reader
-from keepstep.sim.units import SECOND
+from keepstep.sim.times import SECOND
 from keepstep.sim.world.world import World
 
 

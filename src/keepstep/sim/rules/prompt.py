@@ -13,7 +13,7 @@ from keepstep.core.state import Job
 from keepstep.model import records as r
 from keepstep.sim.ground.violation import ensure, violated
 from keepstep.sim.rank.rank import Rank
-from keepstep.sim.units import SECOND
+from keepstep.sim.times import SECOND
 from keepstep.sim.world.node import SimNode
 from keepstep.sim.world.world import World
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from keepstep.core.stragglers import CAUSE
 from keepstep.model.records import IncidentOpened, Record, SignalSeen
 from keepstep.sim.ground.violation import ensure
-from keepstep.sim.plans.plan import FOREVER_NS, STRAGGLER_NS
+from keepstep.sim.plans.world_plan import FOREVER_NS, STRAGGLER_NS
 from keepstep.sim.world.world import World
 
 

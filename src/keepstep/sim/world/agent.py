@@ -12,12 +12,12 @@ from keepstep.core.agent import actions, inputs
 from keepstep.core.agent import machine as core
 from keepstep.model import agent_messages
 from keepstep.model import messages as m
+from keepstep.sim.ground.connections import Connection
 from keepstep.sim.ground.groups import SimStore
 from keepstep.sim.ground.memory import NodeMemory
-from keepstep.sim.ground.net import Connection
-from keepstep.sim.ground.surroundings import SimSurroundings
+from keepstep.sim.ground.world_view import SimSurroundings
 from keepstep.sim.rank.rank import Rank
-from keepstep.sim.units import MS, SECOND
+from keepstep.sim.times import MS, SECOND
 
 BACKOFF_NS_MIN = 100 * MS
 BACKOFF_NS_MAX = 2 * SECOND

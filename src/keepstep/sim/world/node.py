@@ -12,10 +12,10 @@ from keepstep.core.agent import actions, inputs
 from keepstep.core.agent import machine as core
 from keepstep.model import agent_messages
 from keepstep.model import messages as m
+from keepstep.sim.ground.connections import SILENT_NS
 from keepstep.sim.ground.groups import SimStore
-from keepstep.sim.ground.net import SILENT_NS
 from keepstep.sim.rank.rank import Rank
-from keepstep.sim.units import MS
+from keepstep.sim.times import MS
 from keepstep.sim.world.agent import NodeSurroundings, SimAgent
 
 SIGSTOP = 19

@@ -25,9 +25,9 @@ from keepstep.model.job import (
     Wake,
 )
 from keepstep.model.records import Record
-from keepstep.sim.ground.net import Connection
-from keepstep.sim.ground.surroundings import SimSurroundings
-from keepstep.sim.units import MS, SECOND
+from keepstep.sim.ground.connections import Connection
+from keepstep.sim.ground.world_view import SimSurroundings
+from keepstep.sim.times import MS, SECOND
 
 TURN_NS = MS // 2  # for so long what agents say waits for more of it
 

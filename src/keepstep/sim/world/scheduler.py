@@ -16,7 +16,7 @@ from keepstep.model.job import (
     SpareGranted,
     SpareRefused,
 )
-from keepstep.sim.units import MS, SECOND
+from keepstep.sim.times import MS, SECOND
 from keepstep.sim.world.world import World
 
 TOUR_NS = SECOND

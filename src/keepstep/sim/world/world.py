@@ -16,13 +16,13 @@ from keepstep.model import messages as m
 from keepstep.model.job import CoreInput, NodeDead, Submit
 from keepstep.sim.ground import training
 from keepstep.sim.ground.clock import Clock
+from keepstep.sim.ground.connections import Net
 from keepstep.sim.ground.disk import SharedDisk
 from keepstep.sim.ground.ills import Ills
-from keepstep.sim.ground.net import Net
-from keepstep.sim.ground.surroundings import Rules
-from keepstep.sim.plans.plan import Plan
+from keepstep.sim.ground.world_view import Rules
+from keepstep.sim.plans.world_plan import Plan
 from keepstep.sim.rank.rank import Rank
-from keepstep.sim.units import MS, SECOND
+from keepstep.sim.times import MS, SECOND
 from keepstep.sim.world.book import Book
 from keepstep.sim.world.history import History, line
 from keepstep.sim.world.node import SimNode

@@ -25,7 +25,7 @@ from keepstep.worker.checkpoint.files import FORMAT, put
 from keepstep.worker.line import blobs
 from keepstep.worker.state import statefile
 from keepstep.worker.state.rank import RankFacts
-from keepstep.worker.state.state import StateSet
+from keepstep.worker.state.replicated import StateSet
 from keepstep.worker.vault import vault, vaultfile
 from keepstep.worker.vault.redundancy import Redundancy
 

@@ -73,7 +73,7 @@ from keepstep.model.page import INIT_TICK, late_tick
 from keepstep.worker.checkpoint.files import FORMAT, put
 from keepstep.worker.state import codec, shards
 from keepstep.worker.state.rank import RankFacts
-from keepstep.worker.state.state import StateSet
+from keepstep.worker.state.replicated import StateSet
 from keepstep.worker.state.statefile import DigestMismatch
 from keepstep.worker.state.tensors import describe, memory
 

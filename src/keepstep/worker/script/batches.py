@@ -39,7 +39,7 @@ from keepstep.worker.script.position import Tracker
 from keepstep.worker.script.rank_streams import RankStreams
 from keepstep.worker.script.tree import Level, LoopPos
 from keepstep.worker.state import codec, rng
-from keepstep.worker.state.inputs import differences, inputs_of
+from keepstep.worker.state.step_inputs import differences, inputs_of
 
 FIRST_ROUNDS: Final = 16
 

@@ -16,7 +16,7 @@ A copy of what lies on a GPU is begun at the entry, and is there when it is need
     arrays      have no counter. Small ones are hashed at every look, larger ones like tensors
                 without a counter, until they are found to change
 
-What is known about a block is kept apart from its node (records.py), and nothing keeps it alive.
+What is known about a block is kept apart from its node (large_values.py); nothing keeps it alive.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ import xxhash
 from keepstep.errors import UsageError
 from keepstep.worker.device import cuda, digest
 from keepstep.worker.script import values
+from keepstep.worker.script.large_values import HostCopy, version_of
 from keepstep.worker.script.nodes import Graph, VariableNode
-from keepstep.worker.script.records import HostCopy, version_of
 from keepstep.worker.state import codec
-from keepstep.worker.state.inputs import summed, words_of
+from keepstep.worker.state.step_inputs import summed, words_of
 from keepstep.worker.state.tensors import memory, on_cpu
 
 FIRST, EVERY = 3, 256  # calls in which contents are looked at

@@ -33,7 +33,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from keepstep.worker.script.records import BlockRecords
+from keepstep.worker.script.large_values import BlockRecords
 from keepstep.worker.script.sharing import MemoryMap
 from keepstep.worker.script.versions import Versions
 from keepstep.worker.state import codec

@@ -31,7 +31,7 @@ from typing import Any, Final
 import torch
 
 from keepstep.errors import UsageError
-from keepstep.worker.script import blocks, frames, graph, values, witness
+from keepstep.worker.script import blocks, frames, graph, read_witness, values
 from keepstep.worker.script.discovery import DEPTH_MAX, Discovery
 from keepstep.worker.script.encoding import FORMAT, encoded
 from keepstep.worker.script.frame_names import FrameNames
@@ -61,7 +61,7 @@ class Variables:
         self._calls = 0
         self._captured = _EMPTY
         self._as_of = -1, -1  # call and changes that it was captured in
-        self._witness = witness.Witness()
+        self._witness = read_witness.Witness()
         self._watched: list[Any] = []
         self._warned: set[str] = set()
         self._handed_out: set[type] = set()  # classes

@@ -1,4 +1,7 @@
-"""What a rank's state is: the export of models, optimizers and registered objects. See state.py."""
+"""What a rank's state is: the export of models, optimizers and registered objects.
+
+See replicated.py.
+"""
 
 from __future__ import annotations
 

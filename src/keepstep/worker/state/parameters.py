@@ -33,7 +33,7 @@ import xxhash
 from keepstep.errors import UsageError
 from keepstep.worker.device import extension
 from keepstep.worker.device.digest import digest
-from keepstep.worker.state import codec, inputs, shards
+from keepstep.worker.state import codec, shards, step_inputs
 from keepstep.worker.state.rank import RankFacts
 from keepstep.worker.state.tensors import dense, memory, on_cpu
 
@@ -263,7 +263,7 @@ class Parameters:
         for name, parameter in self._without_replica().items():
             part = shards.local(parameter).detach()
             if part.device.type == "cpu":
-                here[name] = inputs.content(part)
+                here[name] = step_inputs.content(part)
             elif part.dtype in _NORMED:
                 away.setdefault(f"{part.device} {part.dtype}", []).append((name, part))
         norms = {

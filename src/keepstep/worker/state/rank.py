@@ -13,8 +13,8 @@ import torch
 from keepstep.worker.line.process import OwnProcess
 from keepstep.worker.state.cells import Cells
 from keepstep.worker.state.objects import Registered
+from keepstep.worker.state.replicated import StateSet
 from keepstep.worker.state.shards import Replicas
-from keepstep.worker.state.state import StateSet
 
 
 class RankFacts:

@@ -19,7 +19,7 @@ import xxhash
 
 from keepstep.errors import PermanentError, UsageError
 from keepstep.worker.state.export import Exported
-from keepstep.worker.state.state import StateSet
+from keepstep.worker.state.replicated import StateSet
 from keepstep.worker.state.tensors import memory, on_cpu
 
 _MAGIC = b"KSSTATE1"

@@ -30,6 +30,7 @@ from keepstep.worker.device import cuda, vm
 from keepstep.worker.device.digest import digest
 from keepstep.worker.line import peers
 from keepstep.worker.state.pieces import Pieces, raw, receive_into
+from keepstep.worker.state.replicated import StateSet
 from keepstep.worker.state.serving import (
     SILENCE_S,
     Digests,
@@ -44,7 +45,6 @@ from keepstep.worker.state.serving import (
     replies,
     send,
 )
-from keepstep.worker.state.state import StateSet
 from keepstep.worker.state.statefile import DigestMismatch
 from keepstep.worker.state.tensors import memory
 

@@ -6,7 +6,7 @@ Three things are compared while training runs, and whatever differs stops the jo
 update (Recovery.diverged), with the names of what differs:
 
     inputs      A digest of a step's arguments is left with the own agent when the step begins. A
-                newcomer that repeats the step must come to the same ones (inputs.py).
+                newcomer that repeats the step must come to the same ones (step_inputs.py).
     agreement   Every fence carries three words more: which update follows, which collectives the
                 transaction has made, and the learning rates. Whether an update follows must be the
                 same on all ranks. Stages of a pipeline differ in the other two, so those count only
@@ -35,8 +35,8 @@ import xxhash
 
 from keepstep.worker.device import digest
 from keepstep.worker.state import codec, shards
-from keepstep.worker.state.inputs import LEAVES_MAX, block, summed
 from keepstep.worker.state.rank import RankFacts
+from keepstep.worker.state.step_inputs import LEAVES_MAX, block, summed
 from keepstep.worker.state.tensors import memory, on_cpu, plain
 
 PERIOD = 256  # ticks

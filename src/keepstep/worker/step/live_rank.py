@@ -31,9 +31,9 @@ from keepstep.worker.state.gradients import Gradients
 from keepstep.worker.state.objects import Registered
 from keepstep.worker.state.parameters import Parameters, content
 from keepstep.worker.state.rank import RankFacts
-from keepstep.worker.state.state import StateSet
+from keepstep.worker.state.replicated import StateSet
 from keepstep.worker.state.witness import Agreement, Replicated
-from keepstep.worker.step.faults import Injector
+from keepstep.worker.step.failures import Injector
 from keepstep.worker.step.known import Known
 from keepstep.worker.step.publishing import Publisher
 from keepstep.worker.step.side_state import Parts, SideState

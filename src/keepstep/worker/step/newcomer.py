@@ -36,7 +36,7 @@ from keepstep.model import messages as m
 from keepstep.worker.groups import groups, reducers
 from keepstep.worker.script.frames import script_frames
 from keepstep.worker.script.tree import Encoded
-from keepstep.worker.state import buckets, fsdp, inputs
+from keepstep.worker.state import buckets, fsdp, step_inputs
 from keepstep.worker.step.copying import Copying, Inherited
 from keepstep.worker.step.finish import Finishing, new_behind, with_locals
 from keepstep.worker.step.live_rank import LiveRank
@@ -210,7 +210,7 @@ class Newcomer:
                 )
         if arguments is None or note is None or note["tick"] != self.live.tick:
             return
-        found = inputs.other(note, arguments)
+        found = step_inputs.other(note, arguments)
         if found:
             self.recovery.diverged(
                 "inputs",

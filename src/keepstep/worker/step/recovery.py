@@ -24,7 +24,7 @@ from keepstep.worker.checkpoint import checkpoint
 from keepstep.worker.device import cuda
 from keepstep.worker.groups import groups, reducers
 from keepstep.worker.state.serving import StateServer
-from keepstep.worker.step import faults
+from keepstep.worker.step import failures
 from keepstep.worker.step.live_rank import LiveRank
 
 TEXT_CHARS_MAX = 2000
@@ -69,7 +69,7 @@ class Recovery:
         kind: Kind = ""
         text = ""
         if error is not None:
-            kind = faults.classify(error)
+            kind = failures.classify(error)
             text = "".join(traceback.format_exception(error))[-16_000:]
             # Its frames hold activations and backends of the old generation.
             traceback.clear_frames(error.__traceback__)

@@ -19,8 +19,8 @@ from keepstep.worker.script.rank_streams import RankStreams
 from keepstep.worker.script.variables import Variables
 from keepstep.worker.state import codec
 from keepstep.worker.state.gradients import Gradients
-from keepstep.worker.state.inputs import Inputs
 from keepstep.worker.state.rank import RankFacts
+from keepstep.worker.state.step_inputs import Inputs
 from keepstep.worker.step.finish import Behind
 from keepstep.worker.step.publishing import Publisher
 

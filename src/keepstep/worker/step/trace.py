@@ -32,7 +32,7 @@ import xxhash
 
 from keepstep.model import trace as model
 from keepstep.model.commands import WorkerSettings
-from keepstep.worker.state import rng, values
+from keepstep.worker.state import rng, value_text
 from keepstep.worker.state.export import flat
 from keepstep.worker.step.live_rank import LiveRank
 
@@ -56,18 +56,18 @@ class Trace:
             raise SystemExit(0)  # all ranks get here: they make the same steps in the same order
         function = getattr(call, "_function", None)
         frame = sys._getframe(1)
-        self._module = values.globals_of_script(frame)
+        self._module = value_text.globals_of_script(frame)
         groups = self._state(live, frame, function)
         groups["batch"] = _arguments(function, call)
         self._write(live, "entry", site, step, groups)
 
     def committed(self, live: LiveRank, site: str, step: bool, result: Any) -> None:
         """Before the tick counts on."""
-        self._write(live, "commit", site, step, {"result": values.parts("result", result)})
+        self._write(live, "commit", site, step, {"result": value_text.parts("result", result)})
 
     def end(self, live: LiveRank) -> None:
         groups = self._state(live, None, None)
-        groups["variable"] = values.of_module(self._module)
+        groups["variable"] = value_text.of_module(self._module)
         self._write(live, "end", "", False, groups)
 
     # ------------------------------------------------------------------ inside
@@ -86,13 +86,13 @@ class Trace:
     def _state(
         self, live: LiveRank, frame: FrameType | None, function: Any
     ) -> dict[str, dict[str, str]]:
-        plain, streams = values.variables(frame, function)
+        plain, streams = value_text.variables(frame, function)
         exported = live.state.export().tensors
         # Gradients of a step that is over are nobody's business.
         exported = {name: x for name, x in exported.items() if not name.startswith("grad/")}
         registered: dict[str, str] = {}
         for name, item in live.objects.items():
-            registered |= values.parts(name, item.save())
+            registered |= value_text.parts(name, item.save())
         rates, hyper = _hyper(live)
         return {
             "generator": {**_generators(), **streams},
@@ -100,7 +100,7 @@ class Trace:
             "hyperparameter": hyper,
             "registered state": registered,
             "tensor": {
-                name: values.of_tensor(tensor)
+                name: value_text.of_tensor(tensor)
                 for name, tensor in exported.items()
                 if not name.startswith("object/")
             },
@@ -146,14 +146,14 @@ def _hyper(live: LiveRank) -> tuple[dict[str, str], dict[str, str]]:
             where = f"optimizer {name} group {index}"
             for key, value in group.items():
                 if key == "lr":
-                    rates |= values.parts(where, value)
+                    rates |= value_text.parts(where, value)
                 elif key != "params":
-                    others |= values.parts(f"{where} {key}", value)
+                    others |= value_text.parts(f"{where} {key}", value)
         for index, parameter in enumerate(flat(optimizer)):
             entry = optimizer.state.get(parameter, {})
             for key, value in entry.items() if isinstance(entry, dict) else ():
                 if not isinstance(value, torch.Tensor):
-                    others |= values.parts(f"optimizer {name} state {index} {key}", value)
+                    others |= value_text.parts(f"optimizer {name} state {index} {key}", value)
     return rates, others
 
 
@@ -177,9 +177,9 @@ def _arguments(function: Any, call: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     for index, value in enumerate(getattr(call, "_args", ())):
         name = names[index] if index < len(names) else f"argument {index}"
-        found |= values.parts(name, value)
+        found |= value_text.parts(name, value)
     for name, value in getattr(call, "_kwargs", {}).items():
-        found |= values.parts(name, value)
+        found |= value_text.parts(name, value)
     return found
 
 

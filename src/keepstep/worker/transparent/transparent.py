@@ -1,6 +1,6 @@
 """The runtime beside a script that knows nothing of Keepstep: it can be held, and moved as a whole.
 
-    Hold or Abort -> all ranks at one count of optimizer steps (stopping.py) -> every connection is
+    Hold or Abort -> all ranks at one count of optimizer steps (same_step.py) -> every connection is
     closed -> Held or Report -> the process may be dumped, and go on from here in another place
         -> Stage, Swap: new connections behind the same process groups, the script goes on
 
@@ -46,7 +46,7 @@ from keepstep.worker.line.channel import Channel
 from keepstep.worker.line.page import Page
 from keepstep.worker.line.process import RankEnvironment
 from keepstep.worker.transparent import device
-from keepstep.worker.transparent.stopping import ScriptStopping
+from keepstep.worker.transparent.same_step import ScriptStopping
 
 PATIENCE_S = 10.0  # at least, for the others at a goal
 PATIENCE_STEPS = 50

@@ -10,9 +10,9 @@ With a parity all ranks do so at the same versions, and behind every swap.
 
 from __future__ import annotations
 
+from keepstep.worker.vault.gpu_staging import PinnedStaging
 from keepstep.worker.vault.inventory import Inventory
 from keepstep.worker.vault.parity import ParityLine
-from keepstep.worker.vault.staging import PinnedStaging
 from keepstep.worker.vault.units import Unit, views
 from keepstep.worker.vault.vault import VaultLine
 

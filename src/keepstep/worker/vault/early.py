@@ -14,8 +14,8 @@ of which one follows the other in memory go together: one copy, one comparison.
 Clipping by the norm multiplies nearly all gradients of a step by one number. It is recognised, the
 number goes into the step's note, and whoever replays the step multiplies by it in the same way.
 
-staging.py copies the bytes and computes the fingerprints. Gradients in host memory are put at the
-fence (redundancy.py). Hooks run in the main thread or, while that waits for a backward pass, in
+gpu_staging.py copies the bytes and computes the fingerprints. Gradients in host memory are put at
+the fence (redundancy.py). Hooks run in the main thread or, while that waits for a backward pass, in
 threads of autograd's.
 """
 
@@ -31,7 +31,7 @@ import torch
 from torch.nn.utils import clip_grad
 
 from keepstep.worker.state import shards
-from keepstep.worker.vault.staging import SCALES_MAX, PinnedStaging, StagedCopy
+from keepstep.worker.vault.gpu_staging import SCALES_MAX, PinnedStaging, StagedCopy
 from keepstep.worker.vault.units import same_order
 from keepstep.worker.vault.vault import VaultLine
 

@@ -39,9 +39,9 @@ from keepstep.worker.vault import replay, vault
 from keepstep.worker.vault.bases import Bases
 from keepstep.worker.vault.destination import Destination
 from keepstep.worker.vault.early import EarlyPuts, same_kind, watch_clipping
+from keepstep.worker.vault.gpu_staging import PinnedStaging, fingerprint
 from keepstep.worker.vault.inventory import Inventory
 from keepstep.worker.vault.parity import ParityLine
-from keepstep.worker.vault.staging import PinnedStaging, fingerprint
 from keepstep.worker.vault.units import Unit, in_order, view
 
 NOTED_BYTES = 1 << 30  # in a piece: msgpack knows none of 4 GiB

@@ -16,7 +16,7 @@ from keepstep.model.messages import Address
 from keepstep.worker.line import blobs
 from keepstep.worker.state import codec, shards
 from keepstep.worker.state.rank import RankFacts
-from keepstep.worker.state.state import set_hyper
+from keepstep.worker.state.replicated import set_hyper
 from keepstep.worker.vault import lane, rebuild, vault
 from keepstep.worker.vault.early import multiply
 from keepstep.worker.vault.inventory import Inventory

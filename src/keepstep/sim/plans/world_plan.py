@@ -7,7 +7,7 @@ from typing import Literal
 
 from keepstep.model.job import JobSpec, NodeSpec
 from keepstep.model.schedule import Policy, Provision
-from keepstep.sim.units import MS, SECOND
+from keepstep.sim.times import MS, SECOND
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import LiteralString
 
-from keepstep.adapters.store.session import Connection, StoreSession
+from keepstep.adapters.store.postgres_session import Connection, StoreSession
 
 CREATE_LOCK = 0x6B656571
 SCHEMA: tuple[LiteralString, ...] = (

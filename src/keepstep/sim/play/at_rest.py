@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from keepstep.core.state import Job
-from keepstep.sim.units import SECOND
+from keepstep.sim.times import SECOND
 from keepstep.sim.world.world import World
 
 CALM_NS = 3 * SECOND

@@ -17,13 +17,13 @@ from keepstep.model import agent_messages
 from keepstep.model import messages as m
 from keepstep.model.job import CoreInput
 from keepstep.model.records import Record
+from keepstep.sim.ground.connections import Net, Reachable, ServerEnd
 from keepstep.sim.ground.disk import SharedDisk
 from keepstep.sim.ground.groups import SimStore
 from keepstep.sim.ground.ills import Ills
 from keepstep.sim.ground.memory import NodeMemory
-from keepstep.sim.ground.net import Net, Reachable, ServerEnd
 from keepstep.sim.ground.training import Undisturbed
-from keepstep.sim.plans.plan import Plan
+from keepstep.sim.plans.world_plan import Plan
 
 
 class HomeNode(Reachable, Protocol):

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from keepstep.model.agent_messages import AgentCommand, AgentMessage
 from keepstep.sim.ground.clock import Clock
-from keepstep.sim.units import MS, SECOND
+from keepstep.sim.times import MS, SECOND
 
 SILENT_NS = 20 * SECOND  # as adapters/transport/stream.py
 ASK_TIMEOUT_NS = 5 * SECOND

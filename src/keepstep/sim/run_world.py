@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepstep.sim.plans.plan import Plan
+from keepstep.sim.plans.world_plan import Plan
 from keepstep.sim.play.reasons import heard
 from keepstep.sim.play.several import Several
 from keepstep.sim.play.single import Hopeless, Run
-from keepstep.sim.units import SECOND
+from keepstep.sim.times import SECOND
 
 
 @dataclass(frozen=True, slots=True)
