@@ -24,6 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--chaos-report", default="", help="write a JSON report here")
     add("--chaos-seed", default="", help="instead of the commit id")
     add("--gpu-report", default="", help="write a JSON report here")
+    add("--sim-all", action="store_true", help="every world and every mutant, not a sample")
+    add("--sim-seed", default="", help="draw the sample by this, not by the commit id")
     add("--transparent-all", action="store_true", help="every cell, not a sample")
     add("--zoo-all", action="store_true", help="every script, not a sample")
     add("--zoo-report", default="", help="write a JSON report here")

@@ -217,7 +217,7 @@ def job(jobs: list[Job]) -> Job:
 def test_strangers_at_every_port_cost_a_migration_nothing(job: Job, tmp_path: Path) -> None:
     expected = run_plain(tmp_path, 2, SCRIPT_ARGS)
     job.until_step(3)
-    for attempt in (1, 2):  # a pause that others on this machine made longer is not so twice
+    for attempt in range(1, 5):  # a pause that others on this machine made longer is not so always
         job.spare_parked()
         quiet = migrate(job, 1).pause_ms
         job.spare_parked()
