@@ -58,7 +58,7 @@ def rank(seed: int) -> tuple[nn.Module, Any, Replicated]:
         state=state, cells=Cells({"m": net}), replicas=replicas, objects=objects,
         warn=warned.append, warned=warned,
     )  # fmt: skip
-    return net, live, Replicated(live, lambda _: None)
+    return net, live, Replicated(live, lambda name, _: setattr(objects[name], "per_rank", True))
 
 
 def test_replicas_that_are_equal_agree_and_buffers_of_a_rank_do_not_count() -> None:
@@ -99,3 +99,32 @@ def test_what_a_roll_back_leaves_changed_is_seen() -> None:
     for parameter in net.parameters():
         parameter.data.mul_(2)
     assert mine.changed_since_entry(0)
+
+
+def registered(live: Any, name: str) -> None:
+    live.objects[name] = Registered(name, dict, lambda _: None)
+
+
+def test_what_only_some_ranks_have_registered_is_their_own() -> None:
+    (_, one, mine), (_, other, theirs) = rank(0), rank(0)
+    registered(one, "ema")
+    for live in (one, other):
+        registered(live, "scheduler")
+        live.objects["counter"] = Registered("counter", dict, lambda _: None, per_rank=True)
+    everybody = [mine.holdings(), theirs.holdings()]
+    assert mine.unmet and theirs.unmet
+    assert mine.keep_alone(everybody) and not theirs.keep_alone(everybody)
+    assert [n for n, item in one.objects.items() if item.per_rank] == ["ema", "counter"]
+    assert [n for n, item in other.objects.items() if item.per_rank] == ["counter"]
+    assert not mine.unmet and not theirs.unmet
+    assert not mine.keep_alone([mine.holdings(), theirs.holdings()]), "it is known by now"
+    mine.forget()
+    assert mine.unmet, "who comes in a recovery has not been told"
+
+
+def test_ranks_with_another_part_of_the_model_register_what_they_like() -> None:
+    (_, one, mine), (_, other, theirs) = rank(0), rank(0)
+    registered(one, "of-the-first-stage")
+    other.state.replicas.plain_equal = False  # what it has is nowhere else
+    everybody = [mine.holdings(), theirs.holdings()]
+    assert not mine.keep_alone(everybody) and not theirs.keep_alone(everybody)

@@ -81,6 +81,7 @@ class StateSet(Export):
         self.own: frozenset[str] | None = None
         self.walking = False  # the script may still add parameter groups that the source has
         self.incomplete = False  # an import has left such groups out
+        self.unheard: list[str] = []  # objects of this rank that the source of an import has not
         self._import: _Import | None = None
 
     def _same_groups(self, name: str, theirs: dict[str, Any]) -> None:
@@ -129,6 +130,8 @@ class StateSet(Export):
             self._prepare_optimizer(pending, name)
         for name, entry in parsed[0]["objects"].items():
             self._prepare_object(pending, name, entry)
+        unheard = self.objects.keys() - parsed[0]["objects"].keys()
+        self.unheard = sorted(name for name in unheard if not name.startswith("keepstep/"))
         table, classes = parsed[0]["table"], self.classes()
         for key in (f"grad/{name}" for name, _ in self.parameters()):
             if key in table and table[key][5] in classes:

@@ -16,6 +16,10 @@ update (Recovery.diverged), with the names of what differs:
                 turn, and everything at the first fence after a recovery. Ranks exchange what they
                 found through the fence, early in a job, after recoveries and every PERIOD ticks.
 
+What only some ranks have registered can neither be compared nor copied. Whenever objects have been
+added, ranks tell each other which they have; one that a rank lacks is carried by each of the others
+as its own.
+
 The slice of a step is read again when the step is rolled back: if it has changed, something was
 changed before the fence that nobody has noted, and a retry would begin from there.
 
@@ -42,6 +46,9 @@ from keepstep.worker.state.tensors import memory, on_cpu, plain
 PERIOD = 256  # ticks
 EARLY = (1, 2, 3, 8)  # ticks at which a script that is wrong from the start is told
 SLICE_BYTES = 16 << 10  # of one tensor, per class and step
+ROLE = "|role"  # beside names of registered objects
+DIFFERS = "differs between ranks"
+ELSEWHERE_NOT = "is not registered on all ranks"
 AGREEING_MIN = 2  # fences in which all ranks agreed before a difference counts
 
 Words = tuple[int, int, int]
@@ -101,7 +108,7 @@ class Agreement:
 class Replicated:
     """The rolling hash of what replicas share."""
 
-    def __init__(self, me: RankFacts, make_own: Callable[[str], None]) -> None:
+    def __init__(self, me: RankFacts, make_own: Callable[[str, str], None]) -> None:
         self._me = me
         self._make_own = make_own
         self._items: dict[str, _Tensors] = {}  # class -> its tensors, by name
@@ -111,6 +118,7 @@ class Replicated:
         self._tick = -1
         self.ignored: set[str] = set()  # classes that differ, and the job was told to go on
         self.fresh = True  # everything is to be compared at the next fence
+        self.unmet = True  # objects of this rank that others may not have
         self.agreed = -1  # version
 
     def due(self, tick: int) -> bool:
@@ -121,7 +129,7 @@ class Replicated:
         self._hashes.clear()
         self._items.clear()
         self._looked = False
-        self._tick, self.fresh = -1, True
+        self._tick, self.fresh, self.unmet = -1, True, True
 
     def enter(self, tick: int) -> None:
         if not self._looked or self.due(tick):
@@ -218,10 +226,33 @@ class Replicated:
             elif name.startswith("object "):
                 if name.removeprefix("object ") not in self._me.objects:
                     continue
-                self._make_own(name.removeprefix("object "))
+                self._make_own(name.removeprefix("object "), DIFFERS)
             else:
                 left.add(full)
         return left
+
+    def holdings(self) -> dict[str, str]:
+        """Names of the registered objects that this rank shares, for the exchange."""
+        return {ROLE: self._role(self._me.state.parts()[1])} | {
+            name: "" for name, item in self._me.objects.items() if not item.per_rank
+        }
+
+    def keep_alone(self, everybody: list[dict[str, str]]) -> bool:
+        """Objects that a rank with the same part of the model lacks are each rank's own from now
+        on. Whether there are any."""
+        self.unmet = False
+        mine = self.holdings()
+        alike = [one for one in everybody if one[ROLE] == mine[ROLE]]
+        lacking = sorted(name for name in mine if any(name not in one for one in alike))
+        for name in lacking:
+            self._make_own(name, ELSEWHERE_NOT)
+        return bool(lacking)
+
+    def _role(self, classes: dict[str, str]) -> str:
+        """The same on ranks that have the same part of the model."""
+        parts = {kind for name, kind in classes.items() if not name.startswith("object/")}
+        shared = sorted(kind for kind in parts if len(self._me.replicas.ranks[kind]) > 1)
+        return str(xxhash.xxh3_64_hexdigest(repr(shared).encode()))
 
     def table(self) -> dict[str, str]:
         """Of everything replicas must share, as "class|name" -> digest."""
@@ -234,8 +265,7 @@ class Replicated:
             own = name.startswith(("grad/", "object/keepstep/")) or name in buffers
             if not own and len(me.replicas.ranks[kind]) > 1:
                 found[f"{kind}|{name}"] = _digest(tensor)
-        shared = sorted(k for k in set(classes.values()) if len(me.replicas.ranks[k]) > 1)
-        role = xxhash.xxh3_64_hexdigest(repr(shared).encode())
+        role = self._role(classes)
         for name, item in me.objects.items():
             if not item.per_rank:
                 data = codec.dumps(item.save())[0]

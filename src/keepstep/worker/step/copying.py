@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
+from keepstep.errors import UsageError
 from keepstep.model import commands
 from keepstep.model import messages as m
 from keepstep.model.page import CHECKPOINT_TICK, NOTE_TICK, late_tick
@@ -39,7 +40,7 @@ class Inherited:
     locals: dict[str, Any] = field(default_factory=dict)  # of the function, if it had not
     site: str = ""  # where the newcomer stands
     installed: bool = False  # state is here; the walk may go on
-    per_rank: list[tuple[Registered, bytes | None]] = field(default_factory=list)  # as built
+    objects: list[tuple[Registered, bytes]] = field(default_factory=list)  # as the script built it
 
 
 class Copying:
@@ -79,9 +80,6 @@ class Copying:
         began = time.monotonic_ns()
         # Behind the walk, what it did to this rank's own state stands.
         behind = self.had.installed and live.tracker.replay is None
-        live.state.own = frozenset(live.cells.own()) if behind else None
-        live.state.walking = not behind and not live.redundancy.needed
-        live.state.incomplete = False
         try:
             if copy.checkpoint:
                 tick = checkpoint.tick_of(copy.checkpoint)
@@ -90,6 +88,11 @@ class Copying:
             refused = self._refused(side, copy)
             if refused is not None:
                 return refused
+            if side is not None:
+                live.expect_own(side["per_rank"])
+            live.state.own = frozenset(live.cells.own()) if behind else None
+            live.state.walking = not behind and not live.redundancy.needed
+            live.state.incomplete = False
             if copy.checkpoint:
                 copied, missing = checkpoint.read_state(copy.checkpoint, live.rank, live.state)
                 sources: list[int] = []
@@ -103,6 +106,7 @@ class Copying:
                 rank = min(self._lost(copy), default=-1)
                 raise transfer.SourceLost(rank, f"nobody has {', '.join(sorted(missing)[:4])}")
             self._missing = missing
+            self._require_all(side)
             restored = self._restore(missing, side, copy) if not behind else ""
             if not behind:
                 self._adopt(side, copy)
@@ -134,6 +138,16 @@ class Copying:
         if self._lost_in != copy.generation:
             self._lost_in, self._lost_sources = copy.generation, set()
         return self._lost_sources
+
+    def _require_all(self, side: dict[str, Any] | None) -> None:
+        """Before the first fence all is as the script builds it."""
+        unheard = self.live.state.unheard
+        if side is not None and unheard:
+            name = unheard[0].removeprefix("script/")
+            raise UsageError(
+                f"no other rank has registered {name!r}, and the rank before had none of its own",
+                hint="register the same objects on all ranks, before the first step",
+            )
 
     def _restore(
         self, missing: frozenset[str], side: dict[str, Any] | None, copy: commands.Copy
@@ -227,8 +241,9 @@ class Copying:
         if side is None:
             live.version = 0
             reducers.reset(0)
-            for item, snapshot in self.had.per_rank:
-                item.undo(snapshot)  # what the warm-up did to it
+            for item, snapshot in self.had.objects:  # what the warm-up did to those of its own
+                if item.per_rank or item.name in live.state.unheard:
+                    item.undo(snapshot)
             return
         live.version = side["version"]
         live.page.set("version", live.version)

@@ -133,7 +133,7 @@ class Fencing:
         words = live.agreement.words(self.call.about_to, rates_)
         if live.injector:
             live.injector.point("in_fence", live.version)
-        low, high = groups.fence((*mine, *words))
+        low, high = groups.fence((*mine, *words, live.replicated.unmet))
         if live.aborted():  # and what was heard means nothing
             raise ConnectionAbortedError("aborted in the fence")
         if low[:3] != high[:3]:
@@ -142,14 +142,22 @@ class Fencing:
                 "is in another step or section",
                 hint="all ranks must call the same steps and sections in the same order",
             )
-        differs = live.agreement.judge(self.call.site, low[5:], high[5:])
+        differs = live.agreement.judge(self.call.site, low[5:8], high[5:8])
         if differs:
             table = live.agreement.table(self.call.about_to, rates_)
             self.recovery.diverged(differs, self.call.site, table=table, agreed=live.version)
+        if high[8]:
+            self._compare_holdings()
         self._compare_replicas()
         # One planned move runs at a time; a lower number is of one that has been given up.
         self.call.hold = high[3]
         self.call.snapshot = high[4]
+
+    def _compare_holdings(self) -> None:
+        """Somebody has registered an object, or has just come."""
+        live = self.live
+        if live.replicated.keep_alone(self._gather(live.replicated.holdings())):
+            live.publisher.publish(live.tick + 1, self._side_state())
 
     def _compare_replicas(self) -> None:
         """The state as of the entry of this transaction: it has not been changed since, or the

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -147,19 +148,34 @@ class LiveRank(RankFacts):
             )
         self.objects[name] = Registered(name, save, load)
         self.state = self._new_state()
+        self.replicated.unmet = True
         self.warn(
             f"{name.removeprefix('script/')} is used by the script and was not given to attach: it "
             "is carried as if it were registered"
         )
 
-    def make_own(self, name: str) -> None:
-        """A registered object differs between ranks, although nobody said so."""
+    def make_own(self, name: str, why: str) -> None:
+        """A registered object is not the same on all ranks, although nobody said so."""
         self.objects[name].per_rank = True
         self.state = self._new_state()
         self.warn(
-            f"registered object {name!r} differs between ranks: it is carried as each rank's own, "
-            "as with per_rank=True"
+            f"registered object {name.removeprefix('script/')!r} {why}: it is carried as each "
+            "rank's own, as with per_rank=True"
         )
+
+    def expect_own(self, names: Iterable[str]) -> None:
+        """On a newcomer: its rank had these objects as its own."""
+        names = set(names)
+        self.unasked.expect(names)
+        if missing := sorted(names - self.objects.keys()):
+            raise UsageError(
+                f"rank {self.rank} had {missing[0].removeprefix('script/')!r} as an object of its "
+                "own, and its newcomer has none",
+                hint="register the same objects on every start of the script",
+            )
+        for name in names:
+            self.objects[name].per_rank = True
+        self.state = self._new_state()
 
     def roots(self) -> Roots:
         """Where the script's own state is looked for."""
@@ -203,8 +219,9 @@ class LiveRank(RankFacts):
         self.gradients.outliving |= set(saved["outliving"])
         self.gradients.carrying = saved["carrying"]
         self.agreement.comparable = saved["comparable"]
-        for name in saved["per_rank"]:
-            self.objects[name].per_rank = True
+        for name in saved["per_rank"]:  # some may be on other ranks only
+            if name in self.objects:
+                self.objects[name].per_rank = True
         self.behind_elsewhere = saved.get("behind", {})
 
     def _load_updates(self, updated: list[str]) -> None:

@@ -36,7 +36,7 @@ from keepstep.model import messages as m
 from keepstep.worker.groups import groups, reducers
 from keepstep.worker.script.frames import script_frames
 from keepstep.worker.script.tree import Encoded
-from keepstep.worker.state import buckets, fsdp, step_inputs
+from keepstep.worker.state import buckets, codec, fsdp, step_inputs
 from keepstep.worker.step.copying import Copying, Inherited
 from keepstep.worker.step.finish import Finishing, new_behind, with_locals
 from keepstep.worker.step.live_rank import LiveRank
@@ -88,7 +88,9 @@ class Newcomer:
         live = self.live
         live.streams.discover()
         natural_rng = live.streams.capture()
-        self.had.per_rank = [(o, o.snapshot()) for o in live.objects.values() if o.per_rank]
+        if not self.had.position:
+            items = live.objects.values()
+            self.had.objects = [(item, codec.dumps_inline(item.save())) for item in items]
         stand_in = None
         if warm_up is not None and (live.version > 0 or not live.redundancy.needed):
             stand_in = self._warm_up(warm_up, 2 if live.version > 0 else 1)

@@ -210,8 +210,7 @@ class SideState:
         self._parts.streams.restore(late.get("streams", side["streams"]))
         objects = codec.loads_inline(late["objects"]) if "objects" in late else side
         for name, value in objects["per_rank"].items():
-            if name in self._rank.objects:
-                self._rank.objects[name].load(value)
+            self._rank.objects[name].load(value)
         for name, tensors in objects["own"].items():
             self._rank.objects[name].put_own(tensors)
 

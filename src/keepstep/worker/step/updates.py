@@ -79,7 +79,8 @@ class Updates:
     def _fence(self, optimizer: Any) -> None:
         self.call.about_to = self._attached[id(optimizer)]
         # Whoever compares states waits for the device, which must then not wait for the host.
-        compared = self.live.replicated.due(self.live.tick)
+        replicated = self.live.replicated
+        compared = replicated.due(self.live.tick) or replicated.unmet
         guarded = not compared and self._fencing.guard.suits(optimizer)
         self._fencing.publish(updating=True)
         if guarded and self._fencing.guard.begin(optimizer, self.live.aborted):
