@@ -106,6 +106,10 @@ def test_parameters_under_ddp_belong_to_its_group_but_for_ignored_ones() -> None
         assert replicas.ranks[replicas.of(net.weight)] == (0, 1, 2, 3)
         assert replicas.of(torch.zeros(2, 2), net.weight) == replicas.of(net.weight)
         assert replicas.of(net.bias) == PLAIN
+        known = replicas.of(net.weight)
+        dist.destroy_process_group()  # as scripts do at their end
+        replicas.wrapped_by_ddp([ddp])
+        assert replicas.of(net.weight) == known
 
 
 def test_a_sharded_tensor_survives_the_codec() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from keepstep.worker.state.cells import Cells
-from keepstep.worker.state.objects import Registered
+from keepstep.worker.state.objects import Registered, digests
 from keepstep.worker.state.replicated import StateSet
 from keepstep.worker.state.shards import Replicas
 from keepstep.worker.state.witness import SLICE_BYTES, Agreement, Replicated
@@ -56,7 +56,7 @@ def rank(seed: int) -> tuple[nn.Module, Any, Replicated]:
     warned: list[str] = []
     live: Any = SimpleNamespace(
         state=state, cells=Cells({"m": net}), replicas=replicas, objects=objects,
-        warn=warned.append, warned=warned,
+        warn=warned.append, warned=warned, tick=5,
     )  # fmt: skip
     return net, live, Replicated(live, lambda name, _: setattr(objects[name], "per_rank", True))
 
@@ -113,11 +113,11 @@ def test_what_only_some_ranks_have_registered_is_their_own() -> None:
         live.objects["counter"] = Registered("counter", dict, lambda _: None, per_rank=True)
     everybody = [mine.holdings(), theirs.holdings()]
     assert mine.unmet and theirs.unmet
-    assert mine.keep_alone(everybody) and not theirs.keep_alone(everybody)
+    assert mine.keep_alone(everybody, True) and not theirs.keep_alone(everybody, True)
     assert [n for n, item in one.objects.items() if item.per_rank] == ["ema", "counter"]
     assert [n for n, item in other.objects.items() if item.per_rank] == ["counter"]
     assert not mine.unmet and not theirs.unmet
-    assert not mine.keep_alone([mine.holdings(), theirs.holdings()]), "it is known by now"
+    assert not mine.keep_alone([mine.holdings(), theirs.holdings()], True), "it is known by now"
     mine.forget()
     assert mine.unmet, "who comes in a recovery has not been told"
 
@@ -127,4 +127,46 @@ def test_ranks_with_another_part_of_the_model_register_what_they_like() -> None:
     registered(one, "of-the-first-stage")
     other.state.replicas.plain_equal = False  # what it has is nowhere else
     everybody = [mine.holdings(), theirs.holdings()]
-    assert not mine.keep_alone(everybody) and not theirs.keep_alone(everybody)
+    assert not mine.keep_alone(everybody, True) and not theirs.keep_alone(everybody, True)
+
+
+def entered(live: Any, replicated: Replicated) -> dict[str, str]:
+    replicated.objects = digests([(item, item.snapshot()) for item in live.objects.values()])
+    return replicated.objects
+
+
+def test_a_small_object_that_comes_to_differ_is_each_ranks_own() -> None:
+    (_, one, mine), (_, other, theirs) = rank(0), rank(0)
+    assert entered(one, mine) == entered(other, theirs) and mine.word() == theirs.word()
+    one.objects["average"].load({"mean": torch.ones(3)})
+    entered(one, mine)
+    assert mine.word() != theirs.word()
+    everybody = [mine.holdings(), theirs.holdings()]
+    assert not mine.keep_alone(everybody, False), "behind a recovery it may be wrong"
+    assert mine.judge([mine.table(), theirs.table()])
+    assert mine.keep_alone(everybody, True) and theirs.keep_alone(everybody, True)
+    assert one.objects["average"].per_rank and other.objects["average"].per_rank
+    entered(one, mine), entered(other, theirs)
+    assert mine.word() == theirs.word()
+
+
+def test_a_newcomer_tells_what_its_rank_had_when_the_transaction_began() -> None:
+    (_, one, mine), (_, other, theirs) = rank(0), rank(0)
+    entered(other, theirs)
+    mine.inherit(dict.fromkeys(entered(one, mine), "another"))
+    assert mine.word() != theirs.word()
+    names = mine.judge([mine.table(), theirs.table()])
+    assert {name.partition("|")[2] for name in names} == {"object average"}
+    one.tick += 1
+    assert mine.word() == theirs.word(), "it is over with the transaction"
+
+
+def test_ranks_that_have_other_objects_by_their_part_of_the_model_are_asked_once() -> None:
+    (_, one, mine), (_, other, theirs) = rank(0), rank(0)
+    registered(one, "of-the-first-stage")
+    other.state.replicas.plain_equal = False
+    entered(one, mine), entered(other, theirs)
+    assert mine.word() != theirs.word()
+    everybody = [mine.holdings(), theirs.holdings()]
+    assert not mine.keep_alone(everybody, True) and not theirs.keep_alone(everybody, True)
+    assert mine.word() == theirs.word()

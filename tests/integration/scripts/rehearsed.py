@@ -85,3 +85,5 @@ for epoch in ks.epochs(3):
         torch.save(net.state_dict(), "best.pt")
         with Path("log.txt").open("a") as log:
             log.write(f"{epoch} {score}\n")
+
+dist.destroy_process_group()

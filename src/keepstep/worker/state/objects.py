@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import xxhash
 
 from keepstep.errors import UsageError
 from keepstep.worker.state import codec, shards
@@ -56,6 +57,11 @@ class Registered:
             self.own |= values.keys()
             self.load(codec.loads(data, [values.get(n, t) for n, t in enumerate(tensors)]))
 
+    def digest(self) -> str:
+        """Without its tensors if it is large: they are compared with all others."""
+        data = codec.dumps_inline(self.save()) if self.undoable else codec.dumps(self.save())[0]
+        return xxhash.xxh3_64_hexdigest(data)
+
     def snapshot(self) -> bytes | None:
         return codec.dumps_inline(self.save()) if self.undoable or self.per_rank else None
 
@@ -65,6 +71,9 @@ class Registered:
         if self._scaler is not None:
             # GradScaler refuses a second unscale_ until update(); an aborted step never got there.
             self._scaler._per_optimizer_states = defaultdict(_fresh_scaler_state)
+
+
+Snapshots = list[tuple[Registered, bytes | None]]
 
 
 def _fresh_scaler_state() -> dict[str, Any]:
@@ -91,6 +100,15 @@ def registered(name: str, target: Any, load: Any, *, per_rank: bool) -> Register
     return Registered(name, save, load, per_rank=per_rank, scaler=scaler)
 
 
+def digests(snapshots: Snapshots) -> dict[str, str]:
+    """Of small objects that all ranks must have alike."""
+    return {
+        item.name: xxhash.xxh3_64_hexdigest(snapshot)
+        for item, snapshot in snapshots
+        if snapshot is not None and not item.per_rank and not item.own
+    }
+
+
 class Undo:
     """begin(k): what a retry of the transaction must find as it was, besides cells, gradients,
     flags and the script's own variables, which know how to undo themselves."""
@@ -99,7 +117,7 @@ class Undo:
         self,
         streams: bytes,
         optimizers: list[torch.optim.Optimizer],
-        objects: list[Registered],
+        objects: Snapshots,
         flags: Any,
     ) -> None:
         self.streams = streams
@@ -109,7 +127,7 @@ class Undo:
             for groups in (o.param_groups for o in optimizers)
         ]
         self._optimizers = optimizers
-        self._objects = [(o, o.snapshot()) for o in objects]
+        self._objects = objects
 
     def undo(self) -> None:
         for optimizer, groups in zip(self._optimizers, self._groups, strict=True):

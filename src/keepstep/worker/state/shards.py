@@ -151,14 +151,18 @@ class Replicas:
         self._known: dict[tuple[Any, Any], str] = {}  # mesh and placements -> class
 
     def wrapped_by_ddp(self, modules: Iterable[Any]) -> None:
-        self._grouped.clear()
+        grouped: dict[int, str] = {}
         for ddp in modules:
-            ranks = tuple(sorted(dist.get_process_group_ranks(ddp.process_group)))
+            try:
+                ranks = tuple(sorted(dist.get_process_group_ranks(ddp.process_group)))
+            except (KeyError, ValueError):
+                return  # the script has destroyed its groups: it is over, and all is as it was
             name = self._named("ddp", ranks)
             ignored = set(ddp.parameters_to_ignore)
             for key, tensor in (*ddp.module.named_parameters(), *ddp.module.named_buffers()):
                 if key not in ignored:
-                    self._grouped[id(tensor)] = name
+                    grouped[id(tensor)] = name
+        self._grouped = grouped
 
     def of(self, tensor: torch.Tensor, parameter: torch.Tensor | None = None) -> str:
         """The class of `tensor`, or of what an optimizer keeps for `parameter`."""

@@ -16,9 +16,10 @@ update (Recovery.diverged), with the names of what differs:
                 turn, and everything at the first fence after a recovery. Ranks exchange what they
                 found through the fence, early in a job, after recoveries and every PERIOD ticks.
 
-What only some ranks have registered can neither be compared nor copied. Whenever objects have been
-added, ranks tell each other which they have; one that a rank lacks is carried by each of the others
-as its own.
+Small registered objects are compared at every fence: a word of it is a digest of them as they were
+when the transaction began. One that comes to differ while nothing disturbs the job is each rank's
+own from then on. So is one that only some ranks have registered: it can neither be compared nor
+copied. A newcomer brings to its first fence the digests that its rank has left with its inputs.
 
 The slice of a step is read again when the step is rolled back: if it has changed, something was
 changed before the fence that nobody has noted, and a retry would begin from there.
@@ -38,7 +39,7 @@ import torch
 import xxhash
 
 from keepstep.worker.device import digest
-from keepstep.worker.state import codec, shards
+from keepstep.worker.state import shards
 from keepstep.worker.state.rank import RankFacts
 from keepstep.worker.state.step_inputs import LEAVES_MAX, block, summed
 from keepstep.worker.state.tensors import memory, on_cpu, plain
@@ -119,6 +120,10 @@ class Replicated:
         self.ignored: set[str] = set()  # classes that differ, and the job was told to go on
         self.fresh = True  # everything is to be compared at the next fence
         self.unmet = True  # objects of this rank that others may not have
+        self.objects: dict[str, str] = {}  # digests of small ones, as the transaction began
+        # Likewise, of the rank that this newcomer replaces, with the tick.
+        self._inherited: tuple[int, dict[str, str]] = (-1, {})
+        self._by_role = False  # they differ between ranks with different parts of the model
         self.agreed = -1  # version
 
     def due(self, tick: int) -> bool:
@@ -231,22 +236,44 @@ class Replicated:
                 left.add(full)
         return left
 
+    def inherit(self, digests: dict[str, str]) -> None:
+        """On a newcomer: its rank had these when it began the transaction that comes next."""
+        self._inherited = self._me.tick, digests
+
+    def _small(self) -> dict[str, str]:
+        """Digests of small objects as the transaction began; a newcomer tells its rank's."""
+        tick, inherited = self._inherited
+        return {**self.objects, **(inherited if tick == self._me.tick else {})}
+
+    def word(self) -> int:
+        """Of small objects, to be compared at every fence."""
+        return 0 if self._by_role else zlib.crc32(repr(sorted(self._small().items())).encode())
+
     def holdings(self) -> dict[str, str]:
-        """Names of the registered objects that this rank shares, for the exchange."""
+        """The registered objects that this rank shares, with digests of small ones."""
+        small = self._small()
         return {ROLE: self._role(self._me.state.parts()[1])} | {
-            name: "" for name, item in self._me.objects.items() if not item.per_rank
+            name: small.get(name, "") for name, x in self._me.objects.items() if not x.per_rank
         }
 
-    def keep_alone(self, everybody: list[dict[str, str]]) -> bool:
-        """Objects that a rank with the same part of the model lacks are each rank's own from now
-        on. Whether there are any."""
+    def keep_alone(self, everybody: list[dict[str, str]], undisturbed: bool) -> bool:
+        """Objects that a rank with the same part of the model lacks or, in a job that nothing has
+        disturbed, has otherwise, are each rank's own from now on. Whether there are any."""
         self.unmet = False
         mine = self.holdings()
+        roles = {one[ROLE]: one for one in everybody}
+        differing = any(one != roles[one[ROLE]] for one in everybody)
+        self._by_role = self._by_role or (len(roles) > 1 and not differing)
         alike = [one for one in everybody if one[ROLE] == mine[ROLE]]
-        lacking = sorted(name for name in mine if any(name not in one for one in alike))
-        for name in lacking:
-            self._make_own(name, ELSEWHERE_NOT)
-        return bool(lacking)
+        made = False
+        for name in sorted(mine):
+            if any(name not in one for one in alike):
+                self._make_own(name, ELSEWHERE_NOT)
+                made = True
+            elif undisturbed and any(one[name] != mine[name] for one in alike):
+                self._make_own(name, DIFFERS)
+                made = True
+        return made
 
     def _role(self, classes: dict[str, str]) -> str:
         """The same on ranks that have the same part of the model."""
@@ -259,6 +286,7 @@ class Replicated:
         me = self._me
         tensors, classes = me.state.parts()
         buffers = (me.cells.buffers() - me.cells.late) | self._own_tensors()
+        small = self._small()
         found: dict[str, str] = {}
         for name, tensor in tensors.items():
             kind = classes[name]
@@ -268,8 +296,7 @@ class Replicated:
         role = self._role(classes)
         for name, item in me.objects.items():
             if not item.per_rank:
-                data = codec.dumps(item.save())[0]
-                found[f"{role}|object {name}"] = xxhash.xxh3_64_hexdigest(data)
+                found[f"{role}|object {name}"] = small.get(name) or item.digest()
         return found
 
 

@@ -133,7 +133,8 @@ class Fencing:
         words = live.agreement.words(self.call.about_to, rates_)
         if live.injector:
             live.injector.point("in_fence", live.version)
-        low, high = groups.fence((*mine, *words, live.replicated.unmet))
+        replicated = live.replicated
+        low, high = groups.fence((*mine, *words, replicated.unmet, replicated.word()))
         if live.aborted():  # and what was heard means nothing
             raise ConnectionAbortedError("aborted in the fence")
         if low[:3] != high[:3]:
@@ -146,17 +147,21 @@ class Fencing:
         if differs:
             table = live.agreement.table(self.call.about_to, rates_)
             self.recovery.diverged(differs, self.call.site, table=table, agreed=live.version)
-        if high[8]:
-            self._compare_holdings()
+        if high[8] or low[9] != high[9]:
+            self._compare_objects()
         self._compare_replicas()
         # One planned move runs at a time; a lower number is of one that has been given up.
         self.call.hold = high[3]
         self.call.snapshot = high[4]
 
-    def _compare_holdings(self) -> None:
-        """Somebody has registered an object, or has just come."""
-        live = self.live
-        if live.replicated.keep_alone(self._gather(live.replicated.holdings())):
+    def _undisturbed(self) -> bool:
+        return not self.live.replicated.fresh or self.live.generation == 0
+
+    def _compare_objects(self) -> None:
+        """Somebody has registered an object, or has just come, or has one otherwise."""
+        live, replicated = self.live, self.live.replicated
+        if replicated.keep_alone(self._gather(replicated.holdings()), self._undisturbed()):
+            self._let_device_go()  # what is published may lie behind the update
             live.publisher.publish(live.tick + 1, self._side_state())
 
     def _compare_replicas(self) -> None:
@@ -166,7 +171,7 @@ class Fencing:
         replicated = live.replicated
         if not replicated.due(live.tick):
             return
-        undisturbed = not replicated.fresh or live.generation == 0
+        undisturbed = self._undisturbed()
         mine = replicated.found(full=replicated.fresh or live.tick in EARLY)
         if replicated.judge(self._gather(mine)):
             table = replicated.table()

@@ -212,6 +212,7 @@ class Newcomer:
                 )
         if arguments is None or note is None or note["tick"] != self.live.tick:
             return
+        self.live.replicated.inherit(note.get("objects", {}))
         found = step_inputs.other(note, arguments)
         if found:
             self.recovery.diverged(

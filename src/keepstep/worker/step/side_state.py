@@ -55,6 +55,7 @@ class SideState:
         self._streams = b""  # as published at the last fence
         self._objects = b""  # likewise; empty: there are none of this rank alone
         self._gradients = b""  # likewise; empty: none outlive the step
+        self._noted: dict[str, str] = {}  # digests of objects
         self._locals: dict[str, Any] = {}  # of the step, that have come from the device
 
     def _carried(self, step: bool, updating: bool) -> dict[int, torch.Tensor]:
@@ -142,9 +143,11 @@ class SideState:
             "thing with ks.register(name, save, load)",
         )
 
-    def note_inputs(self, arguments: Any) -> None:
-        """A step begins: a newcomer that has to repeat it must come to the same arguments."""
+    def note_inputs(self, arguments: Any, objects: dict[str, str]) -> None:
+        """A step begins: a newcomer that has to repeat it must come to the same arguments, and find
+        small objects as they are here."""
         self.inputs.enter(arguments)
+        self._noted = objects
         self._publish_note()
 
     def complete_note(self) -> None:
@@ -153,7 +156,7 @@ class SideState:
             self._publish_note()
 
     def _publish_note(self) -> None:
-        note = {"tick": self._rank.tick, **self.inputs.note()}
+        note = {"tick": self._rank.tick, "objects": self._noted, **self.inputs.note()}
         self._rank.page.publish(NOTE_TICK, codec.dumps_inline(note))
 
     def publish_late(

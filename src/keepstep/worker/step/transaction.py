@@ -22,7 +22,7 @@ from keepstep.worker.device import cuda
 from keepstep.worker.script import results
 from keepstep.worker.script.frames import script_frames
 from keepstep.worker.state import fsdp
-from keepstep.worker.state.objects import Undo
+from keepstep.worker.state.objects import Snapshots, Undo, digests
 from keepstep.worker.step import trace
 from keepstep.worker.step.call import Call
 from keepstep.worker.step.fencing import Fencing
@@ -57,9 +57,12 @@ class Transactions:
             live.unasked.look_at_attributes()
         if step:
             live.unasked.look(site)
-            live.side.note_inputs(getattr(function, "arguments", None))
         else:
             live.unasked.look_at_models()
+        snapshots: Snapshots | None = self._snapshots()
+        if step:
+            arguments = getattr(function, "arguments", None)
+            live.side.note_inputs(arguments, live.replicated.objects)
         self.carry_out_agreed()
         while True:
             if live.aborted():
@@ -69,7 +72,8 @@ class Transactions:
             if trace.active is not None:
                 trace.active.entry(live, site, step, function)
             self.call.function = function
-            self._begin(site, step)
+            self._begin(site, step, snapshots or self._snapshots())
+            snapshots = None
             problem: BaseException | None = None
             try:
                 if live.injector:
@@ -131,7 +135,13 @@ class Transactions:
                 "the batch instead of the batch",
             )
 
-    def _begin(self, site: str, step: bool) -> None:
+    def _snapshots(self) -> Snapshots:
+        """Of registered objects, as the transaction finds them."""
+        found = [(item, item.snapshot()) for item in self.live.objects.values()]
+        self.live.replicated.objects = digests(found)
+        return found
+
+    def _begin(self, site: str, step: bool, snapshots: Snapshots) -> None:
         live = self.live
         self.call.begin(site, step)
         live.tracker.behind_fence = False
@@ -144,7 +154,7 @@ class Transactions:
         self.call.undo = Undo(
             live.streams.capture(),
             list(live.optimizers.values()),
-            list(live.objects.values()),
+            snapshots,
             live.flags.save(),
         )
         call = self.call.function
