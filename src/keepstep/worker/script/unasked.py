@@ -156,13 +156,16 @@ class Unasked:
             self._register(name, thing.state_dict, thing.load_state_dict)
             return
 
+        names = self._own(thing).keys()
+
         def save() -> Tensors:
-            return dict(tensors)
+            """As they are now: `p.data = ...` and assigned buffers are other memory."""
+            found = {**dict(thing.named_parameters()), **dict(thing.named_buffers())}
+            return {key: found[key].detach() for key in names}
 
         def load(state: Tensors) -> None:
             with torch.no_grad():
-                for key, tensor in tensors.items():
+                for key, tensor in save().items():
                     tensor.copy_(state[key])
 
-        tensors = {key: tensor.detach() for key, tensor in self._own(thing).items()}
         self._register(name, save, load)
