@@ -36,6 +36,7 @@ class Registered:
         self.load = load
         self.per_rank = per_rank
         self._scaler = scaler
+        self.alike = False  # see changes_alike
         self.after_update: Callable[[], Any] | None = None  # called at the end of every step
         self.own: set[int] = set()  # of its tensors, those that differ between ranks (witness.py)
         # Large state is not copied at every step, unless it changes before the update
@@ -97,7 +98,15 @@ def registered(name: str, target: Any, load: Any, *, per_rank: bool) -> Register
             hint="use ks.register(name, save, load)",
         )
     scaler = target if hasattr(target, "_per_optimizer_states") else None
-    return Registered(name, save, load, per_rank=per_rank, scaler=scaler)
+    item = Registered(name, save, load, per_rank=per_rank, scaler=scaler)
+    item.alike = changes_alike(target)
+    return item
+
+
+def changes_alike(thing: Any) -> bool:
+    """Its calls are those of the training loop, and what they do shows in the learning rates or in
+    the update."""
+    return isinstance(thing, torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler)
 
 
 def digests(snapshots: Snapshots) -> dict[str, str]:

@@ -30,6 +30,7 @@ from keepstep.worker.state.export import Export, Registrable, flat
 from keepstep.worker.state.shards import PLAIN, Replicas
 from keepstep.worker.state.tensors import dense
 
+FLAGS = "keepstep/flags"
 LAST = ("keepstep/ddp",)  # objects that are loaded when gradients are there
 
 # dtype, shape and strides, kind of device, how it is spread, class
@@ -81,6 +82,10 @@ class StateSet(Export):
         self.own: frozenset[str] | None = None
         self.walking = False  # the script may still add parameter groups that the source has
         self.incomplete = False  # an import has left such groups out
+        # Objects that the source has seen change for the first time since the last fence; `blind`:
+        # nobody knows how the rank that is replaced had them then.
+        self.unseen: set[str] = set()
+        self.blind = False
         self.unheard: list[str] = []  # objects of this rank that the source of an import has not
         self._import: _Import | None = None
 
@@ -242,9 +247,13 @@ class StateSet(Export):
             if self.incomplete:
                 hyper = hyper[: len(optimizer.param_groups)]
             set_hyper(optimizer, hyper)
-        for name, entry in first["objects"].items():
-            if f"object/{name}" not in pending.missing and name not in LAST:
-                self._load_object(name, pending.tree(entry))
+        self.unseen = set()
+        objects = {
+            n: e for n, e in first["objects"].items() if f"object/{n}" not in pending.missing
+        }
+        for name in sorted(objects, key=lambda name: name != FLAGS):  # they say what is unseen
+            if name not in LAST and not (self.blind and name in self.unseen):
+                self._load_object(name, pending.tree(objects[name]))
         self._finish_gradients(pending)
 
     def _load_object(self, name: str, tree: Any) -> None:

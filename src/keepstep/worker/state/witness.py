@@ -19,7 +19,9 @@ update (Recovery.diverged), with the names of what differs:
 Small registered objects are compared at every fence: a word of it is a digest of them as they were
 when the transaction began. One that comes to differ while nothing disturbs the job is each rank's
 own from then on. So is one that only some ranks have registered: it can neither be compared nor
-copied. A newcomer brings to its first fence the digests that its rank has left with its inputs.
+copied. A newcomer brings to its first fence the digests that its rank has left with its inputs. A
+rank lost before that may have changed an object for the first time, and nobody knows how: there
+the newcomer keeps what the script has built and what its walk does to that, which is compared.
 
 The slice of a step is read again when the step is rolled back: if it has changed, something was
 changed before the fence that nobody has noted, and a retry would begin from there.
@@ -123,6 +125,11 @@ class Replicated:
         self.objects: dict[str, str] = {}  # digests of small ones, as the transaction began
         # Likewise, of the rank that this newcomer replaces, with the tick.
         self._inherited: tuple[int, dict[str, str]] = (-1, {})
+        self.first: set[str] = (
+            set()
+        )  # that have changed since the transaction before, as never before
+        self.changing: set[str] = set()  # that have changed, and were compared behind it
+        self._entered = -1  # tick
         self._by_role = False  # they differ between ranks with different parts of the model
         self.agreed = -1  # version
 
@@ -235,6 +242,20 @@ class Replicated:
             else:
                 left.add(full)
         return left
+
+    def enter_objects(self, found: dict[str, str]) -> None:
+        """Digests of small objects: a transaction begins, perhaps again."""
+        if self._me.tick != self._entered:
+            known = self.objects if self._entered >= 0 else found
+            changed = {name for name, value in found.items() if known.get(name) != value}
+            self.first = changed - self.changing
+            self._entered = self._me.tick
+        self.objects = found
+
+    def met(self) -> None:
+        """A fence was passed."""
+        self.changing |= self.first
+        self.first = set()
 
     def inherit(self, digests: dict[str, str]) -> None:
         """On a newcomer: its rank had these when it began the transaction that comes next."""

@@ -22,7 +22,7 @@ from keepstep.worker.checkpoint import checkpoint
 from keepstep.worker.groups import reducers
 from keepstep.worker.line import blobs
 from keepstep.worker.state import codec, transfer
-from keepstep.worker.state.objects import Registered
+from keepstep.worker.state.objects import Snapshots
 from keepstep.worker.step.live_rank import LiveRank
 from keepstep.worker.vault import vault
 from keepstep.worker.vault.replay import ShardsMissing
@@ -40,7 +40,7 @@ class Inherited:
     locals: dict[str, Any] = field(default_factory=dict)  # of the function, if it had not
     site: str = ""  # where the newcomer stands
     installed: bool = False  # state is here; the walk may go on
-    objects: list[tuple[Registered, bytes]] = field(default_factory=list)  # as the script built it
+    objects: Snapshots = field(default_factory=list)  # as the script built them
 
 
 class Copying:
@@ -93,6 +93,7 @@ class Copying:
             live.state.own = frozenset(live.cells.own()) if behind else None
             live.state.walking = not behind and not live.redundancy.needed
             live.state.incomplete = False
+            live.state.blind = side is not None and not copy.checkpoint and not self._noted(copy)
             if copy.checkpoint:
                 copied, missing = checkpoint.read_state(copy.checkpoint, live.rank, live.state)
                 sources: list[int] = []
@@ -107,6 +108,10 @@ class Copying:
                 raise transfer.SourceLost(rank, f"nobody has {', '.join(sorted(missing)[:4])}")
             self._missing = missing
             self._require_all(side)
+            if live.state.blind and not behind:
+                for item, snapshot in self.had.objects:
+                    if item.name in live.state.unseen:
+                        item.undo(snapshot)  # as the script built it
             restored = self._restore(missing, side, copy) if not behind else ""
             if not behind:
                 self._adopt(side, copy)
@@ -206,6 +211,11 @@ class Copying:
         self.had.locals = late.pop("locals", {})
         self.had.ended = data is not None and not late.pop("open", False)
         return late
+
+    def _noted(self, copy: commands.Copy) -> bool:
+        """The rank had begun the transaction at whose entry the state is."""
+        note = self._fetch_note(copy)
+        return note is not None and note["tick"] == copy.tick
 
     def _fetch_note(self, copy: commands.Copy) -> dict[str, Any] | None:
         if copy.checkpoint:

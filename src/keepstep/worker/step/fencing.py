@@ -150,6 +150,7 @@ class Fencing:
         if high[8] or low[9] != high[9]:
             self._compare_objects()
         self._compare_replicas()
+        replicated.met()
         # One planned move runs at a time; a lower number is of one that has been given up.
         self.call.hold = high[3]
         self.call.snapshot = high[4]

@@ -29,10 +29,10 @@ from keepstep.worker.script.unasked import OF_OPTIMIZERS, Unasked
 from keepstep.worker.state import buckets
 from keepstep.worker.state.flags import Flags
 from keepstep.worker.state.gradients import Gradients
-from keepstep.worker.state.objects import Registered
+from keepstep.worker.state.objects import Registered, changes_alike
 from keepstep.worker.state.parameters import Parameters, content
 from keepstep.worker.state.rank import RankFacts
-from keepstep.worker.state.replicated import StateSet
+from keepstep.worker.state.replicated import FLAGS, StateSet
 from keepstep.worker.state.witness import Agreement, Replicated
 from keepstep.worker.step.failures import Injector
 from keepstep.worker.step.known import Known
@@ -99,7 +99,7 @@ class LiveRank(RankFacts):
 
     def _new_state(self) -> StateSet:
         shared = {n: o for n, o in self.objects.items() if not o.per_rank}
-        shared["keepstep/flags"] = Registered("keepstep/flags", self._save_flags, self._load_flags)
+        shared[FLAGS] = Registered(FLAGS, self._save_flags, self._load_flags)
         shared["keepstep/ddp"] = Registered(
             "keepstep/ddp",
             lambda: buckets.layouts(self.parameters),
@@ -146,7 +146,10 @@ class LiveRank(RankFacts):
                 "could not be made again",
                 hint="keep it in optimizer.state[parameter]",
             )
-        self.objects[name] = Registered(name, save, load)
+        item = self.objects[name] = Registered(name, save, load)
+        item.alike = name.startswith(OF_OPTIMIZERS) or changes_alike(
+            getattr(save, "__self__", None)
+        )
         self.state = self._new_state()
         self.replicated.unmet = True
         self.warn(
@@ -206,6 +209,8 @@ class LiveRank(RankFacts):
             "outliving": sorted(self.gradients.outliving),
             "carrying": self.gradients.carrying,
             "comparable": self.agreement.comparable,
+            "first": sorted(n for n in self.replicated.first if not self.objects[n].alike),
+            "objects": sorted(self.replicated.changing),
             "per_rank": sorted(name for name, item in self.objects.items() if item.per_rank),
             "behind": self.side.behind.export(),
         }
@@ -219,6 +224,8 @@ class LiveRank(RankFacts):
         self.gradients.outliving |= set(saved["outliving"])
         self.gradients.carrying = saved["carrying"]
         self.agreement.comparable = saved["comparable"]
+        self.state.unseen = set(saved.get("first", ()))
+        self.replicated.changing = set(saved.get("objects", ()))
         for name in saved["per_rank"]:  # some may be on other ranks only
             if name in self.objects:
                 self.objects[name].per_rank = True

@@ -88,9 +88,9 @@ class Newcomer:
         live = self.live
         live.streams.discover()
         natural_rng = live.streams.capture()
-        if not self.had.position:
-            items = live.objects.values()
-            self.had.objects = [(item, codec.dumps_inline(item.save())) for item in items]
+        for item in live.objects.values():
+            built = item.snapshot() if self.had.position else codec.dumps_inline(item.save())
+            self.had.objects.append((item, built))
         stand_in = None
         if warm_up is not None and (live.version > 0 or not live.redundancy.needed):
             stand_in = self._warm_up(warm_up, 2 if live.version > 0 else 1)

@@ -138,7 +138,7 @@ class Transactions:
     def _snapshots(self) -> Snapshots:
         """Of registered objects, as the transaction finds them."""
         found = [(item, item.snapshot()) for item in self.live.objects.values()]
-        self.live.replicated.objects = digests(found)
+        self.live.replicated.enter_objects(digests(found))
         return found
 
     def _begin(self, site: str, step: bool, snapshots: Snapshots) -> None:
