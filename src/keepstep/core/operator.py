@@ -91,11 +91,15 @@ def check_spec(spec: JobSpec) -> None:
     _check_policy(spec, refuse)
     for inject in spec.inject:
         if inject.action != "kill-node" and not 0 <= inject.rank < spec.world:
-            said = f"inject {inject.id}: there is no rank {inject.rank}"
-            refuse(said, f"ranks are 0 to {spec.world - 1}")
+            refuse(
+                f"inject {inject.id}: there is no rank {inject.rank}",
+                f"ranks are 0 to {spec.world - 1}",
+            )
         if inject.action == "kill-node" and inject.node not in names:
-            named = inject.node or "without a name"
-            refuse(f"inject {inject.id}: there is no node {named}", f"nodes: {', '.join(names)}")
+            refuse(
+                f"inject {inject.id}: there is no node {inject.node or 'without a name'}",
+                f"nodes: {', '.join(names)}",
+            )
         _check_inject(inject)
     if len({inject.id for inject in spec.inject}) != len(spec.inject):
         refuse("two injects have the same id", "give each its own id")
@@ -113,8 +117,10 @@ def _check_policy(spec: JobSpec, refuse: Callable[[str, str], None]) -> None:
     if policy.on_divergence == "fall-back" and not spec.checkpoints:
         refuse("--on-divergence fall-back: there are no checkpoints", "--checkpoint-dir DIR")
     if not 1.0 < policy.straggler_factor <= 1000.0:
-        said = f"--straggler-factor is {policy.straggler_factor:g}: it must be above 1"
-        refuse(said, "at most 1000 times the median are possible")
+        refuse(
+            f"--straggler-factor is {policy.straggler_factor:g}: it must be above 1",
+            "at most 1000 times the median are possible",
+        )
     if not 0 < policy.straggler_after_ns <= STALL_NS_MAX:
         refuse("the time after which a rank is a straggler is out of range", "give it in seconds")
     cheap = by is not None and any(kind != "preempt" for kind in by.kinds)
