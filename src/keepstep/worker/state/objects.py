@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import xxhash
+from torch.distributed.tensor import DTensor
 
 from keepstep.errors import UsageError
 from keepstep.worker.state import codec, shards
@@ -44,6 +45,7 @@ class Registered:
         data, tensors = codec.dumps(save())
         self.size = len(data) + sum(shards.local(tensor).nbytes for tensor in tensors)
         self.undoable = self.size <= SNAPSHOT_BYTES_MAX
+        self.sharded = any(isinstance(tensor, DTensor) for tensor in tensors)
 
     def own_tensors(self) -> dict[int, torch.Tensor]:
         """What only this rank has of it, by place."""
@@ -59,8 +61,9 @@ class Registered:
             self.load(codec.loads(data, [values.get(n, t) for n, t in enumerate(tensors)]))
 
     def digest(self) -> str:
-        """Without its tensors if it is large: they are compared with all others."""
-        data = codec.dumps_inline(self.save()) if self.undoable else codec.dumps(self.save())[0]
+        """Without its tensors if they are large or sharded: they are compared with all others."""
+        whole = self.undoable and not self.sharded
+        data = codec.dumps_inline(self.save()) if whole else codec.dumps(self.save())[0]
         return xxhash.xxh3_64_hexdigest(data)
 
     def snapshot(self) -> bytes | None:
@@ -114,7 +117,7 @@ def digests(snapshots: Snapshots) -> dict[str, str]:
     return {
         item.name: xxhash.xxh3_64_hexdigest(snapshot)
         for item, snapshot in snapshots
-        if snapshot is not None and not item.per_rank and not item.own
+        if snapshot is not None and not (item.per_rank or item.own or item.sharded)
     }
 
 
