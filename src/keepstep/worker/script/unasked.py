@@ -6,7 +6,8 @@ that was not given to `attach`: the step depends on them, and a newcomer builds 
 found where the script keeps them (graph.py) and registered as if the script had done so, under the
 path that leads to them. A model is registered once its tensors have changed: one that never does is
 what the newcomer builds. The content of small ones is looked at in every step, that of large ones
-now and then, and their version counters in every step.
+now and then; of these, every step looks at version counters, places and, in host memory, some
+elements of each tensor, because `p.data.mul_(...)` counts no version.
 
 They are looked at before a rank holds at the entry of a step or section, too: what the script has
 done since the last one is part of the state that a newcomer copies there.
@@ -22,6 +23,7 @@ import torch
 import xxhash
 from torch import nn
 
+from keepstep.worker.device import extension
 from keepstep.worker.script import attributes, graph
 from keepstep.worker.script.roots import Roots
 
@@ -29,6 +31,9 @@ PREFIX: Final = "script/"
 OF_OPTIMIZERS: Final = PREFIX + attributes.PREFIX
 FIRST, EVERY = 3, 256  # calls of a step in which they are looked for
 HASHED_BYTES_MAX = 64 << 10  # of a model, in every step
+SAMPLES = 8  # elements of a tensor of a larger one
+PLAIN = (torch.Tensor, nn.Parameter)
+NOTHING = torch.empty(0, device="cpu")
 
 Tensors = dict[str, torch.Tensor]
 Register = Callable[[str, Callable[[], Any], Callable[[Any], None]], None]
@@ -48,7 +53,7 @@ class Unasked:
         self._roots, self._knows, self._content = roots, knows, content
         self._register = register
         self._calls: Counter[str] = Counter()
-        self._contents: dict[str, tuple[Any, bytes]] = {}  # versions and content of models
+        self._contents: dict[str, tuple[bytes, bytes]] = {}  # samples and content of models
         self._models: dict[str, nn.Module] = {}  # not changed so far
         self._optimizers = optimizers
         self._attributes: dict[str, attributes.Attribute] = {}  # of theirs, likewise
@@ -134,7 +139,8 @@ class Unasked:
 
     def _changed(self, path: str, module: nn.Module, deep: bool) -> bool:
         tensors = list(module.parameters()) + list(module.buffers())
-        versions = [(id(tensor), tensor._version) for tensor in tensors]
+        parts = [tensor if type(tensor) in PLAIN else NOTHING for tensor in tensors]
+        versions = extension.load().sampled(tensors, parts, SAMPLES)
         before = self._contents.get(path)
         small = (  # and nothing waits for a device
             sum(tensor.nbytes for tensor in tensors) <= HASHED_BYTES_MAX
