@@ -32,7 +32,8 @@ def seated(rank: int, world: int = WORLD) -> Iterator[Replicas]:
     try:
         yield Replicas(rank, world)
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         shards._meshes.clear()
         shards._keys.clear()
 
