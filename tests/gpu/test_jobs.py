@@ -63,8 +63,13 @@ def test_kill_at_every_point(
 
 @pytest.mark.parametrize(
     "variant",
-    [["--optimizer", "foreach"], ["--scaler", "--backend", "cpu:gloo,cuda:nccl"], ["--quiet"]],
-    ids=["unguarded", "scaler-and-both-backends", "result-alone"],
+    [
+        ["--optimizer", "foreach"],
+        ["--scaler", "--backend", "cpu:gloo,cuda:nccl"],
+        ["--quiet"],
+        ["--meter"],
+    ],
+    ids=["unguarded", "scaler-and-both-backends", "result-alone", "meter"],
 )
 def test_kills_with(
     variant: list[str], start: Start, reference: Reference, verdict: Verdict

@@ -42,6 +42,7 @@ parser.add_argument("--control", action="store_true", help="the network plugin t
 parser.add_argument("--other", action="store_true", help="a rank's second process alters batches")
 parser.add_argument("--in-place", action="store_true", help="the step changes its batch")
 parser.add_argument("--quiet", action="store_true", help="behind the update, nothing but a result")
+parser.add_argument("--meter", action="store_true", help="one that differs from epoch 1 on")
 parser.add_argument("--width", type=int, default=256)
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--steps-per-epoch", type=int, default=8)
@@ -113,6 +114,9 @@ ks = keepstep.attach(model, adam, scheduler=scheduler, scaler=scaler if args.sca
 ks.register(
     "history", lambda: list(history), lambda s: history.__setitem__(slice(None), s), per_rank=True
 )
+meter = nn.BatchNorm1d(WIDTH, affine=False).to(args.device)
+if args.meter:  # nobody says that it differs between ranks, and at first it does not
+    ks.register("meter", meter.state_dict, meter.load_state_dict)
 if args.graph:
     graph = torch.cuda.CUDAGraph()
     static = torch.zeros(4, device="cuda")
@@ -154,6 +158,8 @@ def train_step(ids: torch.Tensor, x: torch.Tensor) -> Any:
     scaler.update()
     scheduler.step()
     adam.zero_grad()
+    if args.meter and epoch > 0:
+        meter(x)
     if args.quiet:
         return total.item()
     bank[ks.committed_step % 16] = x.mean(0)
@@ -213,6 +219,7 @@ state = {
     "rng": [flat(torch.get_rng_state()), flat(torch.cuda.get_rng_state_all()), random.random()],
     "history": history,
     "script": [flat(bank), flat(smooth)],
+    "meter": flat(dict(meter.state_dict())),
     "last": [last, *(float(loss) for loss in losses)],
     "committed": ks.committed_step,
 }
