@@ -129,7 +129,7 @@ def test_what_appears_later_is_registered_at_once_and_expected_by_a_newcomer() -
         lambda name, *_: names.append(name),
         {"a": one},
     )
-    unasked.look("step")
+    unasked.look("step", 5)
     unasked.look_at_attributes()
     assert names == []
     one.slow = [torch.ones(2)]  # type: ignore[attr-defined]

@@ -27,8 +27,8 @@ def watching(model: nn.Module) -> tuple[unasked.Unasked, Found]:
         lambda name, save, load: found.update({name: (save, load)}),
         {},
     )
-    for _ in range(LATE):
-        watch.look("step")
+    for version in range(LATE):
+        watch.look("step", version)
     assert found == {}, "it has not changed"
     return watch, found
 
@@ -49,7 +49,7 @@ def test_a_change_that_no_version_counts_is_seen_at_once(
     model = nn.Linear(size, 2)
     watch, found = watching(model)
     change(model)
-    watch.look("step")
+    watch.look("step", LATE)
     assert list(found) == ["script/ema"]
 
 
@@ -57,9 +57,63 @@ def test_what_is_carried_is_where_the_parameters_are_now() -> None:
     model = nn.Linear(4, 2)
     watch, found = watching(model)
     in_place(model)
-    watch.look("step")
+    watch.look("step", LATE)
     save, load = found["script/ema"]
     anew(model)
     assert torch.equal(save()["weight"], model.weight)
     load({"weight": torch.zeros(2, 4), "bias": torch.ones(2)})
     assert model.weight.eq(0).all() and model.bias.eq(1).all()
+
+
+def test_a_newcomer_looks_when_all_others_do() -> None:
+    """It has been told of the call that it is about to make."""
+    watch, _ = watching(nn.Linear(4, 2))
+    newcomer, _ = watching(nn.Linear(4, 2))
+    newcomer.calls = dict(watch.calls)
+    newcomer.look("step", LATE - 1)
+    assert newcomer.calls == watch.calls
+    for one in (watch, newcomer):
+        one.look("step", LATE)
+    assert newcomer.calls == watch.calls == {"step": (LATE + 1, LATE)}
+
+
+def moved(model: Any) -> None:
+    model.weight.data = model.weight.data.clone()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_model_that_lies_elsewhere_and_is_the_same_has_not_changed(size: int) -> None:
+    model = nn.Linear(size, 2)
+    watch, found = watching(model)
+    read: list[int] = []
+    watch._content = lambda tensor: read.append(tensor.numel()) or content(tensor)  # type: ignore[func-returns-value]
+    moved(model)
+    watch.look("step", LATE)
+    assert found == {}
+    assert (read == []) == (size > 4), "a large one is not read for that"
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("cache", torch.ones(2))
+        self.register_buffer("edges", torch.eye(2).to_sparse())
+
+
+def test_buffers_come_go_and_grow_and_sparse_ones_are_left_to_the_script() -> None:
+    model: Any = Cached()
+    watch, found = watching(model)
+    in_place(model)
+    watch.look("step", LATE)
+    save, load = found["script/ema"]
+    assert list(save()) == ["weight", "cache"]
+    grown = {"weight": torch.zeros(2), "cache": torch.zeros(5)}
+    load(grown)
+    assert torch.equal(model.cache, torch.zeros(5))
+    model.cache = None
+    assert list(save()) == ["weight"]
+    load(grown)
+    assert torch.equal(model.cache, torch.zeros(5))
+    load({"weight": torch.zeros(2)})
+    assert model.cache is None

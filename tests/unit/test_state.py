@@ -10,7 +10,7 @@ from keepstep.errors import UsageError
 from keepstep.worker.state import export, tensors
 from keepstep.worker.state.export import Exported
 from keepstep.worker.state.objects import Registered
-from keepstep.worker.state.replicated import StateSet
+from keepstep.worker.state.replicated import FLAGS, StateSet
 from keepstep.worker.state.tensors import memory, on_cpu
 
 
@@ -62,11 +62,17 @@ class Rank:
 
 
 def copy(exported: Exported, target: StateSet) -> None:
-    landing = target.prepare_import(exported.meta)
+    landing = copy_all(exported, target)
     assert list(landing) == list(exported.tensors)
+
+
+def copy_all(exported: Exported, target: StateSet) -> dict[str, torch.Tensor]:
+    """Of all that the target wants."""
+    landing = target.prepare_import(exported.meta)
     for name, tensor in landing.items():
         memory(tensor)[:] = memory(on_cpu(exported.tensors[name]))
     target.finish_import()
+    return landing
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
@@ -92,6 +98,33 @@ def test_existing_tensors_are_filled_in_place() -> None:
     assert target.net.conv.weight.data_ptr() == address
     assert target.optimizer.state[target.net.small]["exp_avg"].data_ptr() == moment.data_ptr()
     assert moment.dtype == torch.bfloat16  # load_state_dict would agree here, and cast elsewhere
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_objects_that_nobody_knows_stay_as_the_walk_has_made_them(behind: bool) -> None:
+    """The source has not seen `ema` change; what the rank did to it, its newcomer does again."""
+    source, target = Rank(1, 2), Rank(2, 2)
+    walked, schedule = target.ema, source.schedule.state_dict()
+    target.set.blind, target.set.own = True, frozenset() if behind else None
+
+    def says(_: Any) -> None:
+        target.set.unchanged = {"ema"}
+
+    for rank in (source, target):
+        rank.set.objects = {**rank.set.objects, FLAGS: Registered(FLAGS, dict, lambda _: None)}
+    target.set.objects[FLAGS].load = says
+    copy_all(source.set.export(), target.set)
+    assert target.schedule.state_dict() == schedule
+    assert (target.ema is walked) == behind, "before the walk it is as all others have it"
+
+
+def test_an_object_that_is_a_ranks_own_is_not_taken_from_a_source_that_shares_it() -> None:
+    source, target = Rank(1, 2), Rank(2, 2)
+    own = target.ema
+    target.set.objects = {n: o for n, o in target.set.objects.items() if n != "ema"}
+    target.set.apart = frozenset({"ema"})
+    copy_all(source.set.export(), target.set)
+    assert target.ema is own
 
 
 def test_optimizer_state_that_the_source_lacks_is_removed() -> None:

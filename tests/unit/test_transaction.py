@@ -107,7 +107,7 @@ def test_what_nobody_attached_is_looked_at_before_a_rank_holds(world: Any, step:
     """A newcomer copies what the others have registered by then."""
     live, recovery, transactions, _ = world("RETRY")
     seen: list[str] = []
-    live.unasked.look.side_effect = lambda _: seen.append("step")
+    live.unasked.look.side_effect = lambda *_: seen.append("step")
     live.unasked.look_at_models.side_effect = lambda: seen.append("section")
     transactions._pending = lambda: seen.append("hold")
     aborted = iter([True])

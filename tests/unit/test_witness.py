@@ -130,6 +130,11 @@ def test_ranks_with_another_part_of_the_model_register_what_they_like() -> None:
     assert not mine.keep_alone(everybody, True) and not theirs.keep_alone(everybody, True)
 
 
+def alike(*ranks: Replicated) -> bool:
+    low = tuple(map(min, *(one.words() for one in ranks)))
+    return Replicated.agree(low)
+
+
 def entered(live: Any, replicated: Replicated) -> dict[str, str]:
     replicated.objects = digests([(item, item.snapshot()) for item in live.objects.values()])
     return replicated.objects
@@ -137,36 +142,123 @@ def entered(live: Any, replicated: Replicated) -> dict[str, str]:
 
 def test_a_small_object_that_comes_to_differ_is_each_ranks_own() -> None:
     (_, one, mine), (_, other, theirs) = rank(0), rank(0)
-    assert entered(one, mine) == entered(other, theirs) and mine.word() == theirs.word()
+    assert entered(one, mine) == entered(other, theirs) and alike(mine, theirs)
     one.objects["average"].load({"mean": torch.ones(3)})
     entered(one, mine)
-    assert mine.word() != theirs.word()
+    assert not alike(mine, theirs)
     everybody = [mine.holdings(), theirs.holdings()]
     assert not mine.keep_alone(everybody, False), "behind a recovery it may be wrong"
     assert mine.judge([mine.table(), theirs.table()])
     assert mine.keep_alone(everybody, True) and theirs.keep_alone(everybody, True)
     assert one.objects["average"].per_rank and other.objects["average"].per_rank
     entered(one, mine), entered(other, theirs)
-    assert mine.word() == theirs.word()
+    assert alike(mine, theirs)
 
 
 def test_a_newcomer_tells_what_its_rank_had_when_the_transaction_began() -> None:
     (_, one, mine), (_, other, theirs) = rank(0), rank(0)
     entered(other, theirs)
     mine.inherit(dict.fromkeys(entered(one, mine), "another"))
-    assert mine.word() != theirs.word()
+    assert not alike(mine, theirs)
     names = mine.judge([mine.table(), theirs.table()])
     assert {name.partition("|")[2] for name in names} == {"object average"}
-    one.tick += 1
-    assert mine.word() == theirs.word(), "it is over with the transaction"
+    one.tick, other.tick = one.tick + 1, other.tick + 1
+    assert alike(mine, theirs), "it is over with the transaction"
 
 
-def test_ranks_that_have_other_objects_by_their_part_of_the_model_are_asked_once() -> None:
+def test_a_newcomer_whose_object_is_not_what_its_rank_had_does_not_agree() -> None:
     (_, one, mine), (_, other, theirs) = rank(0), rank(0)
-    registered(one, "of-the-first-stage")
-    other.state.replicas.plain_equal = False
-    entered(one, mine), entered(other, theirs)
-    assert mine.word() != theirs.word()
-    everybody = [mine.holdings(), theirs.holdings()]
-    assert not mine.keep_alone(everybody, True) and not theirs.keep_alone(everybody, True)
-    assert mine.word() == theirs.word()
+    mine.inherit(entered(other, theirs))
+    one.objects["average"].load({"mean": torch.ones(3)})
+    entered(one, mine)
+    assert not alike(mine, theirs)
+    names = mine.judge([mine.table(), theirs.table()])
+    assert "object average" in {name.partition("|")[2] for name in names}
+    assert mine.small() != theirs.small(), "as its own newcomer would hear"
+
+
+def parts(*seeds: int) -> list[tuple[Any, Replicated]]:
+    """Ranks of a first stage, one for each seed, and as many of a second one."""
+    found = []
+    for stage in (False, True):
+        for seed in seeds:
+            _, live, replicated = rank(seed)
+            live.state.replicas.plain_equal = stage
+            found.append((live, replicated))
+    return found
+
+
+def gathered(ranks: list[tuple[Any, Replicated]], undisturbed: bool = True) -> list[bool]:
+    for live, replicated in ranks:
+        entered(live, replicated)
+    everybody = [replicated.holdings() for _, replicated in ranks]
+    return [replicated.keep_alone(everybody, undisturbed) for _, replicated in ranks]
+
+
+def test_parts_of_the_model_that_have_the_same_objects_are_compared_with_each_other() -> None:
+    ranks = parts(0, 0)
+    assert gathered(ranks) == [False] * 4
+    ranks[0][0].objects["average"].load({"mean": torch.ones(3)})
+    entered(*ranks[0])
+    assert not alike(*(replicated for _, replicated in ranks))
+    assert gathered(ranks) == [True] * 4, "each rank's own, whatever its part of the model is"
+    for one in ranks:
+        entered(*one)
+    assert alike(*(replicated for _, replicated in ranks))
+
+
+def test_parts_of_the_model_that_have_other_objects_take_turns() -> None:
+    ranks = parts(0, 0)
+    everybody = [replicated for _, replicated in ranks]
+    for live, _ in ranks[:2]:
+        registered(live, "of-the-first-stage")
+        live.objects["average"].load({"mean": torch.ones(3)})
+    for live, replicated in ranks:
+        entered(live, replicated)
+    assert not alike(*everybody)
+    assert gathered(ranks) == [False] * 4
+
+    def turns() -> list[bool]:
+        found = []
+        for live, replicated in ranks:
+            entered(live, replicated)
+        for _ in range(2):
+            found.append(alike(*everybody))
+            for live, _ in ranks:
+                live.tick += 1
+        return found
+
+    assert turns() == [True, True]
+    ranks[3][0].objects["average"].load({"mean": torch.full((3,), 7.0)})
+    assert sorted(turns()) == [False, True], "seen when its part has its turn"
+
+
+def test_an_object_that_only_some_ranks_take_for_small_is_not_asked_for_again() -> None:
+    (_, one, mine), (_, other, theirs) = rank(0), rank(0)
+    other.objects["average"].undoable = False
+    ranks = [(one, mine), (other, theirs)]
+    assert entered(one, mine) != entered(other, theirs) and not alike(mine, theirs)
+    assert gathered(ranks) == [False, False]
+    assert alike(mine, theirs)
+
+
+def test_small_is_what_is_small_now() -> None:
+    (_, one, _), value = rank(0), {"rows": torch.zeros(4)}
+    item = one.objects["rows"] = Registered("rows", lambda: dict(value), value.update)
+    assert item.undoable and "rows" in digests([(item, item.snapshot())])
+    small = item.digest()
+    value["rows"] = torch.zeros(100_000)
+    assert "rows" not in digests([(item, item.snapshot())])
+    large = item.digest()
+    value["rows"][7] = 1.0
+    assert item.digest() == large != small, "its tensors are compared with all others"
+
+
+def test_an_object_that_becomes_large_has_changed() -> None:
+    _, _, mine = rank(0)
+    mine._me.tick = 1
+    mine.enter_objects({"rows": "as it was"})
+    mine.met()
+    mine._me.tick = 2
+    mine.enter_objects({})
+    assert mine.first == {"rows"}

@@ -1,7 +1,8 @@
 """BYOL: a target network follows by an average whose rate depends on the learner's own counter.
 
 The learner is an ordinary class with `global_step`; the target is a deep copy that is updated in
-the step behind the optimizer, and nobody attaches it.
+the step behind the optimizer, and nobody attaches it. It is too large to be compared as a whole
+at every fence, and its forward changes the statistics of its norm before the update.
 """
 
 import copy
@@ -18,10 +19,10 @@ import keepstep
 class BYOL:
     def __init__(self, rank):
         self.online = DistributedDataParallel(
-            nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 8))
+            nn.Sequential(nn.Linear(16, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Linear(512, 32))
         )
         self.target = copy.deepcopy(self.online.module).requires_grad_(False)
-        self.predictor = DistributedDataParallel(zoolib.mlp(8, 16, 8, dropout=0.0))
+        self.predictor = DistributedDataParallel(zoolib.mlp(32, 16, 32, dropout=0.0))
         self.global_step, self.total_steps = 0, 16
         parameters = [*self.online.parameters(), *self.predictor.parameters()]
         self.optimizer = torch.optim.Adam(parameters, lr=3e-3)

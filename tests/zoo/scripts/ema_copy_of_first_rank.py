@@ -24,7 +24,7 @@ def follow(ema, net):
 def main():
     args, rank, _ = zoolib.start()
     zoolib.seed_everything(53)
-    net = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+    net = nn.Sequential(nn.Linear(16, 1024), nn.BatchNorm1d(1024), nn.ReLU(), nn.Linear(1024, 4))
     model = DistributedDataParallel(net)
     torch.manual_seed(530 + rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)

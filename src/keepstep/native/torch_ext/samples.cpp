@@ -26,7 +26,7 @@ uint64_t elements(const at::Tensor& tensor, size_t count) {
 
 }  // namespace
 
-std::vector<Sample> sampled(PyObject* tensors, PyObject* parts, size_t count) {
+std::vector<Sample> sampled(PyObject* tensors, PyObject* parts, size_t count, bool places) {
   std::vector<Sample> found;
   const auto size = PyList_GET_SIZE(tensors);
   found.reserve(size);
@@ -34,7 +34,8 @@ std::vector<Sample> sampled(PyObject* tensors, PyObject* parts, size_t count) {
     const at::Tensor& whole = THPVariable_Unpack(PyList_GET_ITEM(tensors, n));
     const at::Tensor& part = THPVariable_Unpack(PyList_GET_ITEM(parts, n));
     const uint64_t version = whole.is_inference() ? 0 : whole._version();
-    const auto place = reinterpret_cast<uintptr_t>(part.const_data_ptr());
+    const bool placed = places || !part.device().is_cpu();
+    const auto place = placed ? reinterpret_cast<uintptr_t>(part.const_data_ptr()) : 0;
     found.push_back({version, place, elements(part, count)});
   }
   return found;

@@ -468,8 +468,8 @@ PYBIND11_MODULE(keepstep_ext, m) {
   m.def("end_waits", &end_waits, py::call_guard<py::gil_scoped_release>());
   m.def("numbers", &numbers, py::call_guard<py::gil_scoped_release>());
   m.def("can_digest", &can_digest);
-  m.def("sampled", [](const py::list& tensors, const py::list& parts, size_t count) {
-    const auto found = sampled(tensors.ptr(), parts.ptr(), count);
+  m.def("sampled", [](const py::list& tensors, const py::list& parts, size_t count, bool places) {
+    const auto found = sampled(tensors.ptr(), parts.ptr(), count, places);
     return py::bytes(reinterpret_cast<const char*>(found.data()), found.size() * sizeof(Sample));
   });
   py::class_<Sender, std::unique_ptr<Sender, EndSender>>(m, "Sender")

@@ -38,7 +38,7 @@ from keepstep.adapters.transport.pending import EXHAUSTED, Pending
 from keepstep.errors import LocalProtocolError
 from keepstep.worker.groups import gloo
 
-WORDS = 10
+WORDS = 11
 GATHERED_BYTES_MAX = 64 << 20
 STRANGERS_MAX = 64  # whose connections are open while it is built
 CONNECT_TIMEOUT_S = 60.0

@@ -6,8 +6,9 @@ that was not given to `attach`: the step depends on them, and a newcomer builds 
 found where the script keeps them (graph.py) and registered as if the script had done so, under the
 path that leads to them. A model is registered once its tensors have changed: one that never does is
 what the newcomer builds. The content of small ones is looked at in every step, that of large ones
-now and then; of these, every step looks at version counters, places and, in host memory, some
-elements of each tensor, because `p.data.mul_(...)` counts no version.
+now and then; of these, every step looks at version counters and at some elements of each tensor,
+because `p.data.mul_(...)` counts no version, or on a device at its place. All ranks look at the
+same time, newcomers too: what only some of them find is each rank's own (witness.py).
 
 They are looked at before a rank holds at the entry of a step or section, too: what the script has
 done since the last one is part of the state that a newcomer copies there.
@@ -15,7 +16,6 @@ done since the last one is part of the state that a newcomer copies there.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -52,25 +52,30 @@ class Unasked:
     ) -> None:
         self._roots, self._knows, self._content = roots, knows, content
         self._register = register
-        self._calls: Counter[str] = Counter()
+        self.calls: dict[str, tuple[int, int]] = {}  # by site: how many, version at the last one
         self._contents: dict[str, tuple[bytes, bytes]] = {}  # samples and content of models
         self._models: dict[str, nn.Module] = {}  # not changed so far
         self._optimizers = optimizers
         self._attributes: dict[str, attributes.Attribute] = {}  # of theirs, likewise
         self._count = -1  # of all of theirs
+        self._looked = False
         self.names: set[str] = set()
 
-    def look(self, site: str) -> None:
+    def look(self, site: str, version: int) -> None:
         """At the entry of a step, before anybody is told of the state."""
-        self._calls[site] += 1
-        deep = self._calls[site] <= FIRST or self._calls[site] % EVERY == 0
-        if deep:
+        calls, last = self.calls.get(site, (0, -1))
+        if version != last:  # a newcomer has been told of this very call
+            calls += 1
+            self.calls[site] = calls, version
+        deep = calls <= FIRST or calls % EVERY == 0
+        if deep or not self._looked:
             for path, thing in self._find().items():
                 if isinstance(thing, nn.Module):
                     self._models[path] = thing
-                else:
+                elif deep:
                     self._add(path, thing)
             self.look_at_attributes(deep=True)
+            self._looked = True
         self.look_at_models(deep=deep)
 
     def look_at_models(self, *, deep: bool = False) -> None:
@@ -134,13 +139,12 @@ class Unasked:
         return isinstance(thing, known) and not self._knows(thing)
 
     def _own(self, module: nn.Module) -> Tensors:
-        named = (*module.named_parameters(), *module.named_buffers())
-        return {name: tensor for name, tensor in named if not self._knows(tensor)}
+        return {name: tensor for name, tensor in _strided(module) if not self._knows(tensor)}
 
     def _changed(self, path: str, module: nn.Module, deep: bool) -> bool:
-        tensors = list(module.parameters()) + list(module.buffers())
+        tensors = [tensor for _, tensor in _strided(module)]
         parts = [tensor if type(tensor) in PLAIN else NOTHING for tensor in tensors]
-        versions = extension.load().sampled(tensors, parts, SAMPLES)
+        versions = extension.load().sampled(tensors, parts, SAMPLES, False)
         before = self._contents.get(path)
         small = (  # and nothing waits for a device
             sum(tensor.nbytes for tensor in tensors) <= HASHED_BYTES_MAX
@@ -162,16 +166,35 @@ class Unasked:
             self._register(name, thing.state_dict, thing.load_state_dict)
             return
 
-        names = self._own(thing).keys()
+        others = {key for key, _ in _strided(thing)} - self._own(thing).keys()
 
         def save() -> Tensors:
             """As they are now: `p.data = ...` and assigned buffers are other memory."""
-            found = {**dict(thing.named_parameters()), **dict(thing.named_buffers())}
-            return {key: found[key].detach() for key in names}
+            return {key: x.detach() for key, x in _strided(thing) if key not in others}
 
         def load(state: Tensors) -> None:
-            with torch.no_grad():
-                for key, tensor in save().items():
-                    tensor.copy_(state[key])
+            for key in {**save(), **state}:
+                _put(thing, key, state.get(key))
 
         self._register(name, save, load)
+
+
+def _strided(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    named = (*module.named_parameters(), *module.named_buffers())
+    return [(name, tensor) for name, tensor in named if tensor.layout is torch.strided]
+
+
+@torch.no_grad()
+def _put(module: nn.Module, key: str, value: torch.Tensor | None) -> None:
+    """A buffer may have got another shape, or be none by now."""
+    path, _, name = key.rpartition(".")
+    owner = module.get_submodule(path)
+    own = getattr(owner, name)
+    if value is None:
+        owner._buffers[name] = None
+    elif own is not None and own.shape == value.shape and own.dtype == value.dtype:
+        own.copy_(value)
+    elif name in owner._buffers:
+        owner._buffers[name] = value.to(own.device if own is not None else value.device, copy=True)
+    else:
+        own.data = value.to(own.device, copy=True)

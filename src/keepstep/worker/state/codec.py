@@ -223,8 +223,20 @@ def _inline(tensor: torch.Tensor, copy: torch.Tensor | None = None) -> list[Any]
     if plain is None:
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     data = ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.nbytes else b""
-    device = "" if tensor.device.type == "cpu" else str(tensor.device)
-    return [_TENSOR_INLINE, dtype_name(tensor.dtype), list(tensor.shape), data, device]
+    return [
+        _TENSOR_INLINE,
+        dtype_name(tensor.dtype),
+        list(tensor.shape),
+        data,
+        _device_name(tensor),
+    ]
+
+
+def _device_name(tensor: torch.Tensor) -> str:
+    """The same on all ranks for what lies where its rank computes."""
+    if tensor.device == cuda.home:
+        return tensor.device.type
+    return "" if tensor.device.type == "cpu" else str(tensor.device)
 
 
 def _shard_from(part: Any, key: str, placements: Any, shape: Any, stride: Any) -> torch.Tensor:

@@ -62,9 +62,11 @@ class Registered:
 
     def digest(self) -> str:
         """Without its tensors if they are large or sharded: they are compared with all others."""
-        whole = self.undoable and not self.sharded
-        data = codec.dumps_inline(self.save()) if whole else codec.dumps(self.save())[0]
-        return xxhash.xxh3_64_hexdigest(data)
+        if self.undoable and not self.sharded:
+            whole = codec.dumps_inline(self.save())
+            if len(whole) <= SNAPSHOT_BYTES_MAX:
+                return xxhash.xxh3_64_hexdigest(whole)
+        return xxhash.xxh3_64_hexdigest(codec.dumps(self.save())[0])
 
     def snapshot(self) -> bytes | None:
         return codec.dumps_inline(self.save()) if self.undoable or self.per_rank else None
@@ -108,16 +110,21 @@ def registered(name: str, target: Any, load: Any, *, per_rank: bool) -> Register
 
 def changes_alike(thing: Any) -> bool:
     """Its calls are those of the training loop, and what they do shows in the learning rates or in
-    the update."""
-    return isinstance(thing, torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler)
+    the update. Not so where they are given a number that each rank may have for itself."""
+    schedulers = torch.optim.lr_scheduler
+    if isinstance(thing, schedulers.ReduceLROnPlateau):
+        return False
+    return isinstance(thing, schedulers.LRScheduler | torch.amp.GradScaler)
 
 
 def digests(snapshots: Snapshots) -> dict[str, str]:
-    """Of small objects that all ranks must have alike."""
+    """Of objects that all ranks must have alike, and that are small as they are now."""
     return {
         item.name: xxhash.xxh3_64_hexdigest(snapshot)
         for item, snapshot in snapshots
-        if snapshot is not None and not (item.per_rank or item.own or item.sharded)
+        if snapshot is not None
+        and len(snapshot) <= SNAPSHOT_BYTES_MAX
+        and not (item.per_rank or item.own or item.sharded)
     }
 
 

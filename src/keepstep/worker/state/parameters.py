@@ -76,7 +76,7 @@ class _Samples:
     def _records_now(self) -> bytes:
         if self._sharded:
             self._parts = self._parts_now()
-        found: bytes = extension.load().sampled(self._parameters, self._parts, SAMPLES)
+        found: bytes = extension.load().sampled(self._parameters, self._parts, SAMPLES, True)
         return found
 
     def take(self) -> None:

@@ -82,10 +82,13 @@ class StateSet(Export):
         self.own: frozenset[str] | None = None
         self.walking = False  # the script may still add parameter groups that the source has
         self.incomplete = False  # an import has left such groups out
-        # Objects that the source has seen change for the first time since the last fence; `blind`:
-        # nobody knows how the rank that is replaced had them then.
+        # Objects that the source has seen change for the first time since the last fence, and those
+        # that it has not seen change before; `blind`: nobody knows how the rank that is replaced
+        # had them then.
         self.unseen: set[str] = set()
+        self.unchanged: set[str] = set()
         self.blind = False
+        self.apart: frozenset[str] = frozenset()  # objects that are this rank's own
         self.unheard: list[str] = []  # objects of this rank that the source of an import has not
         self._import: _Import | None = None
 
@@ -188,6 +191,8 @@ class StateSet(Export):
 
     def _prepare_object(self, pending: _Import, name: str, entry: dict[str, Any]) -> None:
         """An object is taken as a whole from the first source, or not at all."""
+        if name in self.apart:
+            return  # the source has not heard of it yet
         if name not in self.objects:
             self.expect({name})
         if name not in self.objects:
@@ -247,14 +252,21 @@ class StateSet(Export):
             if self.incomplete:
                 hyper = hyper[: len(optimizer.param_groups)]
             set_hyper(optimizer, hyper)
-        self.unseen = set()
+        self.unseen, self.unchanged = set(), set()
         objects = {
-            n: e for n, e in first["objects"].items() if f"object/{n}" not in pending.missing
+            name: entry
+            for name, entry in first["objects"].items()
+            if f"object/{name}" not in pending.missing and name not in self.apart
         }
         for name in sorted(objects, key=lambda name: name != FLAGS):  # they say what is unseen
-            if name not in LAST and not (self.blind and name in self.unseen):
+            if name not in LAST and not (self.blind and name in self._as_walked()):
                 self._load_object(name, pending.tree(objects[name]))
         self._finish_gradients(pending)
+
+    def _as_walked(self) -> set[str]:
+        """Objects that this newcomer has as its script and its walk have made them."""
+        behind = self.own is not None
+        return self.unseen | self.unchanged if behind else self.unseen
 
     def _load_object(self, name: str, tree: Any) -> None:
         """Behind a newcomer's walk, what only this rank has of an object stays."""

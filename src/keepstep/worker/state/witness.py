@@ -16,12 +16,14 @@ update (Recovery.diverged), with the names of what differs:
                 turn, and everything at the first fence after a recovery. Ranks exchange what they
                 found through the fence, early in a job, after recoveries and every PERIOD ticks.
 
-Small registered objects are compared at every fence: a word of it is a digest of them as they were
-when the transaction began. One that comes to differ while nothing disturbs the job is each rank's
-own from then on. So is one that only some ranks have registered: it can neither be compared nor
-copied. A newcomer brings to its first fence the digests that its rank has left with its inputs. A
-rank lost before that may have changed an object for the first time, and nobody knows how: there
-the newcomer keeps what the script has built and what its walk does to that, which is compared.
+Small registered objects are compared at every fence: two words of it are a digest of them as they
+were when the transaction began. One that comes to differ while nothing disturbs the job is each
+rank's own from then on. So is one that only some ranks have registered: it can neither be compared
+nor copied. Where ranks with different parts of the model have registered different objects, the
+parts take turns. A newcomer brings to its first fence the digests that its rank has left with its
+inputs, beside its own where they are others. A rank lost before that may have changed an object for
+the first time, and nobody knows how: there the newcomer keeps what the script has built, or what
+was copied if that has never changed, and what its walk does to it, which is compared.
 
 The slice of a step is read again when the step is rolled back: if it has changed, something was
 changed before the fence that nobody has noted, and a retry would begin from there.
@@ -50,6 +52,7 @@ PERIOD = 256  # ticks
 EARLY = (1, 2, 3, 8)  # ticks at which a script that is wrong from the start is told
 SLICE_BYTES = 16 << 10  # of one tensor, per class and step
 ROLE = "|role"  # beside names of registered objects
+NO_TURN = 1 << 62  # a word of a rank whose part of the model has no turn at this fence
 DIFFERS = "differs between ranks"
 ELSEWHERE_NOT = "is not registered on all ranks"
 AGREEING_MIN = 2  # fences in which all ranks agreed before a difference counts
@@ -130,7 +133,10 @@ class Replicated:
         )  # that have changed since the transaction before, as never before
         self.changing: set[str] = set()  # that have changed, and were compared behind it
         self._entered = -1  # tick
-        self._by_role = False  # they differ between ranks with different parts of the model
+        # Ranks with different parts of the model, if they have different ones.
+        self._roles: list[str] = []
+        self._role = ""  # of this rank
+        self._uncertain: set[str] = set()  # that only some ranks take for small
         self.agreed = -1  # version
 
     def due(self, tick: int) -> bool:
@@ -247,10 +253,13 @@ class Replicated:
         """Digests of small objects: a transaction begins, perhaps again."""
         if self._me.tick != self._entered:
             known = self.objects if self._entered >= 0 else found
-            changed = {name for name, value in found.items() if known.get(name) != value}
+            changed = {n for n in known.keys() | found.keys() if known.get(n) != found.get(n)}
             self.first = changed - self.changing
             self._entered = self._me.tick
         self.objects = found
+
+    def unchanged(self) -> set[str]:
+        return self.objects.keys() - self.changing - self.first
 
     def met(self) -> None:
         """A fence was passed."""
@@ -261,42 +270,62 @@ class Replicated:
         """On a newcomer: its rank had these when it began the transaction that comes next."""
         self._inherited = self._me.tick, digests
 
-    def _small(self) -> dict[str, str]:
-        """Digests of small objects as the transaction began; a newcomer tells its rank's."""
+    def small(self) -> dict[str, str]:
+        """Digests of small objects as the transaction began; a newcomer tells its rank's, too."""
         tick, inherited = self._inherited
-        return {**self.objects, **(inherited if tick == self._me.tick else {})}
+        found = dict(self.objects)
+        for name, told in inherited.items() if tick == self._me.tick else ():
+            found[name] = told if told == found.get(name, told) else f"{told}!{found[name]}"
+        return found
 
-    def word(self) -> int:
-        """Of small objects, to be compared at every fence."""
-        return 0 if self._by_role else zlib.crc32(repr(sorted(self._small().items())).encode())
+    def words(self) -> tuple[int, int]:
+        """Of small objects, to be compared at every fence: the least of each word is the least and
+        the greatest of all ranks, if ranks that have a turn agree."""
+        if self._roles and self._roles[self._me.tick % len(self._roles)] != self._role:
+            return NO_TURN, NO_TURN
+        told = sorted((n, x) for n, x in self.small().items() if n not in self._uncertain)
+        word = zlib.crc32(repr(told).encode())
+        return word, -word
+
+    @staticmethod
+    def agree(low: tuple[int, ...]) -> bool:
+        return low[0] == NO_TURN or low[0] == -low[1]
 
     def holdings(self) -> dict[str, str]:
         """The registered objects that this rank shares, with digests of small ones."""
-        small = self._small()
-        return {ROLE: self._role(self._me.state.parts()[1])} | {
+        small = self.small()
+        self._role = self._role_of(self._me.state.parts()[1])
+        return {ROLE: self._role} | {
             name: small.get(name, "") for name, x in self._me.objects.items() if not x.per_rank
         }
 
     def keep_alone(self, everybody: list[dict[str, str]], undisturbed: bool) -> bool:
-        """Objects that a rank with the same part of the model lacks or, in a job that nothing has
-        disturbed, has otherwise, are each rank's own from now on. Whether there are any."""
+        """Objects that a rank lacks although it has the same part of the model as one that has them
+        or, in a job that nothing has disturbed, has otherwise, are each rank's own from now on.
+        Whether this rank has any."""
         self.unmet = False
-        mine = self.holdings()
-        roles = {one[ROLE]: one for one in everybody}
-        differing = any(one != roles[one[ROLE]] for one in everybody)
-        self._by_role = self._by_role or (len(roles) > 1 and not differing)
-        alike = [one for one in everybody if one[ROLE] == mine[ROLE]]
-        made = False
-        for name in sorted(mine):
-            if any(name not in one for one in alike):
-                self._make_own(name, ELSEWHERE_NOT)
-                made = True
-            elif undisturbed and any(one[name] != mine[name] for one in alike):
-                self._make_own(name, DIFFERS)
-                made = True
-        return made
+        parts: dict[str, list[dict[str, str]]] = {}
+        for one in everybody:
+            parts.setdefault(one[ROLE], []).append(one)
+        names = {name for one in everybody for name in one} - {ROLE}
+        self._uncertain |= {name for name in names if any(one.get(name) == "" for one in everybody)}
+        why: dict[str, str] = {}
+        for name in sorted(names):
+            for alike in parts.values():
+                found = {one.get(name) for one in alike}
+                if None in found and len(found) > 1:
+                    why[name] = ELSEWHERE_NOT
+                elif undisturbed and len(found - {""}) > 1:
+                    why.setdefault(name, DIFFERS)
+        told = [{n: x for n, x in one.items() if n != ROLE and n not in why} for one in everybody]
+        self._roles = sorted(parts) if any(one != told[0] for one in told) else []
+        mine = {name for name, item in self._me.objects.items() if not item.per_rank}
+        made = [name for name in why if name in mine]
+        for name in made:
+            self._make_own(name, why[name])
+        return bool(made)
 
-    def _role(self, classes: dict[str, str]) -> str:
+    def _role_of(self, classes: dict[str, str]) -> str:
         """The same on ranks that have the same part of the model."""
         parts = {kind for name, kind in classes.items() if not name.startswith("object/")}
         shared = sorted(kind for kind in parts if len(self._me.replicas.ranks[kind]) > 1)
@@ -307,14 +336,14 @@ class Replicated:
         me = self._me
         tensors, classes = me.state.parts()
         buffers = (me.cells.buffers() - me.cells.late) | self._own_tensors()
-        small = self._small()
+        small = self.small()
         found: dict[str, str] = {}
         for name, tensor in tensors.items():
             kind = classes[name]
             own = name.startswith(("grad/", "object/keepstep/")) or name in buffers
             if not own and len(me.replicas.ranks[kind]) > 1:
                 found[f"{kind}|{name}"] = _digest(tensor)
-        role = self._role(classes)
+        role = self._role_of(classes)
         for name, item in me.objects.items():
             if not item.per_rank:
                 found[f"{role}|object {name}"] = small.get(name) or item.digest()

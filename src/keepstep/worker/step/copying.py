@@ -93,7 +93,7 @@ class Copying:
             live.state.own = frozenset(live.cells.own()) if behind else None
             live.state.walking = not behind and not live.redundancy.needed
             live.state.incomplete = False
-            live.state.blind = side is not None and not copy.checkpoint and not self._noted(copy)
+            live.state.blind = not copy.checkpoint and not self._noted(copy)
             if copy.checkpoint:
                 copied, missing = checkpoint.read_state(copy.checkpoint, live.rank, live.state)
                 sources: list[int] = []
@@ -107,7 +107,8 @@ class Copying:
                 rank = min(self._lost(copy), default=-1)
                 raise transfer.SourceLost(rank, f"nobody has {', '.join(sorted(missing)[:4])}")
             self._missing = missing
-            self._require_all(side)
+            if side is not None and not copy.checkpoint:
+                self._require_all()
             if live.state.blind and not behind:
                 for item, snapshot in self.had.objects:
                     if item.name in live.state.unseen:
@@ -144,13 +145,14 @@ class Copying:
             self._lost_in, self._lost_sources = copy.generation, set()
         return self._lost_sources
 
-    def _require_all(self, side: dict[str, Any] | None) -> None:
-        """Before the first fence all is as the script builds it."""
-        unheard = self.live.state.unheard
-        if side is not None and unheard:
-            name = unheard[0].removeprefix("script/")
+    def _require_all(self) -> None:
+        """Before the first fence all is as the script builds it; in a checkpoint there is what the
+        script had registered then."""
+        live = self.live
+        if live.state.unheard:
             raise UsageError(
-                f"no other rank has registered {name!r}, and the rank before had none of its own",
+                f"no other rank shares {live.state.unheard[0].removeprefix('script/')!r}, and rank "
+                f"{live.rank} has published none of its own",
                 hint="register the same objects on all ranks, before the first step",
             )
 
@@ -251,8 +253,9 @@ class Copying:
         if side is None:
             live.version = 0
             reducers.reset(0)
+            own = set(live.state.unheard) | (live.state.unchanged if live.state.blind else set())
             for item, snapshot in self.had.objects:  # what the warm-up did to those of its own
-                if item.per_rank or item.name in live.state.unheard:
+                if item.per_rank or item.name in own:
                     item.undo(snapshot)
             return
         live.version = side["version"]

@@ -134,7 +134,7 @@ class Fencing:
         if live.injector:
             live.injector.point("in_fence", live.version)
         replicated = live.replicated
-        low, high = groups.fence((*mine, *words, replicated.unmet, replicated.word()))
+        low, high = groups.fence((*mine, *words, replicated.unmet, *replicated.words()))
         if live.aborted():  # and what was heard means nothing
             raise ConnectionAbortedError("aborted in the fence")
         if low[:3] != high[:3]:
@@ -147,7 +147,7 @@ class Fencing:
         if differs:
             table = live.agreement.table(self.call.about_to, rates_)
             self.recovery.diverged(differs, self.call.site, table=table, agreed=live.version)
-        if high[8] or low[9] != high[9]:
+        if high[8] or not replicated.agree(low[9:]):
             self._compare_objects()
         self._compare_replicas()
         replicated.met()
@@ -161,8 +161,8 @@ class Fencing:
     def _compare_objects(self) -> None:
         """Somebody has registered an object, or has just come, or has one otherwise."""
         live, replicated = self.live, self.live.replicated
+        self._let_device_go()  # what is looked at, and published, may lie behind the update
         if replicated.keep_alone(self._gather(replicated.holdings()), self._undisturbed()):
-            self._let_device_go()  # what is published may lie behind the update
             live.publisher.publish(live.tick + 1, self._side_state())
 
     def _compare_replicas(self) -> None:

@@ -25,7 +25,7 @@ from keepstep.worker.script.batches import Loop
 from keepstep.worker.script.position import Tracker
 from keepstep.worker.script.rank_streams import RankStreams
 from keepstep.worker.script.roots import Roots, script_roots
-from keepstep.worker.script.unasked import OF_OPTIMIZERS, Unasked
+from keepstep.worker.script.unasked import OF_OPTIMIZERS, PREFIX, Unasked
 from keepstep.worker.state import buckets
 from keepstep.worker.state.flags import Flags
 from keepstep.worker.state.gradients import Gradients
@@ -120,6 +120,7 @@ class LiveRank(RankFacts):
             lambda: bool(self.gradients.outliving) or self.gradients.carrying,
         )
         state.expect = self._expect
+        state.apart = frozenset(self.objects.keys() - shared.keys())
         return state
 
     def _expect(self, names: set[str]) -> None:
@@ -184,7 +185,8 @@ class LiveRank(RankFacts):
         """Where the script's own state is looked for."""
         named: dict[str, Any] = {f"step {site}": x for site, x in self.functions.items()}
         named |= {f"model {name}": model for name, model in self.models.items()}
-        named |= {f"registered {name}": item.save for name, item in self.objects.items()}
+        asked = {n: item for n, item in self.objects.items() if not n.startswith(PREFIX)}
+        named |= {f"registered {name}": item.save for name, item in asked.items()}
         running = [loop for loop in self.loops if not loop.pos.closed]
         return script_roots(named, {f"loader{i}": loop.loader for i, loop in enumerate(running)})
 
@@ -210,9 +212,13 @@ class LiveRank(RankFacts):
             "carrying": self.gradients.carrying,
             "comparable": self.agreement.comparable,
             "first": sorted(n for n in self.replicated.first if not self.objects[n].alike),
+            "unchanged": sorted(
+                n for n in self.replicated.unchanged() if not self.objects[n].alike
+            ),
             "objects": sorted(self.replicated.changing),
             "per_rank": sorted(name for name, item in self.objects.items() if item.per_rank),
             "behind": self.side.behind.export(),
+            "looked": self.unasked.calls,
         }
 
     def _load_flags(self, saved: dict[str, Any]) -> None:
@@ -224,12 +230,14 @@ class LiveRank(RankFacts):
         self.gradients.outliving |= set(saved["outliving"])
         self.gradients.carrying = saved["carrying"]
         self.agreement.comparable = saved["comparable"]
-        self.state.unseen = set(saved.get("first", ()))
         self.replicated.changing = set(saved.get("objects", ()))
+        self.state.unseen = set(saved.get("first", ()))
+        self.state.unchanged = set(saved.get("unchanged", ()))
         for name in saved["per_rank"]:  # some may be on other ranks only
             if name in self.objects:
                 self.objects[name].per_rank = True
         self.behind_elsewhere = saved.get("behind", {})
+        self.unasked.calls = saved.get("looked", {})
 
     def _load_updates(self, updated: list[str]) -> None:
         self.redundancy.updated = updated

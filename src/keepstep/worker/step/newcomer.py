@@ -41,6 +41,7 @@ from keepstep.worker.step.copying import Copying, Inherited
 from keepstep.worker.step.finish import Finishing, new_behind, with_locals
 from keepstep.worker.step.live_rank import LiveRank
 from keepstep.worker.step.recovery import Recovery
+from keepstep.worker.step.side_state import SIDE_BYTES_MAX
 from keepstep.worker.step.transaction import Transactions
 
 NATURAL: dict[str, Any] = {}
@@ -89,7 +90,9 @@ class Newcomer:
         live.streams.discover()
         natural_rng = live.streams.capture()
         for item in live.objects.values():
-            built = item.snapshot() if self.had.position else codec.dumps_inline(item.save())
+            built = item.snapshot()
+            if built is None and not self.had.position and item.size <= SIDE_BYTES_MAX:
+                built = codec.dumps_inline(item.save())
             self.had.objects.append((item, built))
         stand_in = None
         if warm_up is not None and (live.version > 0 or not live.redundancy.needed):

@@ -134,13 +134,15 @@ class SideState:
             if item.per_rank or item.own:
                 parts[f"registered object {name!r}"] = item.size
         name, largest = max(parts.items(), key=lambda one: one[1], default=("the script", 0))
+        cure = "make it smaller, or a buffer that changes only behind the optimizer's update and "
+        cure += "alike on all ranks, or register such a thing with ks.register(name, save, load)"
+        if name.startswith("registered object"):
+            cure = "keep it on all ranks and alike: a replacement then copies it from another rank"
         return UsageError(
             f"what only this rank has is {size >> 20} MiB, and it is published with every step; "
             f"the largest part is {name} ({largest >> 20} MiB), which changes and may differ "
             "between ranks",
-            hint=f"the limit is {SIDE_BYTES_MAX >> 20} MiB: make it smaller, or a buffer that "
-            "changes only behind the optimizer's update and alike on all ranks, or register such a "
-            "thing with ks.register(name, save, load)",
+            hint=f"the limit is {SIDE_BYTES_MAX >> 20} MiB: {cure}",
         )
 
     def note_inputs(self, arguments: Any, objects: dict[str, str]) -> None:

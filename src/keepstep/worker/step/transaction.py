@@ -56,13 +56,13 @@ class Transactions:
         if live.version > 0:
             live.unasked.look_at_attributes()
         if step:
-            live.unasked.look(site)
+            live.unasked.look(site, live.version)
         else:
             live.unasked.look_at_models()
         snapshots: Snapshots | None = self._snapshots()
         if step:
             arguments = getattr(function, "arguments", None)
-            live.side.note_inputs(arguments, live.replicated.objects)
+            live.side.note_inputs(arguments, live.replicated.small())
         self.carry_out_agreed()
         while True:
             if live.aborted():
