@@ -117,3 +117,56 @@ def test_buffers_come_go_and_grow_and_sparse_ones_are_left_to_the_script() -> No
     assert torch.equal(model.cache, torch.zeros(5))
     load({"weight": torch.zeros(2)})
     assert model.cache is None
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_a_first_call_has_changed_is_put_back_if_it_is_tried_again(size: int) -> None:
+    model = nn.Linear(size, 2)
+    before = model.weight.detach().clone()
+    found: Found = {}
+    watch = unasked.Unasked(
+        lambda: roots.Roots({"ema": model}, {}),
+        lambda _: False,
+        content,
+        lambda name, save, load: found.update({name: (save, load)}),
+        {},
+    )
+    watch.look("step", 0)
+    in_place(model)
+    assert watch.undo() == "" and torch.equal(model.weight, before)
+    watch.look("step", 1)
+    assert found == {}, "it is as it was"
+    in_place(model)
+    watch.look("step", 2)
+    assert list(found) == ["script/ema"]
+
+
+def test_what_cannot_be_put_back_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(4, 2)
+    watch, _ = watching(model)
+    assert watch.undo() == ""
+    in_place(model)
+    assert watch.undo() == "ema", "no copy is made in later calls"
+    monkeypatch.setattr(unasked, "COPIED_BYTES_MAX", 10)
+    put_back = watch.before_warm_up()
+    in_place(model)
+    assert put_back() == "ema"
+
+
+def test_a_warm_up_leaves_no_trace_in_models_and_attributes_of_optimizers() -> None:
+    model = nn.Linear(4, 2)
+    before = model.weight.detach().clone()
+    optimizer: Any = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    optimizer.t = 0
+    watch = unasked.Unasked(
+        lambda: roots.Roots({"ema": model}, {}),
+        lambda _: False,
+        content,
+        lambda *_: None,
+        {"0": optimizer},
+    )
+    put_back = watch.before_warm_up()
+    in_place(model)
+    optimizer.t = 2
+    assert put_back() == ""
+    assert torch.equal(model.weight, before) and optimizer.t == 0

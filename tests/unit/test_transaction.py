@@ -59,6 +59,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Any:
         live.injector.__bool__.return_value = False
         live.aborted.return_value = False
         live.channel.inbox.hold_generation = -1
+        live.unasked.undo.return_value = ""
         live.changes.left_changed.return_value = ""
         live.side.inputs.changed.return_value = ""
         live.replicated.changed_since_entry.return_value = False

@@ -122,14 +122,6 @@ def test_what_only_some_ranks_have_registered_is_their_own() -> None:
     assert mine.unmet, "who comes in a recovery has not been told"
 
 
-def test_ranks_with_another_part_of_the_model_register_what_they_like() -> None:
-    (_, one, mine), (_, other, theirs) = rank(0), rank(0)
-    registered(one, "of-the-first-stage")
-    other.state.replicas.plain_equal = False  # what it has is nowhere else
-    everybody = [mine.holdings(), theirs.holdings()]
-    assert not mine.keep_alone(everybody, True) and not theirs.keep_alone(everybody, True)
-
-
 def alike(*ranks: Replicated) -> bool:
     low = tuple(map(min, *(one.words() for one in ranks)))
     return Replicated.agree(low)
@@ -262,3 +254,66 @@ def test_an_object_that_becomes_large_has_changed() -> None:
     mine._me.tick = 2
     mine.enter_objects({})
     assert mine.first == {"rows"}
+
+
+def test_ranks_with_another_part_of_the_model_register_what_they_like() -> None:
+    ranks = parts(0, 0)
+    for live, _ in ranks[:2]:
+        registered(live, "of-the-first-stage")
+    assert gathered(ranks) == [False] * 4
+
+
+def test_what_a_rank_has_that_is_alone_with_its_part_is_its_own() -> None:
+    """No other rank could give it to a newcomer. What has tensors is in the vault."""
+    ranks = parts(0)
+    count = {"seen": 0}
+    for (live, _), name in zip(ranks, ("of-the-first-stage", "of-the-second-stage"), strict=True):
+        live.objects["count"] = Registered("count", lambda: dict(count), lambda _: None)
+        registered(live, name)
+    assert gathered(ranks) == [True, True]
+    assert not any(live.objects["count"].per_rank for live, _ in ranks), "all have it alike"
+    count["seen"] = 1
+    entered(*ranks[0])
+    count["seen"] = 2
+    entered(*ranks[1])
+    everybody = [replicated.holdings() for _, replicated in ranks]
+    assert [replicated.keep_alone(everybody, True) for _, replicated in ranks] == [True, True]
+    assert all(live.objects["count"].per_rank for live, _ in ranks)
+    assert not any(live.objects["average"].per_rank for live, _ in ranks)
+
+
+def test_a_newcomer_that_is_alone_with_its_part_is_compared_with_its_rank() -> None:
+    ranks = parts(0)
+    (one, mine), _ = ranks
+    mine.inherit(dict.fromkeys(entered(one, mine), "another"))
+    assert gathered(ranks) == [False, False]
+    assert all(replicated.wrong == {"average"} for _, replicated in ranks)
+    names = mine.judge([replicated.table() for _, replicated in ranks])
+    assert {name.partition("|")[2] for name in names} == {"object average"}
+    assert mine.keep_apart(names) == names, "even if nothing has disturbed the job"
+
+
+def test_a_part_without_a_turn_has_not_been_compared() -> None:
+    ranks = parts(0, 0)
+    for live, _ in ranks[:2]:
+        registered(live, "of-the-first-stage")
+    assert gathered(ranks) == [False] * 4
+    kept = []
+    for live, replicated in ranks[::2]:
+        replicated.first = {"average"}
+        replicated.met()
+        kept.append(replicated.first)
+        live.tick += 1
+        replicated.met()
+        assert not replicated.first and replicated.changing == {"average"}
+    assert sorted(map(len, kept)) == [0, 1]
+
+
+def test_what_a_transaction_changes_for_the_first_time_is_told() -> None:
+    _, live, mine = rank(0)
+    entered(live, mine)
+    assert mine.first_changes() == {}
+    live.objects["average"].load({"mean": torch.ones(3)})
+    assert mine.first_changes() == {"average": live.objects["average"].snapshot()}
+    mine.changing = {"average"}
+    assert mine.first_changes() == {}

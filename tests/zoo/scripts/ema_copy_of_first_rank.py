@@ -1,6 +1,7 @@
 """A deep copy of the model that follows it, on rank 0 only, and registered nowhere.
 
-It is found there once it has changed, and no other rank has it.
+It is found there once it has changed, and no other rank has it. All have a scheduler that nobody
+registers, either.
 """
 
 import copy
@@ -28,6 +29,7 @@ def main():
     model = DistributedDataParallel(net)
     torch.manual_seed(530 + rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     ks = keepstep.attach(model, optimizer)
     ema = copy.deepcopy(net).requires_grad_(False) if rank == 0 else None
     loader, sampler = zoolib.sharded_loader(zoolib.vectors())
@@ -47,6 +49,7 @@ def main():
             losses.append(train_step(x, y))
             if ema is not None:
                 follow(ema, net)
+        scheduler.step()
     zoolib.finish(args, losses, model=model, optimizer=optimizer, ema=ema and ema.state_dict())
 
 

@@ -10,6 +10,10 @@ now and then; of these, every step looks at version counters and at some element
 because `p.data.mul_(...)` counts no version, or on a device at its place. All ranks look at the
 same time, newcomers too: what only some of them find is each rank's own (witness.py).
 
+Until one is registered, nobody carries it and nothing undoes what is done to it. So a newcomer's
+warm-up, and a first call that is tried again, put back what they have changed, from a copy of all
+such models up to 64 MiB; what cannot be put back is named.
+
 They are looked at before a rank holds at the entry of a step or section, too: what the script has
 done since the last one is part of the state that a newcomer copies there.
 """
@@ -26,12 +30,14 @@ from torch import nn
 from keepstep.worker.device import extension
 from keepstep.worker.script import attributes, graph
 from keepstep.worker.script.roots import Roots
+from keepstep.worker.state import codec
 
 PREFIX: Final = "script/"
 OF_OPTIMIZERS: Final = PREFIX + attributes.PREFIX
 FIRST, EVERY = 3, 256  # calls of a step in which they are looked for
 HASHED_BYTES_MAX = 64 << 10  # of a model, in every step
 SAMPLES = 8  # elements of a tensor of a larger one
+COPIED_BYTES_MAX = 64 << 20  # of models that have not changed so far
 PLAIN = (torch.Tensor, nn.Parameter)
 NOTHING = torch.empty(0, device="cpu")
 
@@ -59,6 +65,7 @@ class Unasked:
         self._attributes: dict[str, attributes.Attribute] = {}  # of theirs, likewise
         self._count = -1  # of all of theirs
         self._looked = False
+        self._put_back: Callable[[], str] | None = None
         self.names: set[str] = set()
 
     def look(self, site: str, version: int) -> None:
@@ -69,14 +76,56 @@ class Unasked:
             self.calls[site] = calls, version
         deep = calls <= FIRST or calls % EVERY == 0
         if deep or not self._looked:
-            for path, thing in self._find().items():
-                if isinstance(thing, nn.Module):
-                    self._models[path] = thing
-                elif deep:
-                    self._add(path, thing)
-            self.look_at_attributes(deep=True)
-            self._looked = True
+            self._discover(registers=deep)
         self.look_at_models(deep=deep)
+        self._put_back = self._copied({}) if deep else None
+
+    def _discover(self, *, registers: bool) -> None:
+        for path, thing in self._find().items():
+            if isinstance(thing, nn.Module):
+                self._models[path] = thing
+            elif registers:
+                self._add(path, thing)
+        self.look_at_attributes(deep=True)
+        self._looked = True
+
+    def undo(self) -> str:
+        """A transaction is rolled back. Whatever it has changed that cannot be put back."""
+        if self._put_back is not None:
+            return self._put_back()
+        return next((p for p, x in self._models.items() if self._changed(p, x, False)), "")
+
+    def before_warm_up(self) -> Callable[[], str]:
+        """On a newcomer. Call what it returns behind the warm-up, as `undo`."""
+        self._discover(registers=False)
+        self.look_at_models(deep=True)
+        return self._copied({p: codec.dumps_inline(x.save()) for p, x in self._attributes.items()})
+
+    def _copied(self, attributes: dict[str, bytes]) -> Callable[[], str]:
+        room, copies, models = COPIED_BYTES_MAX, dict[str, Tensors](), dict(self._models)
+        for path, module in models.items():
+            tensors = self._own(module).values()
+            size = sum(tensor.nbytes for tensor in tensors)
+            if size <= room and not any(tensor.is_inference() for tensor in tensors):
+                room -= size
+                copies[path] = {
+                    k: tensor.detach().clone() for k, tensor in self._own(module).items()
+                }
+
+        def put_back() -> str:
+            left = ""
+            for path, module in models.items():
+                if path not in self._models or not self._changed(path, module, True):
+                    continue
+                for key, tensor in copies.get(path, {}).items():
+                    _put(module, key, tensor)
+                if path not in copies or not self._changed(path, module, True):
+                    left = left or path
+            for path, data in attributes.items():
+                self._attributes[path].load(codec.loads_inline(data))
+            return left
+
+        return put_back
 
     def look_at_models(self, *, deep: bool = False) -> None:
         """Those that are known. At the entry of a section, and where the script ends."""

@@ -46,6 +46,8 @@ class Registered:
         self.size = len(data) + sum(shards.local(tensor).nbytes for tensor in tensors)
         self.undoable = self.size <= SNAPSHOT_BYTES_MAX
         self.sharded = any(isinstance(tensor, DTensor) for tensor in tensors)
+        self.plain = not tensors
+        self.in_host_memory = all(tensor.device.type == "cpu" for tensor in tensors)
 
     def own_tensors(self) -> dict[int, torch.Tensor]:
         """What only this rank has of it, by place."""
@@ -65,8 +67,8 @@ class Registered:
         if self.undoable and not self.sharded:
             whole = codec.dumps_inline(self.save())
             if len(whole) <= SNAPSHOT_BYTES_MAX:
-                return xxhash.xxh3_64_hexdigest(whole)
-        return xxhash.xxh3_64_hexdigest(codec.dumps(self.save())[0])
+                return hashed(whole)
+        return hashed(codec.dumps(self.save())[0])
 
     def snapshot(self) -> bytes | None:
         return codec.dumps_inline(self.save()) if self.undoable or self.per_rank else None
@@ -80,6 +82,10 @@ class Registered:
 
 
 Snapshots = list[tuple[Registered, bytes | None]]
+
+
+def hashed(data: bytes) -> str:
+    return str(xxhash.xxh3_64_hexdigest(data))
 
 
 def _fresh_scaler_state() -> dict[str, Any]:
@@ -120,7 +126,7 @@ def changes_alike(thing: Any) -> bool:
 def digests(snapshots: Snapshots) -> dict[str, str]:
     """Of objects that all ranks must have alike, and that are small as they are now."""
     return {
-        item.name: xxhash.xxh3_64_hexdigest(snapshot)
+        item.name: hashed(snapshot)
         for item, snapshot in snapshots
         if snapshot is not None
         and len(snapshot) <= SNAPSHOT_BYTES_MAX

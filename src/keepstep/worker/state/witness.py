@@ -44,6 +44,7 @@ import xxhash
 
 from keepstep.worker.device import digest
 from keepstep.worker.state import shards
+from keepstep.worker.state.objects import hashed
 from keepstep.worker.state.rank import RankFacts
 from keepstep.worker.state.step_inputs import LEAVES_MAX, block, summed
 from keepstep.worker.state.tensors import memory, on_cpu, plain
@@ -52,6 +53,7 @@ PERIOD = 256  # ticks
 EARLY = (1, 2, 3, 8)  # ticks at which a script that is wrong from the start is told
 SLICE_BYTES = 16 << 10  # of one tensor, per class and step
 ROLE = "|role"  # beside names of registered objects
+WRONG = "!"  # between what a newcomer's rank had, and what it has
 NO_TURN = 1 << 62  # a word of a rank whose part of the model has no turn at this fence
 DIFFERS = "differs between ranks"
 ELSEWHERE_NOT = "is not registered on all ranks"
@@ -137,6 +139,7 @@ class Replicated:
         self._roles: list[str] = []
         self._role = ""  # of this rank
         self._uncertain: set[str] = set()  # that only some ranks take for small
+        self.wrong: set[str] = set()  # that a newcomer has otherwise than its rank had them
         self.agreed = -1  # version
 
     def due(self, tick: int) -> bool:
@@ -219,11 +222,12 @@ class Replicated:
 
     @staticmethod
     def judge(everybody: list[dict[str, str]]) -> set[str]:
-        """Classes, or names, whose hashes differ between ranks that have them."""
+        """Classes, or names, whose hashes differ between ranks that have them, or from what the
+        rank had whose newcomer has them."""
         values: dict[str, set[str]] = {}
         for one in everybody:
             for kind, value in one.items():
-                values.setdefault(kind, set()).add(value)
+                values.setdefault(kind, set()).update(value.split(WRONG))
         return {kind for kind, found in values.items() if len(found) > 1}
 
     def keep_apart(self, names: set[str]) -> set[str]:
@@ -242,9 +246,11 @@ class Replicated:
                     "as each rank's own"
                 )
             elif name.startswith("object "):
-                if name.removeprefix("object ") not in self._me.objects:
-                    continue
-                self._make_own(name.removeprefix("object "), DIFFERS)
+                owner = name.removeprefix("object ")
+                if owner in self.wrong:
+                    left.add(full)
+                elif owner in self._me.objects:
+                    self._make_own(owner, DIFFERS)
             else:
                 left.add(full)
         return left
@@ -254,7 +260,7 @@ class Replicated:
         if self._me.tick != self._entered:
             known = self.objects if self._entered >= 0 else found
             changed = {n for n in known.keys() | found.keys() if known.get(n) != found.get(n)}
-            self.first = changed - self.changing
+            self.first = (self.first | changed) - self.changing
             self._entered = self._me.tick
         self.objects = found
 
@@ -263,8 +269,23 @@ class Replicated:
 
     def met(self) -> None:
         """A fence was passed."""
-        self.changing |= self.first
-        self.first = set()
+        if self._has_turn():
+            self.changing |= self.first
+            self.first = set()
+
+    def _has_turn(self) -> bool:
+        return not self._roles or self._roles[self._me.tick % len(self._roles)] == self._role
+
+    def first_changes(self) -> dict[str, bytes]:
+        """Small objects that this transaction has changed, as nothing has before."""
+        found: dict[str, bytes] = {}
+        for name in sorted(self.unchanged()):
+            item = self._me.objects[name]
+            told = not item.alike and not item.per_rank and item.in_host_memory  # nothing waits
+            snapshot = item.snapshot() if told else None
+            if snapshot is not None and hashed(snapshot) != self.objects[name]:
+                found[name] = snapshot
+        return found
 
     def inherit(self, digests: dict[str, str]) -> None:
         """On a newcomer: its rank had these when it began the transaction that comes next."""
@@ -275,13 +296,13 @@ class Replicated:
         tick, inherited = self._inherited
         found = dict(self.objects)
         for name, told in inherited.items() if tick == self._me.tick else ():
-            found[name] = told if told == found.get(name, told) else f"{told}!{found[name]}"
+            found[name] = told if told == found.get(name, told) else f"{told}{WRONG}{found[name]}"
         return found
 
     def words(self) -> tuple[int, int]:
         """Of small objects, to be compared at every fence: the least of each word is the least and
         the greatest of all ranks, if ranks that have a turn agree."""
-        if self._roles and self._roles[self._me.tick % len(self._roles)] != self._role:
+        if not self._has_turn():
             return NO_TURN, NO_TURN
         told = sorted((n, x) for n, x in self.small().items() if n not in self._uncertain)
         word = zlib.crc32(repr(told).encode())
@@ -301,22 +322,32 @@ class Replicated:
 
     def keep_alone(self, everybody: list[dict[str, str]], undisturbed: bool) -> bool:
         """Objects that a rank lacks although it has the same part of the model as one that has them
-        or, in a job that nothing has disturbed, has otherwise, are each rank's own from now on.
-        Whether this rank has any."""
+        or, in a job that nothing has disturbed, has otherwise, are each rank's own from now on. So
+        are those of a rank that has its part alone, if others lack them or have them otherwise, and
+        they are without tensors (the vault's business). Whether this rank has any."""
         self.unmet = False
         parts: dict[str, list[dict[str, str]]] = {}
         for one in everybody:
             parts.setdefault(one[ROLE], []).append(one)
         names = {name for one in everybody for name in one} - {ROLE}
-        self._uncertain |= {name for name in names if any(one.get(name) == "" for one in everybody)}
+        self._uncertain = {name for name in names if any(one.get(name) == "" for one in everybody)}
+        self.wrong = {name for one in everybody for name in one if WRONG in one[name]}
         why: dict[str, str] = {}
         for name in sorted(names):
             for alike in parts.values():
                 found = {one.get(name) for one in alike}
                 if None in found and len(found) > 1:
                     why[name] = ELSEWHERE_NOT
-                elif undisturbed and len(found - {""}) > 1:
+                elif undisturbed and len(found - {""}) > 1 and name not in self.wrong:
                     why.setdefault(name, DIFFERS)
+        if len(parts) > 1 and len(parts[self._role]) == 1:
+            for name, value in parts[self._role][0].items():
+                if name == ROLE or name in self.wrong or not self._me.objects[name].plain:
+                    continue
+                if any(name not in one for one in everybody):
+                    why[name] = ELSEWHERE_NOT
+                elif undisturbed and any(one[name] not in ("", value) for one in everybody):
+                    why[name] = DIFFERS
         told = [{n: x for n, x in one.items() if n != ROLE and n not in why} for one in everybody]
         self._roles = sorted(parts) if any(one != told[0] for one in told) else []
         mine = {name for name, item in self._me.objects.items() if not item.per_rank}

@@ -21,6 +21,7 @@ from keepstep.model.page import CHECKPOINT_TICK, NOTE_TICK, late_tick
 from keepstep.worker.checkpoint import checkpoint
 from keepstep.worker.groups import reducers
 from keepstep.worker.line import blobs
+from keepstep.worker.script.unasked import PREFIX
 from keepstep.worker.state import codec, transfer
 from keepstep.worker.state.objects import Snapshots
 from keepstep.worker.step.live_rank import LiveRank
@@ -41,6 +42,7 @@ class Inherited:
     site: str = ""  # where the newcomer stands
     installed: bool = False  # state is here; the walk may go on
     objects: Snapshots = field(default_factory=list)  # as the script built them
+    warmed: str = ""  # a model that nobody attached, as a warm-up has left it
 
 
 class Copying:
@@ -93,7 +95,7 @@ class Copying:
             live.state.own = frozenset(live.cells.own()) if behind else None
             live.state.walking = not behind and not live.redundancy.needed
             live.state.incomplete = False
-            live.state.blind = not copy.checkpoint and not self._noted(copy)
+            live.state.blind = not copy.checkpoint and (side is None or not self._noted(copy))
             if copy.checkpoint:
                 copied, missing = checkpoint.read_state(copy.checkpoint, live.rank, live.state)
                 sources: list[int] = []
@@ -109,6 +111,7 @@ class Copying:
             self._missing = missing
             if side is not None and not copy.checkpoint:
                 self._require_all()
+            self._refuse_warmed()
             if live.state.blind and not behind:
                 for item, snapshot in self.had.objects:
                     if item.name in live.state.unseen:
@@ -144,6 +147,15 @@ class Copying:
         if self._lost_in != copy.generation:
             self._lost_in, self._lost_sources = copy.generation, set()
         return self._lost_sources
+
+    def _refuse_warmed(self) -> None:
+        name = self.had.warmed
+        if name and f"{PREFIX}{name}" not in self.live.objects:
+            raise UsageError(
+                f"{name} is used by the script and was not given to attach; the step changes it "
+                "for the first time, and a warm-up has changed it before",
+                hint="register it: ks.register(name, model)",
+            )
 
     def _require_all(self) -> None:
         """Before the first fence all is as the script builds it; in a checkpoint there is what the
@@ -253,10 +265,11 @@ class Copying:
         if side is None:
             live.version = 0
             reducers.reset(0)
-            own = set(live.state.unheard) | (live.state.unchanged if live.state.blind else set())
+            own = {*live.state.unheard, *live.state.unchanged}
             for item, snapshot in self.had.objects:  # what the warm-up did to those of its own
                 if item.per_rank or item.name in own:
                     item.undo(snapshot)
+            self.had.note = self._fetch_note(copy)
             return
         live.version = side["version"]
         live.page.set("version", live.version)

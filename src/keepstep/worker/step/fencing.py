@@ -156,7 +156,9 @@ class Fencing:
         self.call.snapshot = high[4]
 
     def _undisturbed(self) -> bool:
-        return not self.live.replicated.fresh or self.live.generation == 0
+        """Whether nothing can have been lost: before the first fence all is as scripts build it."""
+        live = self.live
+        return not live.replicated.fresh or live.generation == 0 or live.tick == 0
 
     def _compare_objects(self) -> None:
         """Somebody has registered an object, or has just come, or has one otherwise."""
@@ -174,7 +176,7 @@ class Fencing:
             return
         undisturbed = self._undisturbed()
         mine = replicated.found(full=replicated.fresh or live.tick in EARLY)
-        if replicated.judge(self._gather(mine)):
+        if replicated.judge(self._gather(mine)) or replicated.wrong:
             table = replicated.table()
             names = replicated.judge(self._gather(table))
             if undisturbed:
@@ -185,7 +187,7 @@ class Fencing:
                 agreed = replicated.agreed
                 self.recovery.diverged("replicas", self.call.site, table=table, agreed=agreed)
                 replicated.ignored |= {name.partition("|")[0] for name in names}
-        replicated.fresh, replicated.agreed = False, live.version
+        replicated.fresh, replicated.agreed, replicated.wrong = False, live.version, set()
 
     def _gather(self, mine: dict[str, str]) -> list[dict[str, str]]:
         found = groups.gather(msgspec.msgpack.encode(mine))

@@ -75,6 +75,7 @@ class LiveRank(RankFacts):
         )
         self.agreement = Agreement()
         self.replicated = Replicated(self, self.make_own)
+        self.side.first_changes = self.replicated.first_changes
         self.stager = Stager(self.channel, rank, world)
         self.injector = Injector(self.channel.armed, self.channel.send)
         self.unfinished = 0  # steps that others have behind them, and whose rest is made here
@@ -127,7 +128,9 @@ class LiveRank(RankFacts):
         """A newcomer's import is under way: objects are added to the state it goes to."""
         state = self.state
         self.unasked.expect(names)
-        state.objects = {**state.objects, **{n: self.objects[n] for n in self.unasked.names}}
+        found = {name: self.objects[name] for name in self.unasked.names}
+        shared = {name: item for name, item in found.items() if not item.per_rank}
+        state.objects = {**state.objects, **shared}
         self.state = state
 
     def register(self, item: Registered) -> None:
@@ -232,6 +235,7 @@ class LiveRank(RankFacts):
         self.agreement.comparable = saved["comparable"]
         self.replicated.changing = set(saved.get("objects", ()))
         self.state.unseen = set(saved.get("first", ()))
+        self.replicated.first = set(saved.get("first", ()))
         self.state.unchanged = set(saved.get("unchanged", ()))
         for name in saved["per_rank"]:  # some may be on other ranks only
             if name in self.objects:

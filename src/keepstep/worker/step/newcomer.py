@@ -94,9 +94,11 @@ class Newcomer:
             if built is None and not self.had.position and item.size <= SIDE_BYTES_MAX:
                 built = codec.dumps_inline(item.save())
             self.had.objects.append((item, built))
+        put_back = live.unasked.before_warm_up()
         stand_in = None
         if warm_up is not None and (live.version > 0 or not live.redundancy.needed):
             stand_in = self._warm_up(warm_up, 2 if live.version > 0 else 1)
+            self.had.warmed = put_back()
         provisional = (self.had.position or {}).get("tick")
         self.had.site = site
         self._install()
@@ -213,9 +215,11 @@ class Newcomer:
                     f"than the rank had: {'; '.join(other[:4])}",
                     agreed=self.live.version,
                 )
-        if arguments is None or note is None or note["tick"] != self.live.tick:
+        if note is None or note["tick"] != self.live.tick:
             return
         self.live.replicated.inherit(note.get("objects", {}))
+        if arguments is None:
+            return
         found = step_inputs.other(note, arguments)
         if found:
             self.recovery.diverged(

@@ -8,6 +8,7 @@ began stays with its own agent.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -56,6 +57,8 @@ class SideState:
         self._objects = b""  # likewise; empty: there are none of this rank alone
         self._gradients = b""  # likewise; empty: none outlive the step
         self._noted: dict[str, str] = {}  # digests of objects
+        self.first_changes: Callable[[], dict[str, bytes]] = dict
+        self._first: dict[str, bytes] = {}  # as published at the last fence
         self._locals: dict[str, Any] = {}  # of the step, that have come from the device
 
     def _carried(self, step: bool, updating: bool) -> dict[int, torch.Tensor]:
@@ -101,6 +104,7 @@ class SideState:
         self._objects = (
             codec.dumps_inline(objects) if objects["per_rank"] or objects["own"] else b""
         )
+        self._first = self.first_changes()
         data = codec.dumps_inline(
             {
                 "gradients": carried,
@@ -113,6 +117,7 @@ class SideState:
                 "rest": rest,
                 "position": position,
                 "cells": self._rank.cells.side(),
+                "first": self._first,
                 **objects,
             }
         )
@@ -146,8 +151,8 @@ class SideState:
         )
 
     def note_inputs(self, arguments: Any, objects: dict[str, str]) -> None:
-        """A step begins: a newcomer that has to repeat it must come to the same arguments, and find
-        small objects as they are here."""
+        """A transaction begins: a newcomer that has to repeat it must come to the same arguments of
+        a step, and find small objects as they are here."""
         self.inputs.enter(arguments)
         self._noted = objects
         self._publish_note()
@@ -184,6 +189,8 @@ class SideState:
             late["streams"] = streams
         if self._objects and (objects := codec.dumps_inline(self._own_objects())) != self._objects:
             late["objects"] = objects
+        if (first := self.first_changes()) != self._first:
+            late["first"] = first
         if self._gradients:
             gradients = codec.dumps_inline(self._parts.gradients.to_carry(updating=True))
             if gradients != self._gradients:
@@ -218,6 +225,9 @@ class SideState:
             self._rank.objects[name].load(value)
         for name, tensors in objects["own"].items():
             self._rank.objects[name].put_own(tensors)
+        for name, snapshot in late.get("first", side.get("first", {})).items():
+            if name in self._rank.objects:
+                self._rank.objects[name].load(codec.loads_inline(snapshot))
 
     def ahead(
         self,

@@ -60,9 +60,8 @@ class Transactions:
         else:
             live.unasked.look_at_models()
         snapshots: Snapshots | None = self._snapshots()
-        if step:
-            arguments = getattr(function, "arguments", None)
-            live.side.note_inputs(arguments, live.replicated.small())
+        arguments = getattr(function, "arguments", None) if step else None
+        live.side.note_inputs(arguments, live.replicated.small())
         self.carry_out_agreed()
         while True:
             if live.aborted():
@@ -195,6 +194,7 @@ class Transactions:
         if self.call.step:
             live.changes.undo()
             self._left_changed = live.changes.left_changed()
+        self._left_changed = self._left_changed or live.unasked.undo()
         if not self._left_changed and live.replicated.changed_since_entry(live.tick):
             self._left_changed = "state that replicas share"
         live.variables.undo()
