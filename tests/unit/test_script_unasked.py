@@ -167,6 +167,55 @@ def test_a_warm_up_leaves_no_trace_in_models_and_attributes_of_optimizers() -> N
     )
     put_back = watch.before_warm_up()
     in_place(model)
-    optimizer.t = 2
+    optimizer.t, optimizer.later = 2, 1
     assert put_back() == ""
     assert torch.equal(model.weight, before) and optimizer.t == 0
+    assert not hasattr(optimizer, "later")
+
+
+class Method(nn.Module):
+    """The user's student is attached, and trained; the teacher has a center from its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(4, 2), nn.Linear(4, 2)
+        self.register_buffer("center", None)
+
+
+@pytest.mark.parametrize("room", [0, 1 << 20])
+def test_only_what_nobody_carries_is_put_back(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unasked, "COPIED_BYTES_MAX", room)
+    method: Any = Method()
+    carried = {id(method.student), *map(id, method.student.parameters())}
+    watch = unasked.Unasked(
+        lambda: roots.Roots({"method": method}, {}),
+        lambda thing: id(thing) in carried,
+        content,
+        lambda *_: None,
+        {},
+    )
+    put_back = watch.before_warm_up()
+    in_place(method.student)
+    assert put_back() == "", "the student is not this one's business"
+    method.center = torch.ones(2)
+    assert put_back() == ("" if room else "method")
+    assert (method.center is None) == bool(room)
+
+
+def test_a_section_does_not_put_back_what_a_step_found() -> None:
+    model = nn.Linear(4, 2)
+    watch = unasked.Unasked(
+        lambda: roots.Roots({"ema": model}, {}), lambda _: False, content, lambda *_: None, {}
+    )
+    watch.look("step", 0)
+    in_place(model)
+    watch.look_at_models()
+    weight = model.weight.detach().clone()
+    assert watch.undo() == "" and torch.equal(model.weight, weight)
+
+
+def test_models_that_are_not_here_are_left_alone() -> None:
+    with torch.device("meta"):
+        skeleton: nn.Module = nn.Sequential(nn.Linear(4, 2), nn.LazyLinear(3, device="cpu"))
+    watch, found = watching(skeleton)
+    assert watch.before_warm_up()() == "" and found == {}

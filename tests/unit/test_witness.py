@@ -247,9 +247,10 @@ def test_small_is_what_is_small_now() -> None:
 
 
 def test_an_object_that_becomes_large_has_changed() -> None:
-    _, _, mine = rank(0)
+    _, live, mine = rank(0)
+    registered(live, "rows")
     mine._me.tick = 1
-    mine.enter_objects({"rows": "as it was"})
+    mine.enter_objects({"rows": "as it was", "of another rank": "too"})
     mine.met()
     mine._me.tick = 2
     mine.enter_objects({})
@@ -315,5 +316,8 @@ def test_what_a_transaction_changes_for_the_first_time_is_told() -> None:
     assert mine.first_changes() == {}
     live.objects["average"].load({"mean": torch.ones(3)})
     assert mine.first_changes() == {"average": live.objects["average"].snapshot()}
+    live.objects["average"].load({"mean": torch.ones(100_000)})
+    assert mine.first_changes() == {}, "it has become too large"
+    live.objects["average"].load({"mean": torch.ones(3)})
     mine.changing = {"average"}
     assert mine.first_changes() == {}

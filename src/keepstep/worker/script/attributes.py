@@ -69,6 +69,15 @@ class Attribute:
         places = {id(parameter): place for place, parameter in enumerate(self._flat)}
         return _told(self._namespace.get(self._name), places)
 
+    def encodes_as(self, data: bytes) -> bool:
+        try:
+            return codec.dumps_inline(self.save()) == data
+        except UsageError:  # it has become something else than data
+            return False
+
+    def remove(self) -> None:
+        del self._namespace[self._name]
+
     def load(self, theirs: Any) -> None:
         with torch.no_grad():
             found = _found(theirs, self._flat)

@@ -78,7 +78,7 @@ class Unasked:
         if deep or not self._looked:
             self._discover(registers=deep)
         self.look_at_models(deep=deep)
-        self._put_back = self._copied({}) if deep else None
+        self._put_back = self._copied() if deep else None
 
     def _discover(self, *, registers: bool) -> None:
         for path, thing in self._find().items():
@@ -93,42 +93,79 @@ class Unasked:
         """A transaction is rolled back. Whatever it has changed that cannot be put back."""
         if self._put_back is not None:
             return self._put_back()
-        return next((p for p, x in self._models.items() if self._changed(p, x, False)), "")
+        models = ((p, x) for p, x in self._models.items() if _is_plain(x))
+        return next((path for path, x in models if self._changed(path, x, False)), "")
 
     def before_warm_up(self) -> Callable[[], str]:
         """On a newcomer. Call what it returns behind the warm-up, as `undo`."""
         self._discover(registers=False)
         self.look_at_models(deep=True)
-        return self._copied({p: codec.dumps_inline(x.save()) for p, x in self._attributes.items()})
+        models, attributes = self._copied(), self._copied_attributes()
 
-    def _copied(self, attributes: dict[str, bytes]) -> Callable[[], str]:
-        room, copies, models = COPIED_BYTES_MAX, dict[str, Tensors](), dict(self._models)
-        for path, module in models.items():
-            tensors = self._own(module).values()
-            size = sum(tensor.nbytes for tensor in tensors)
-            if size <= room and not any(tensor.is_inference() for tensor in tensors):
+        def put_back() -> str:
+            attributes()
+            return models()
+
+        return put_back
+
+    def _copied(self) -> Callable[[], str]:
+        """Of models as they are now, but for what others carry."""
+        room, found = COPIED_BYTES_MAX, list[tuple[str, nn.Module, Tensors | None, bytes]]()
+        for path, module in self._models.items():
+            if not _is_plain(module):
+                continue  # shards are gathered and freed by their module
+            own = self._own(module)
+            size = sum(tensor.nbytes for tensor in own.values())
+            copy: Tensors | None = None
+            if size <= room and not any(tensor.is_inference() for tensor in own.values()):
                 room -= size
-                copies[path] = {
-                    k: tensor.detach().clone() for k, tensor in self._own(module).items()
-                }
+                copy = {key: tensor.detach().clone() for key, tensor in own.items()}
+            found.append((path, module, copy, _samples(own) if copy is None else b""))
 
         def put_back() -> str:
             left = ""
-            for path, module in models.items():
-                if path not in self._models or not self._changed(path, module, True):
-                    continue
-                for key, tensor in copies.get(path, {}).items():
-                    _put(module, key, tensor)
-                if path not in copies or not self._changed(path, module, True):
-                    left = left or path
-            for path, data in attributes.items():
-                self._attributes[path].load(codec.loads_inline(data))
+            for path, module, copy, samples in found:
+                own = self._own(module)
+                if copy is None:
+                    left = left or ("" if _samples(own) == samples else path)
+                elif not self._same(own, copy):
+                    for key in {**own, **copy}:
+                        _put(module, key, copy.get(key))
+                    left = left or ("" if self._same(self._own(module), copy) else path)
             return left
+
+        return put_back
+
+    def _same(self, one: Tensors, other: Tensors) -> bool:
+        return one.keys() == other.keys() and all(
+            tensor.shape == other[key].shape and self._content(tensor) == self._content(other[key])
+            for key, tensor in one.items()
+        )
+
+    def _copied_attributes(self) -> Callable[[], None]:
+        """Those that are small: a copy follows that has what others have registered."""
+        before: dict[str, bytes] = {}
+        room = COPIED_BYTES_MAX
+        for path, attribute in self._attributes.items():
+            size = sum(tensor.nbytes for tensor in codec.dumps(attribute.save())[1])
+            if size <= room:
+                room -= size
+                before[path] = codec.dumps_inline(attribute.save())
+        known = set(self._find_attributes())
+
+        def put_back() -> None:
+            for path, attribute in self._find_attributes().items():
+                if path not in known:
+                    attribute.remove()
+            for path, data in before.items():
+                if not self._attributes[path].encodes_as(data):
+                    self._attributes[path].load(codec.loads_inline(data))
 
         return put_back
 
     def look_at_models(self, *, deep: bool = False) -> None:
         """Those that are known. At the entry of a section, and where the script ends."""
+        self._put_back = None
         for path, module in list(self._models.items()):
             if self._changed(path, module, deep):
                 del self._models[path]
@@ -230,7 +267,25 @@ class Unasked:
 
 def _strided(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     named = (*module.named_parameters(), *module.named_buffers())
-    return [(name, tensor) for name, tensor in named if tensor.layout is torch.strided]
+    return [(name, tensor) for name, tensor in named if _is_here(tensor)]
+
+
+def _is_here(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and not nn.parameter.is_lazy(tensor)
+    )
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return all(type(tensor) in PLAIN for _, tensor in _strided(module))
+
+
+def _samples(tensors: Tensors) -> bytes:
+    found = list(tensors.values())
+    samples: bytes = extension.load().sampled(found, found, SAMPLES, False)
+    return samples
 
 
 @torch.no_grad()

@@ -47,7 +47,6 @@ class Registered:
         self.undoable = self.size <= SNAPSHOT_BYTES_MAX
         self.sharded = any(isinstance(tensor, DTensor) for tensor in tensors)
         self.plain = not tensors
-        self.in_host_memory = all(tensor.device.type == "cpu" for tensor in tensors)
 
     def own_tensors(self) -> dict[int, torch.Tensor]:
         """What only this rank has of it, by place."""
@@ -72,6 +71,13 @@ class Registered:
 
     def snapshot(self) -> bytes | None:
         return codec.dumps_inline(self.save()) if self.undoable or self.per_rank else None
+
+    def small_snapshot(self) -> bytes | None:
+        """If it is small as it is now, and nothing waits for a device."""
+        data, tensors = codec.dumps(self.save())
+        size = len(data) + sum(shards.local(tensor).nbytes for tensor in tensors)
+        here = all(tensor.device.type == "cpu" for tensor in tensors)
+        return codec.dumps_inline(self.save()) if here and size <= SNAPSHOT_BYTES_MAX else None
 
     def undo(self, snapshot: bytes | None) -> None:
         if snapshot is not None:

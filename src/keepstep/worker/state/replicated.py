@@ -88,6 +88,7 @@ class StateSet(Export):
         self.unseen: set[str] = set()
         self.unchanged: set[str] = set()
         self.blind = False
+        self.natural = False  # before the first fence, where objects are as scripts build them
         self.apart: frozenset[str] = frozenset()  # objects that are this rank's own
         self.unheard: list[str] = []  # objects of this rank that the source of an import has not
         self._import: _Import | None = None
@@ -259,13 +260,17 @@ class StateSet(Export):
             if f"object/{name}" not in pending.missing and name not in self.apart
         }
         for name in sorted(objects, key=lambda name: name != FLAGS):  # they say what is unseen
-            if name not in LAST and not (self.blind and name in self._as_walked()):
+            if name not in LAST and name not in self._as_walked():
                 self._load_object(name, pending.tree(objects[name]))
         self._finish_gradients(pending)
 
     def _as_walked(self) -> set[str]:
         """Objects that this newcomer has as its script and its walk have made them."""
         behind = self.own is not None
+        if self.natural and behind:
+            return {name for name in self.objects if not name.startswith("keepstep/")}
+        if not self.blind:
+            return set()
         return self.unseen | self.unchanged if behind else self.unseen
 
     def _load_object(self, name: str, tree: Any) -> None:

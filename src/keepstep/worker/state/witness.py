@@ -259,13 +259,17 @@ class Replicated:
         """Digests of small objects: a transaction begins, perhaps again."""
         if self._me.tick != self._entered:
             known = self.objects if self._entered >= 0 else found
-            changed = {n for n in known.keys() | found.keys() if known.get(n) != found.get(n)}
+            names = {n for n in known.keys() | found.keys() if known.get(n) != found.get(n)}
+            changed = {name for name in names if self._shares(name)}
             self.first = (self.first | changed) - self.changing
             self._entered = self._me.tick
         self.objects = found
 
     def unchanged(self) -> set[str]:
         return self.objects.keys() - self.changing - self.first
+
+    def _shares(self, name: str) -> bool:
+        return name in self._me.objects and not self._me.objects[name].per_rank
 
     def met(self) -> None:
         """A fence was passed."""
@@ -281,8 +285,7 @@ class Replicated:
         found: dict[str, bytes] = {}
         for name in sorted(self.unchanged()):
             item = self._me.objects[name]
-            told = not item.alike and not item.per_rank and item.in_host_memory  # nothing waits
-            snapshot = item.snapshot() if told else None
+            snapshot = None if item.alike or item.per_rank else item.small_snapshot()
             if snapshot is not None and hashed(snapshot) != self.objects[name]:
                 found[name] = snapshot
         return found

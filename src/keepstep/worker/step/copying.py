@@ -95,7 +95,8 @@ class Copying:
             live.state.own = frozenset(live.cells.own()) if behind else None
             live.state.walking = not behind and not live.redundancy.needed
             live.state.incomplete = False
-            live.state.blind = not copy.checkpoint and (side is None or not self._noted(copy))
+            live.state.natural = side is None and not copy.checkpoint
+            live.state.blind = not copy.checkpoint and not self._noted(copy)
             if copy.checkpoint:
                 copied, missing = checkpoint.read_state(copy.checkpoint, live.rank, live.state)
                 sources: list[int] = []
@@ -265,10 +266,8 @@ class Copying:
         if side is None:
             live.version = 0
             reducers.reset(0)
-            own = {*live.state.unheard, *live.state.unchanged}
-            for item, snapshot in self.had.objects:  # what the warm-up did to those of its own
-                if item.per_rank or item.name in own:
-                    item.undo(snapshot)
+            for item, snapshot in self.had.objects:  # what the warm-up did to them
+                item.undo(snapshot)
             self.had.note = self._fetch_note(copy)
             return
         live.version = side["version"]

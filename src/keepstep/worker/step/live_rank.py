@@ -235,7 +235,7 @@ class LiveRank(RankFacts):
         self.agreement.comparable = saved["comparable"]
         self.replicated.changing = set(saved.get("objects", ()))
         self.state.unseen = set(saved.get("first", ()))
-        self.replicated.first = set(saved.get("first", ()))
+        self.replicated.first = self.state.unseen & self.objects.keys()
         self.state.unchanged = set(saved.get("unchanged", ()))
         for name in saved["per_rank"]:  # some may be on other ranks only
             if name in self.objects:

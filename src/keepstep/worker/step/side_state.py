@@ -92,7 +92,9 @@ class SideState:
     ) -> bytes:
         """Version tick+1 of what only this rank has, as it will be if the fence passes.
         `updating`: an optimizer is about to use up the gradients."""
+        self._first = {}
         if position is None:
+            self._first = self.first_changes()
             position = self._parts.tracker.position(site, step, result, variables)
         self._rank.cells.fence()
         self._streams = self._parts.streams.capture()
@@ -104,7 +106,6 @@ class SideState:
         self._objects = (
             codec.dumps_inline(objects) if objects["per_rank"] or objects["own"] else b""
         )
-        self._first = self.first_changes()
         data = codec.dumps_inline(
             {
                 "gradients": carried,

@@ -193,7 +193,7 @@ class Transactions:
         live.cells.undo()
         if self.call.step:
             live.changes.undo()
-            self._left_changed = live.changes.left_changed()
+            self._left_changed = self._left_changed or live.changes.left_changed()
         self._left_changed = self._left_changed or live.unasked.undo()
         if not self._left_changed and live.replicated.changed_since_entry(live.tick):
             self._left_changed = "state that replicas share"
