@@ -117,6 +117,8 @@ def test_buffers_come_go_and_grow_and_sparse_ones_are_left_to_the_script() -> No
     assert torch.equal(model.cache, torch.zeros(5))
     load({"weight": torch.zeros(2)})
     assert model.cache is None
+    load({"cache": torch.zeros(5)})
+    assert torch.equal(model.weight, torch.zeros(2)) and "weight" not in model._buffers
 
 
 @pytest.mark.parametrize("size", SIZES)

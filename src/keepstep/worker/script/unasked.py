@@ -295,7 +295,8 @@ def _put(module: nn.Module, key: str, value: torch.Tensor | None) -> None:
     owner = module.get_submodule(path)
     own = getattr(owner, name)
     if value is None:
-        owner._buffers[name] = None
+        if name in owner._buffers:
+            owner._buffers[name] = None
     elif own is not None and own.shape == value.shape and own.dtype == value.dtype:
         own.copy_(value)
     elif name in owner._buffers:
