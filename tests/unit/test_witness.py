@@ -12,7 +12,14 @@ from keepstep.worker.state.cells import Cells
 from keepstep.worker.state.objects import Registered, digests
 from keepstep.worker.state.replicated import StateSet
 from keepstep.worker.state.shards import Replicas
-from keepstep.worker.state.witness import SLICE_BYTES, Agreement, Replicated
+from keepstep.worker.state.witness import (
+    SLICE_BYTES,
+    Agreement,
+    Replicated,
+    by_class,
+    differing,
+    of_classes,
+)
 
 
 def meet(one: Agreement, other: Agreement, rates: list[Any], other_rates: list[Any]) -> str:
@@ -67,8 +74,8 @@ def test_replicas_that_are_equal_agree_and_buffers_of_a_rank_do_not_count() -> N
     for tick in range(4):
         mine.enter(tick)
         theirs.enter(tick)
-    assert not Replicated.judge([mine.found(full=False), theirs.found(full=False)])
-    assert not Replicated.judge([mine.found(full=True), theirs.found(full=True)])
+    assert not differing([mine.found(full=False), theirs.found(full=False)])
+    assert not differing([mine.found(full=True), theirs.found(full=True)])
 
 
 def test_one_changed_number_is_found_within_one_turn_and_by_name() -> None:
@@ -78,18 +85,46 @@ def test_one_changed_number_is_found_within_one_turn_and_by_name() -> None:
     for tick in range(turns):
         mine.enter(tick)
         theirs.enter(tick)
-    assert Replicated.judge([mine.found(full=False), theirs.found(full=False)])
-    (name,) = Replicated.judge([mine.table(), theirs.table()])
+    assert differing([mine.found(full=False), theirs.found(full=False)])
+    (name,) = differing([mine.table(), theirs.table()])
     assert name.endswith("|model/m/0.weight")
+
+
+def told(*ranks: Replicated) -> list[dict[str, str]]:
+    """What each tells of its table."""
+    tables = [replicated.table() for replicated in ranks]
+    classes = differing([by_class(table) for table in tables])
+    return [of_classes(table, classes) for table in tables]
+
+
+def test_only_classes_that_differ_are_told_by_name() -> None:
+    ranks = parts(0, 0)
+    everybody = [replicated for _, replicated in ranks]
+    assert told(*everybody) == [{}] * 4
+    ranks[3][0].state.parts()[0]["model/m/0.weight"].data[0, 0] += 1
+    tables = told(*everybody)
+    whole = [replicated.table() for replicated in everybody]
+    assert differing(tables) == differing(whole)
+    kept = [{n: x for n, x in table.items() if n.startswith("plain|")} for table in whole]
+    assert tables == kept and tables[:2] == [{}, {}], (
+        "the first stage has nothing in common with it"
+    )
+    assert len(kept[3]) < len(whole[3])
+
+
+def test_whoever_has_no_class_that_differs_tells_nothing() -> None:
+    one = {"a|x": "1", "b|y": "2"}
+    assert of_classes(one, {"c"}) == {}
+    assert of_classes(one, {"b", "c"}) == {"b|y": "2"}
 
 
 def test_an_objects_tensor_that_differs_is_each_ranks_own_from_then_on() -> None:
     (_, live, mine), (_, other, theirs) = rank(1), rank(1)
     other.objects["average"].save()["seen"].fill_(5.0)
-    names = Replicated.judge([mine.table(), theirs.table()])
+    names = differing([mine.table(), theirs.table()])
     assert mine.keep_apart(names) == set() and theirs.keep_apart(names) == set()
     assert live.objects["average"].own == {1} and "'average'" in live.warned[0]
-    assert not Replicated.judge([mine.table(), theirs.table()])
+    assert not differing([mine.table(), theirs.table()])
 
 
 def test_what_a_roll_back_leaves_changed_is_seen() -> None:
@@ -140,7 +175,7 @@ def test_a_small_object_that_comes_to_differ_is_each_ranks_own() -> None:
     assert not alike(mine, theirs)
     everybody = [mine.holdings(), theirs.holdings()]
     assert not mine.keep_alone(everybody, False), "behind a recovery it may be wrong"
-    assert mine.judge([mine.table(), theirs.table()])
+    assert differing([mine.table(), theirs.table()])
     assert mine.keep_alone(everybody, True) and theirs.keep_alone(everybody, True)
     assert one.objects["average"].per_rank and other.objects["average"].per_rank
     entered(one, mine), entered(other, theirs)
@@ -152,7 +187,7 @@ def test_a_newcomer_tells_what_its_rank_had_when_the_transaction_began() -> None
     entered(other, theirs)
     mine.inherit(dict.fromkeys(entered(one, mine), "another"))
     assert not alike(mine, theirs)
-    names = mine.judge([mine.table(), theirs.table()])
+    names = differing([mine.table(), theirs.table()])
     assert {name.partition("|")[2] for name in names} == {"object average"}
     one.tick, other.tick = one.tick + 1, other.tick + 1
     assert alike(mine, theirs), "it is over with the transaction"
@@ -164,7 +199,7 @@ def test_a_newcomer_whose_object_is_not_what_its_rank_had_does_not_agree() -> No
     one.objects["average"].load({"mean": torch.ones(3)})
     entered(one, mine)
     assert not alike(mine, theirs)
-    names = mine.judge([mine.table(), theirs.table()])
+    names = differing([mine.table(), theirs.table()])
     assert "object average" in {name.partition("|")[2] for name in names}
     assert mine.small() != theirs.small(), "as its own newcomer would hear"
 
@@ -289,9 +324,10 @@ def test_a_newcomer_that_is_alone_with_its_part_is_compared_with_its_rank() -> N
     mine.inherit(dict.fromkeys(entered(one, mine), "another"))
     assert gathered(ranks) == [False, False]
     assert all(replicated.wrong == {"average"} for _, replicated in ranks)
-    names = mine.judge([replicated.table() for _, replicated in ranks])
+    names = differing([replicated.table() for _, replicated in ranks])
     assert {name.partition("|")[2] for name in names} == {"object average"}
     assert mine.keep_apart(names) == names, "even if nothing has disturbed the job"
+    assert differing(told(*(replicated for _, replicated in ranks))) == names, "none else has it"
 
 
 def test_a_part_without_a_turn_has_not_been_compared() -> None:

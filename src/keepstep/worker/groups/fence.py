@@ -8,6 +8,11 @@ hearing of a rank twice then changes nothing, and N need not be a power of two. 
 connections of its own: a rank that is already in the next fence can not be mistaken for one that
 is still in this.
 
+The words fit into any socket's buffer, so a rank sends first and reads then. Tables may not fit:
+they are sent and read at the same time, or all ranks would send, and none would read. Of tables
+that are only compared (`extremes`), too, the least and greatest travel: however many ranks there
+are, a message has every name once. `gather` brings what each rank has, and grows with the ranks.
+
 Whoever reaches the listener may connect to it. All connections are heard at once, and one that has
 not shown the listener's cookie may have to go for a later one (adapters.transport.pending): a
 stranger, silent or slow, holds nobody up.
@@ -29,7 +34,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -39,7 +44,8 @@ from keepstep.errors import LocalProtocolError
 from keepstep.worker.groups import gloo
 
 WORDS = 11
-GATHERED_BYTES_MAX = 64 << 20
+GATHERED_BYTES_MAX = 64 << 20  # of one message
+READ_BYTES = 1 << 20  # at once
 STRANGERS_MAX = 64  # whose connections are open while it is built
 CONNECT_TIMEOUT_S = 60.0
 _MESSAGE = struct.Struct(f"<{2 * WORDS}q")
@@ -47,6 +53,7 @@ _LENGTH = struct.Struct("<Q")
 _HELLO = struct.Struct("<16sQ")  # cookie of the listener, round
 
 _pieces = msgspec.msgpack.Decoder(dict[int, bytes])
+_extremes = msgspec.msgpack.Decoder(tuple[dict[str, str], dict[str, str]])
 
 _lock = threading.Lock()
 _all: weakref.WeakSet[Fence] = weakref.WeakSet()
@@ -128,28 +135,44 @@ class Fence:
         """What every rank has brought, in the order of ranks; errors as `meet`."""
         known = {self._rank: mine}
         for step in range(self._rounds):
-            data = msgspec.msgpack.encode(known)
-            try:
-                self._outgoing[step].sendall(_LENGTH.pack(len(data)) + data)
-                known |= _pieces.decode(self._receive(step))
-            except OSError as error:
-                raise ConnectionResetError(f"Connection lost in the fence: {error}") from None
+            known |= _pieces.decode(self._exchange(step, msgspec.msgpack.encode(known)))
         return [known[rank] for rank in sorted(known)]
 
-    def _receive(self, step: int) -> bytes:
-        sock, parts = self._incoming[step], bytearray()
-        (length,) = _LENGTH.unpack(self._exactly(sock, _LENGTH.size))
-        if length > GATHERED_BYTES_MAX:
-            raise ConnectionResetError(f"a peer announced {length} bytes in the fence")
-        while len(parts) < length:
-            parts += self._exactly(sock, min(length - len(parts), 1 << 20))
-        return bytes(parts)
+    def extremes(self, mine: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+        """Least and greatest under every name, over all ranks that have it; errors as `meet`."""
+        low, high = dict(mine), dict(mine)
+        for step in range(self._rounds):
+            higher = {name: value for name, value in high.items() if value != low[name]}
+            data = self._exchange(step, msgspec.msgpack.encode((low, higher)))
+            least, higher = _extremes.decode(data)
+            for name, value in least.items():
+                low[name] = min(low.get(name, value), value)
+            for name, value in (least | higher).items():
+                high[name] = max(high.get(name, value), value)
+        return low, high
 
-    def _exactly(self, sock: socket.socket, count: int) -> bytes:
-        data = sock.recv(count, socket.MSG_WAITALL)
-        if len(data) != count:
-            raise ConnectionResetError("Connection closed in the fence")
-        return data
+    def _exchange(self, step: int, data: bytes) -> bytes:
+        """Send to one neighbour while the other is heard."""
+        outgoing, incoming = self._outgoing[step], self._incoming[step]
+        left, heard = memoryview(_LENGTH.pack(len(data)) + data), bytearray()
+        try:
+            with selectors.PollSelector() as selector:  # takes no descriptor
+                selector.register(outgoing, selectors.EVENT_WRITE)
+                selector.register(incoming, selectors.EVENT_READ)
+                while selector.get_map():
+                    for key, _ in selector.select():
+                        with contextlib.suppress(BlockingIOError):
+                            if key.fileobj is outgoing:
+                                left = left[outgoing.send(left, socket.MSG_DONTWAIT) :]
+                                ended = not left
+                            else:
+                                heard += _part(incoming, _missing(heard))
+                                ended = not _missing(heard)
+                            if ended:
+                                selector.unregister(key.fileobj)
+        except (OSError, ValueError) as error:  # ValueError: the sockets have been closed
+            raise ConnectionResetError(f"Connection lost in the fence: {error}") from None
+        return bytes(heard[_LENGTH.size :])
 
     # ------------------------------------------------------------------ ending
 
@@ -245,6 +268,25 @@ class _Gathering:
         self._pending.leave(sock)
         del self._heard[sock]
         self._selector.unregister(sock)
+
+
+def _missing(heard: bytearray) -> int:
+    """How much of a message is still to come, or of its length if that is not yet known. What lies
+    behind it belongs to the next fence."""
+    if len(heard) < _LENGTH.size:
+        return _LENGTH.size - len(heard)
+    (length,) = _LENGTH.unpack_from(heard)
+    if length > GATHERED_BYTES_MAX:
+        raise ConnectionResetError(f"a peer announced {length} bytes in the fence")
+    return _LENGTH.size + int(length) - len(heard)
+
+
+def _part(sock: socket.socket, missing: int) -> bytes:
+    """What has come; BlockingIOError if nothing has."""
+    part = sock.recv(min(missing, READ_BYTES), socket.MSG_DONTWAIT)
+    if not part:
+        raise ConnectionResetError("Connection closed in the fence")
+    return part
 
 
 def _ready(sock: socket.socket) -> socket.socket:

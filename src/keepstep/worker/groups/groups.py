@@ -30,7 +30,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -436,3 +436,11 @@ def gather(mine: bytes) -> list[bytes]:
     if _fence is None:
         raise RuntimeError("there is no fence: the groups are solo")
     return _fence.gather(mine)
+
+
+def extremes(mine: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Least and greatest under every name that a rank brings, right behind a fence; errors as
+    `fence`."""
+    if _fence is None:
+        raise RuntimeError("there is no fence: the groups are solo")
+    return _fence.extremes(mine)

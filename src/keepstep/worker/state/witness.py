@@ -13,8 +13,11 @@ update (Recovery.diverged), with the names of what differs:
                 for calls in which all ranks have agreed before (`comparable`).
     replicas    What several ranks must have alike (parameters, optimizer state, registered objects,
                 buffers that follow from the update) is hashed: a few kilobytes at every step, in
-                turn, and everything at the first fence after a recovery. Ranks exchange what they
-                found through the fence, early in a job, after recoveries and every PERIOD ticks.
+                turn, and everything at the first fence after a recovery. Ranks compare what they
+                found through the fence, early in a job, after recoveries and every PERIOD ticks:
+                a hash of each class and, if any differs, one of all that is in each; then the
+                names in those classes that differ. Only the least and the greatest hash of each
+                are passed on, so that many ranks have no more to say than two.
 
 Small registered objects are compared at every fence: two words of it are a digest of them as they
 were when the transaction began. One that comes to differ while nothing disturbs the job is each
@@ -36,7 +39,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, Literal
 
 import torch
@@ -206,12 +209,7 @@ class Replicated:
     def found(self, full: bool) -> dict[str, str]:
         """Class -> hash, for the exchange; waits for the device."""
         if full:
-            table = self.table()
-            classes: dict[str, Any] = {}
-            for name in sorted(table):
-                kind = name.partition("|")[0]
-                classes.setdefault(kind, xxhash.xxh3_64()).update(f"{name}{table[name]}".encode())
-            hashes = {kind: hashed.hexdigest() for kind, hashed in classes.items()}
+            hashes = by_class(self.table())
         else:
             hashes = {
                 kind: value if isinstance(value, str) else str(int(value.item()))
@@ -219,16 +217,6 @@ class Replicated:
             }
         self._hashes.clear()
         return {k: value for k, value in hashes.items() if k.partition("/")[0] not in self.ignored}
-
-    @staticmethod
-    def judge(everybody: list[dict[str, str]]) -> set[str]:
-        """Classes, or names, whose hashes differ between ranks that have them, or from what the
-        rank had whose newcomer has them."""
-        values: dict[str, set[str]] = {}
-        for one in everybody:
-            for kind, value in one.items():
-                values.setdefault(kind, set()).update(value.split(WRONG))
-        return {kind for kind, found in values.items() if len(found) > 1}
 
     def keep_apart(self, names: set[str]) -> set[str]:
         """Of these names, which differ between ranks in a job that nothing has disturbed, those of
@@ -264,6 +252,13 @@ class Replicated:
             self.first = (self.first | changed) - self.changing
             self._entered = self._me.tick
         self.objects = found
+
+    def leave(self, name: str) -> None:
+        """The object is no longer registered, on any rank."""
+        self.first.discard(name)
+        self.changing.discard(name)
+        self.objects.pop(name, None)
+        self._looked = False
 
     def unchanged(self) -> set[str]:
         return self.objects.keys() - self.changing - self.first
@@ -388,6 +383,36 @@ def _digest(tensor: torch.Tensor) -> str:
     if tensor.device.type != "cpu":
         return digest.digest(tensor).hex()[:16]
     return xxhash.xxh3_64_hexdigest(memory(on_cpu(tensor)))
+
+
+def by_class(table: Mapping[str, str]) -> dict[str, str]:
+    """Of each class in `table`."""
+    classes: dict[str, Any] = {}
+    for name in sorted(table):
+        kind = name.partition("|")[0]
+        classes.setdefault(kind, xxhash.xxh3_64()).update(f"{name}{table[name]}".encode())
+    return {kind: hashed.hexdigest() for kind, hashed in classes.items()}
+
+
+def of_classes(table: Mapping[str, str], classes: Set[str]) -> dict[str, str]:
+    """What of `table` is told if these differ; in any case what a newcomer has otherwise than
+    its rank, which may be the only one of its class."""
+    return {
+        name: value
+        for name, value in table.items()
+        if name.partition("|")[0] in classes or WRONG in value
+    }
+
+
+def differing(everybody: Iterable[Mapping[str, str]]) -> set[str]:
+    """Classes, or names, whose hashes differ between ranks that have them, or from what the
+    rank had whose newcomer has them. It does for `everybody` what is least and what is greatest
+    of all ranks."""
+    values: dict[str, set[str]] = {}
+    for one in everybody:
+        for kind, value in one.items():
+            values.setdefault(kind, set()).update(value.split(WRONG))
+    return {kind for kind, found in values.items() if len(found) > 1}
 
 
 class _Tensors:

@@ -22,8 +22,8 @@ from keepstep.worker.device.guard import SKIP, Guard
 from keepstep.worker.groups import groups
 from keepstep.worker.groups.unseen import Unseen
 from keepstep.worker.script import results
+from keepstep.worker.state import witness
 from keepstep.worker.state.placements import GradientPlacement
-from keepstep.worker.state.witness import EARLY
 from keepstep.worker.step.call import Call
 from keepstep.worker.step.live_rank import LiveRank
 from keepstep.worker.step.pace import OwnTime
@@ -135,8 +135,7 @@ class Fencing:
             live.injector.point("in_fence", live.version)
         replicated = live.replicated
         low, high = groups.fence((*mine, *words, replicated.unmet, *replicated.words()))
-        if live.aborted():  # and what was heard means nothing
-            raise ConnectionAbortedError("aborted in the fence")
+        self._not_aborted()
         if low[:3] != high[:3]:
             raise UsageError(
                 f"rank {live.rank} is in {self.call.site!r} (tick {live.tick}) while another rank "
@@ -175,10 +174,11 @@ class Fencing:
         if not replicated.due(live.tick):
             return
         undisturbed = self._undisturbed()
-        mine = replicated.found(full=replicated.fresh or live.tick in EARLY)
-        if replicated.judge(self._gather(mine)) or replicated.wrong:
+        mine = replicated.found(full=replicated.fresh or live.tick in witness.EARLY)
+        if self._differing(mine) or replicated.wrong:
             table = replicated.table()
-            names = replicated.judge(self._gather(table))
+            table = witness.of_classes(table, self._differing(witness.by_class(table)))
+            names = self._differing(table)
             if undisturbed:
                 found, names = names, replicated.keep_apart(names)
                 if names != found:  # more of this rank's own than was published
@@ -189,11 +189,21 @@ class Fencing:
                 replicated.ignored |= {name.partition("|")[0] for name in names}
         replicated.fresh, replicated.agreed, replicated.wrong = False, live.version, set()
 
+    def _differing(self, mine: dict[str, str]) -> set[str]:
+        """Classes, or names, under which ranks bring different hashes; alike on all ranks."""
+        found = groups.extremes(mine)
+        self._not_aborted()
+        return witness.differing(found)
+
     def _gather(self, mine: dict[str, str]) -> list[dict[str, str]]:
         found = groups.gather(msgspec.msgpack.encode(mine))
+        self._not_aborted()
+        return [msgspec.msgpack.decode(one) for one in found]
+
+    def _not_aborted(self) -> None:
+        """Or what was heard means nothing."""
         if self.live.aborted():
             raise ConnectionAbortedError("aborted in the fence")
-        return [msgspec.msgpack.decode(one) for one in found]
 
     def _fence_failed(self, error: BaseException) -> None:
         verdict = self.recovery.interrupted(
