@@ -127,6 +127,7 @@ def test_what_appears_later_is_registered_at_once_and_expected_by_a_newcomer() -
         lambda _: False,
         content,
         lambda name, *_: names.append(name),
+        names.remove,
         {"a": one},
     )
     unasked.look("step", 5)
@@ -143,7 +144,8 @@ def test_what_appears_later_is_registered_at_once_and_expected_by_a_newcomer() -
         lambda: roots.Roots({}, {}),
         lambda _: False,
         content,
-        lambda name, save, load: registered.update({name: load}),
+        lambda name, save, load, _: registered.update({name: load}),
+        registered.pop,
         {"a": newcomer},
     ).expect(set(names))
     registered["script/optimizer a.slow"]([torch.ones(2)])

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.two_tensor import TwoTensor
 
+from keepstep.errors import UsageError
 from keepstep.worker.script import roots, unasked
 from keepstep.worker.state.parameters import content
 
@@ -18,15 +27,26 @@ SIZES = [4, unasked.HASHED_BYTES_MAX]  # elements: read in every step, and sampl
 Found = dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]
 
 
-def watching(model: nn.Module) -> tuple[unasked.Unasked, Found]:
+def keeping(**script: Any) -> tuple[unasked.Unasked, Found]:
+    """By a script with these variables."""
+    return in_space(script)
+
+
+def in_space(script: dict[str, Any]) -> tuple[unasked.Unasked, Found]:
     found: Found = {}
     watch = unasked.Unasked(
-        lambda: roots.Roots({"ema": model}, {}),
+        lambda: roots.Roots(script, {}),
         lambda _: False,
         content,
-        lambda name, save, load: found.update({name: (save, load)}),
+        lambda name, save, load, _: found.update({name: (save, load)}),
+        found.pop,
         {},
     )
+    return watch, found
+
+
+def watching(model: nn.Module) -> tuple[unasked.Unasked, Found]:
+    watch, found = keeping(ema=model)
     for version in range(LATE):
         watch.look("step", version)
     assert found == {}, "it has not changed"
@@ -125,14 +145,7 @@ def test_buffers_come_go_and_grow_and_sparse_ones_are_left_to_the_script() -> No
 def test_what_a_first_call_has_changed_is_put_back_if_it_is_tried_again(size: int) -> None:
     model = nn.Linear(size, 2)
     before = model.weight.detach().clone()
-    found: Found = {}
-    watch = unasked.Unasked(
-        lambda: roots.Roots({"ema": model}, {}),
-        lambda _: False,
-        content,
-        lambda name, save, load: found.update({name: (save, load)}),
-        {},
-    )
+    watch, found = keeping(ema=model)
     watch.look("step", 0)
     in_place(model)
     assert watch.undo() == "" and torch.equal(model.weight, before)
@@ -165,6 +178,7 @@ def test_a_warm_up_leaves_no_trace_in_models_and_attributes_of_optimizers() -> N
         lambda _: False,
         content,
         lambda *_: None,
+        lambda _: None,
         {"0": optimizer},
     )
     put_back = watch.before_warm_up()
@@ -194,6 +208,7 @@ def test_only_what_nobody_carries_is_put_back(room: int, monkeypatch: pytest.Mon
         lambda thing: id(thing) in carried,
         content,
         lambda *_: None,
+        lambda _: None,
         {},
     )
     put_back = watch.before_warm_up()
@@ -207,7 +222,12 @@ def test_only_what_nobody_carries_is_put_back(room: int, monkeypatch: pytest.Mon
 def test_a_section_does_not_put_back_what_a_step_found() -> None:
     model = nn.Linear(4, 2)
     watch = unasked.Unasked(
-        lambda: roots.Roots({"ema": model}, {}), lambda _: False, content, lambda *_: None, {}
+        lambda: roots.Roots({"ema": model}, {}),
+        lambda _: False,
+        content,
+        lambda *_: None,
+        lambda _: None,
+        {},
     )
     watch.look("step", 0)
     in_place(model)
@@ -221,3 +241,157 @@ def test_models_that_are_not_here_are_left_alone() -> None:
         skeleton: nn.Module = nn.Sequential(nn.Linear(4, 2), nn.LazyLinear(3, device="cpu"))
     watch, found = watching(skeleton)
     assert watch.before_warm_up()() == "" and found == {}
+
+
+def carried(found: Found, name: str) -> torch.Tensor:
+    weight: torch.Tensor = found[name][0]()["weight"]
+    return weight
+
+
+def test_a_name_stands_for_the_model_that_its_path_leads_to() -> None:
+    student = nn.Linear(4, 2)
+    script = {"teacher": copy.deepcopy(student)}
+    watch, found = in_space(script)
+    watch.look("step", 0)
+    script["teacher"] = copy.deepcopy(student)
+    watch.look("step", LATE)
+    assert found == {}, "it is the same"
+    for late in (LATE + 1, LATE + 2):
+        in_place(student)
+        before = weakref.ref(script["teacher"])
+        script["teacher"] = copy.deepcopy(student)
+        assert before() is None, "what the script lets go of is gone"
+        watch.look("step", late)
+        assert torch.equal(carried(found, "script/teacher"), student.weight)
+        found["script/teacher"][1]({"weight": torch.zeros(2, 4), "bias": torch.zeros(2)})
+        assert script["teacher"].weight.eq(0).all()
+
+
+@pytest.mark.parametrize("look", ["step", "section"])
+def test_a_model_that_is_made_late_is_carried_at_once(look: str) -> None:
+    student = nn.Linear(4, 2)
+    pool = [copy.deepcopy(student)]
+    watch, found = keeping(pool=pool)
+    for version in range(LATE):
+        watch.look("step", version)
+    in_place(student)
+    pool.append(copy.deepcopy(student))
+    searches: list[int] = []
+    search = watch._kept.search
+    watch._kept.search = lambda: searches.append(search())  # type: ignore[method-assign, func-returns-value]
+    if look == "step":
+        watch.look("step", LATE)
+    else:
+        watch.look_at_models()
+    assert list(found) == ["script/pool[1]"] and len(searches) == 1
+    nn.Linear(2, 2)
+    watch.look("step", LATE + 1)
+    assert len(searches) == 1, "one that is gone again is not looked for"
+
+
+def test_a_model_that_is_let_go_of_is_no_longer_carried_and_is_known_when_it_returns() -> None:
+    script = {"teacher": nn.Linear(4, 2), "other": nn.Linear(2, 2)}
+    watch, found = in_space(script)
+    watch.look("step", 0)
+    in_place(script["teacher"])
+    watch.look("step", 1)
+    assert list(found) == ["script/teacher"]
+    phase = {"teacher": script.pop("teacher")}
+    watch.look("step", LATE)
+    assert found == {}
+    told = watch.export()
+    newcomer, expected = in_space({"other": nn.Linear(2, 2), **phase})
+    newcomer.load(told)
+    script |= phase
+    for one in (watch, newcomer):
+        one.look("step", unasked.EVERY)
+        one.calls["step"] = unasked.EVERY - 1, 0
+        one.look("step", 1)
+    assert list(found) == list(expected) == ["script/teacher"]
+
+
+def test_a_model_that_moves_to_another_place_is_carried_there() -> None:
+    student = nn.Linear(4, 2)
+    script: dict[str, Any] = {"pool": [], "teacher": copy.deepcopy(student)}
+    watch, found = in_space(script)
+    for version in range(LATE):
+        watch.look("step", version)
+    in_place(student)
+    for count in (1, 2):
+        older = script["teacher"]
+        script["pool"].append(older)
+        script["teacher"] = copy.deepcopy(student)
+        watch.look("step", LATE + count)
+        name = f"script/pool[{count - 1}]"
+        assert sorted(found) == sorted(
+            {*(f"script/pool[{n}]" for n in range(count)), "script/teacher"}
+        )
+        assert carried(found, name).data_ptr() == older.weight.data_ptr()
+        in_place(student)
+
+
+@pytest.mark.parametrize("bound", ["when it looks first", "later"])
+def test_a_loop_variable_gives_no_second_name(bound: str) -> None:
+    """`for ema in emas`: the shorter path leads to the last of them."""
+    script: dict[str, Any] = {"emas": [nn.Linear(4, 2), nn.Linear(4, 2)]}
+    watch, found = in_space(script)
+    watch.look("step", 0)
+    for ema in script["emas"]:
+        script["ema"] = ema
+        in_place(ema)
+    watch.look("step", 1)
+    watch.look("step", 2)
+    names = ["script/emas[0]", "script/emas[1]"]
+    assert sorted(found) == names
+    there: dict[str, Any] = {"emas": [nn.Linear(4, 2), nn.Linear(4, 2)]}
+    newcomer, expected = in_space(there)
+    if bound == "when it looks first":
+        there["ema"] = there["emas"][1]
+    newcomer.before_warm_up()
+    there["ema"] = there["emas"][0]
+    newcomer.expect(set(names))
+    assert sorted(expected) == names
+    for name in names:
+        assert carried(expected, name).data_ptr() == there["emas"][int(name[-2])].weight.data_ptr()
+
+
+def test_wrapped_tensors_are_looked_at_and_not_carried() -> None:
+    model: Any = nn.Linear(4, 2)
+    inner = torch.ones(2, 4)
+    model.weight = nn.Parameter(TwoTensor(inner, inner.clone()), requires_grad=False)
+    watch, found = watching(model)
+    model.bias.data.add_(1)
+    other, _ = watching(model)
+    watch.look("step", LATE)
+    assert list(found["script/ema"][0]()) == ["bias"]
+    inner.mul_(2)
+    other.calls["step"] = 1, 0
+    with pytest.raises(UsageError, match="ema has parameters of a class of its own"):
+        other.look("step", 1)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_gathered_parameters_of_a_frozen_model_are_no_change(changes: bool) -> None:
+    """FSDP2 leaves those of the root gathered behind a forward without a backward."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        model: Any = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)).requires_grad_(False)
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        watch, found = keeping(teacher=model)
+        for version in range(LATE):
+            watch.look("step", version)
+            model(torch.ones(2, 4))
+        assert found == {}
+        watch.calls["step"] = 1, 0
+        if changes:
+            model.reshard()
+            model[1].weight.to_local().mul_(2)
+        watch.look("step", 1)
+        assert list(found) == (["script/teacher"] if changes else [])
+        if changes:
+            model(torch.ones(2, 4))
+            assert all(isinstance(x, DTensor) for x in found["script/teacher"][0]().values())
+    finally:
+        dist.destroy_process_group()

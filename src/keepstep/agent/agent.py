@@ -312,10 +312,6 @@ class Agent:
 
     # ----------------------------------------------------------------- watching
 
-    def vault_held(self) -> dict[int, tuple[int, int]]:
-        """Ranks whose state is in this agent's memory: rank -> bytes held, bytes reserved."""
-        return self._blobs.vault.held()
-
     def _pages(self, rank: int) -> list[PageReader]:
         return self._workers.pages(rank)
 

@@ -80,8 +80,8 @@ _BASES: Final = frozenset({"abc", "collections", "contextlib", "enum", "types", 
 
 
 class Found(dict[str, Any]):
-    """Objects by path. `routes` leads to each of them again (`follow`); `aliases` are other paths
-    to them, each with the first one."""
+    """Objects by path; `aliases` are other paths to them, each with the first one. `routes` leads
+    along each path again (`follow`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,6 +113,7 @@ def find(
         if id(node) in seen or type(node) in _PLAIN:
             if id(node) in names:
                 found.aliases.setdefault(path, names[id(node)])
+                found.routes.setdefault(path, route)
             continue
         if len(seen) >= limit:
             found.cut_at = found.cut_at or path

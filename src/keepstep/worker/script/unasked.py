@@ -3,12 +3,15 @@ optimizer keeps beside its state_dict (attributes.py).
 
 A target network that follows the trained one, a teacher that is updated now and then, a scheduler
 that was not given to `attach`: the step depends on them, and a newcomer builds them anew. They are
-found where the script keeps them (graph.py) and registered as if the script had done so, under the
+found where the script keeps them (kept.py) and registered as if the script had done so, under the
 path that leads to them. A model is registered once its tensors have changed: one that never does is
-what the newcomer builds. The content of small ones is looked at in every step, that of large ones
-now and then; of these, every step looks at version counters and at some elements of each tensor,
-because `p.data.mul_(...)` counts no version, or on a device at its place. All ranks look at the
-same time, newcomers too: what only some of them find is each rank's own (witness.py).
+what the newcomer builds. One that is made when training has begun is registered at once: the copy
+of a trained model is another one on a newcomer.
+
+The content of small ones is looked at in every step, that of large ones now and then; of these,
+every step looks at version counters and at some elements of each tensor, because `p.data.mul_(...)`
+counts no version, or on a device at its place. All ranks look at the same time, newcomers too: what
+only some of them find is each rank's own (witness.py).
 
 Until one is registered, nobody carries it and nothing undoes what is done to it. So a newcomer's
 warm-up, and a first call that is tried again, put back what they have changed, from a copy of all
@@ -20,17 +23,22 @@ done since the last one is part of the state that a newcomer copies there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, NamedTuple
 
 import torch
 import xxhash
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from keepstep.errors import UsageError
 from keepstep.worker.device import extension
-from keepstep.worker.script import attributes, graph
+from keepstep.worker.script import attributes
+from keepstep.worker.script.kept import Kept
 from keepstep.worker.script.roots import Roots
-from keepstep.worker.state import codec
+from keepstep.worker.state import codec, fsdp
 
 PREFIX: Final = "script/"
 OF_OPTIMIZERS: Final = PREFIX + attributes.PREFIX
@@ -42,11 +50,22 @@ PLAIN = (torch.Tensor, nn.Parameter)
 NOTHING = torch.empty(0, device="cpu")
 
 Tensors = dict[str, torch.Tensor]
-Register = Callable[[str, Callable[[], Any], Callable[[Any], None]], None]
+Register = Callable[[str, Callable[[], Any], Callable[[Any], None], Any], None]
+
+
+class _Content(NamedTuple):
+    """Of a model, when it was looked at."""
+
+    samples: bytes
+    plain: bytes
+    wrapped: bytes
+    kinds: list[type]
+    small: bool
 
 
 class Unasked:
-    """`knows(thing)`: it is attached or registered. `register(name, save, load)` does just that."""
+    """`knows(thing)`: it is attached or registered. `register(name, save, load, thing)` does just
+    that, `unregister(name)` the opposite."""
 
     def __init__(
         self,
@@ -54,19 +73,30 @@ class Unasked:
         knows: Callable[[Any], bool],
         content: Callable[[torch.Tensor], bytes],
         register: Register,
+        unregister: Callable[[str], None],
         optimizers: dict[str, torch.optim.Optimizer],
     ) -> None:
-        self._roots, self._knows, self._content = roots, knows, content
-        self._register = register
+        self._knows, self._content = knows, content
+        self._register, self._unregister = register, unregister
+        self._kept = Kept(roots, self._wanted)
         self.calls: dict[str, tuple[int, int]] = {}  # by site: how many, version at the last one
-        self._contents: dict[str, tuple[bytes, bytes]] = {}  # samples and content of models
-        self._models: dict[str, nn.Module] = {}  # not changed so far
+        self._contents: dict[str, _Content] = {}  # of models
+        self._models: set[str] = set()  # not changed so far
+        self._others: dict[str, set[str]] = {}  # tensors of registered models that are attached
+        self._sharded: dict[str, bool] = {}  # registered models
+        self._lost: set[str] = set()  # that were registered, and no path leads to them any more
         self._optimizers = optimizers
         self._attributes: dict[str, attributes.Attribute] = {}  # of theirs, likewise
         self._count = -1  # of all of theirs
         self._looked = False
         self._put_back: Callable[[], str] | None = None
         self.names: set[str] = set()
+
+    def export(self) -> dict[str, Any]:
+        return {"calls": self.calls, "lost": sorted(self._lost)}
+
+    def load(self, told: dict[str, Any]) -> None:
+        self.calls, self._lost = told.get("calls", {}), set(told.get("lost", ()))
 
     def look(self, site: str, version: int) -> None:
         """At the entry of a step, before anybody is told of the state."""
@@ -75,31 +105,73 @@ class Unasked:
             calls += 1
             self.calls[site] = calls, version
         deep = calls <= FIRST or calls % EVERY == 0
+        self._follow()
         if deep or not self._looked:
             self._discover(registers=deep)
-        self.look_at_models(deep=deep)
+        self._look(deep=deep)
         self._put_back = self._copied() if deep else None
 
+    def look_at_models(self) -> None:
+        """At the entry of a section, and where the script ends."""
+        self._put_back = None
+        if self._looked:
+            self._follow()
+        self._look(deep=False)
+
+    def _follow(self) -> None:
+        """Names may stand for other objects by now, and there may be new ones."""
+        exchanged, lost = self._kept.follow()
+        for path in exchanged & self._registered():
+            self._add(path)
+        self._models -= lost
+        for path in sorted(lost & self._registered()):
+            self._lost.add(path)
+            self.names.discard(PREFIX + path)
+            self._unregister(PREFIX + path)
+        if self._looked:
+            made = not all(map(self._knows, self._kept.made()))
+            if made or self._kept.homeless:
+                self._discover(registers=False)
+
+    def _registered(self) -> set[str]:
+        return {name.removeprefix(PREFIX) for name in self.names}
+
     def _discover(self, *, registers: bool) -> None:
-        for path, thing in self._find().items():
-            if isinstance(thing, nn.Module):
-                self._models[path] = thing
+        self._kept.search()
+        for path in self._kept:
+            thing = self._kept.get(path)
+            if thing is None or path in self._models or PREFIX + path in self.names:
+                continue
+            if path in self._lost or (self._looked and self._is_late(thing)):
+                self._add(path)
+            elif isinstance(thing, nn.Module):
+                self._models.add(path)
             elif registers:
-                self._add(path, thing)
+                self._add(path)
         self.look_at_attributes(deep=True)
         self._looked = True
+
+    def _is_late(self, thing: Any) -> bool:
+        return isinstance(thing, nn.Module) and any(map(self._kept.is_late, thing.modules()))
+
+    def _watched(self) -> Iterator[tuple[str, nn.Module]]:
+        for path in sorted(self._models):
+            module = self._kept.get(path)
+            if module is not None:
+                yield path, module
 
     def undo(self) -> str:
         """A transaction is rolled back. Whatever it has changed that cannot be put back."""
         if self._put_back is not None:
             return self._put_back()
-        models = ((p, x) for p, x in self._models.items() if _is_plain(x))
+        models = ((p, x) for p, x in self._watched() if _is_plain(x))
         return next((path for path, x in models if self._changed(path, x, False)), "")
 
     def before_warm_up(self) -> Callable[[], str]:
         """On a newcomer. Call what it returns behind the warm-up, as `undo`."""
+        self._follow()
         self._discover(registers=False)
-        self.look_at_models(deep=True)
+        self._look(deep=True)
         models, attributes = self._copied(), self._copied_attributes()
 
         def put_back() -> str:
@@ -110,8 +182,8 @@ class Unasked:
 
     def _copied(self) -> Callable[[], str]:
         """Of models as they are now, but for what others carry."""
-        room, found = COPIED_BYTES_MAX, list[tuple[str, nn.Module, Tensors | None, bytes]]()
-        for path, module in self._models.items():
+        room, found = COPIED_BYTES_MAX, list[tuple[str, Any, Tensors | None, bytes]]()
+        for path, module in self._watched():
             if not _is_plain(module):
                 continue  # shards are gathered and freed by their module
             own = self._own(module)
@@ -120,11 +192,14 @@ class Unasked:
             if size <= room and not any(tensor.is_inference() for tensor in own.values()):
                 room -= size
                 copy = {key: tensor.detach().clone() for key, tensor in own.items()}
-            found.append((path, module, copy, _samples(own) if copy is None else b""))
+            found.append((path, weakref.ref(module), copy, _samples(own) if copy is None else b""))
 
         def put_back() -> str:
             left = ""
-            for path, module, copy, samples in found:
+            for path, ref, copy, samples in found:
+                module = ref()
+                if module is None:
+                    continue  # the script has let go of it
                 own = self._own(module)
                 if copy is None:
                     left = left or ("" if _samples(own) == samples else path)
@@ -163,13 +238,10 @@ class Unasked:
 
         return put_back
 
-    def look_at_models(self, *, deep: bool = False) -> None:
-        """Those that are known. At the entry of a section, and where the script ends."""
-        self._put_back = None
-        for path, module in list(self._models.items()):
+    def _look(self, *, deep: bool) -> None:
+        for path, module in self._watched():
             if self._changed(path, module, deep):
-                del self._models[path]
-                self._add(path, module)
+                self._add(path)
 
     def look_at_attributes(self, *, deep: bool = False) -> None:
         """Before the state behind an update is told to anybody."""
@@ -186,28 +258,15 @@ class Unasked:
 
     def expect(self, names: set[str]) -> None:
         """On a newcomer: what the other ranks have registered."""
+        self._follow()
         wanted = {name for name in names if name.startswith(PREFIX)} - self.names
-        for path, thing in self._find().items() if wanted else ():
-            if PREFIX + path in wanted:
-                self._add(path, thing)
+        for path in sorted(self._kept.rename({name.removeprefix(PREFIX) for name in wanted})):
+            self._add(path)
         for name in sorted(x for x in wanted if x.startswith(OF_OPTIMIZERS)):
             path = name.removeprefix(PREFIX)
             attribute = attributes.named(self._optimizers, path)
             if attribute is not None:
                 self._add_attribute(path, attribute)
-
-    def _find(self) -> dict[str, Any]:
-        found = graph.find(self._roots().script, self._wanted)
-        inside = {
-            id(inner)
-            for thing in found.values()
-            if isinstance(thing, nn.Module)
-            for inner in thing.modules()
-            if inner is not thing
-        }
-        return {
-            p: x for p, x in found.items() if id(x) not in inside and PREFIX + p not in self.names
-        }
 
     def _find_attributes(self) -> dict[str, attributes.Attribute]:
         found = attributes.find(self._optimizers, self._knows)
@@ -216,53 +275,88 @@ class Unasked:
     def _add_attribute(self, path: str, attribute: attributes.Attribute) -> None:
         self.names.add(PREFIX + path)
         self._attributes.pop(path, None)
-        self._register(PREFIX + path, attribute.save, attribute.load)
+        self._register(PREFIX + path, attribute.save, attribute.load, None)
 
     def _wanted(self, thing: Any) -> bool:
         if isinstance(thing, nn.Module):
             return not self._knows(thing) and bool(self._own(thing))
         known = torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler
-        return isinstance(thing, known) and not self._knows(thing)
+        return isinstance(thing, known) and (self._kept.holds(thing) or not self._knows(thing))
 
     def _own(self, module: nn.Module) -> Tensors:
-        return {name: tensor for name, tensor in _strided(module) if not self._knows(tensor)}
+        """What nobody else carries."""
+        found: Tensors = {}
+        for prefix, part in module.named_modules():
+            if self._knows(part):
+                continue
+            here = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+            for name, tensor in here:
+                if _is_here(tensor) and not self._knows(tensor):
+                    found[f"{prefix}.{name}" if prefix else name] = tensor
+        return found
 
     def _changed(self, path: str, module: nn.Module, deep: bool) -> bool:
+        if deep:
+            fsdp.reshard(module)
         tensors = [tensor for _, tensor in _strided(module)]
+        kinds = [type(tensor) for tensor in tensors]
         parts = [tensor if type(tensor) in PLAIN else NOTHING for tensor in tensors]
         versions = extension.load().sampled(tensors, parts, SAMPLES, False)
         before = self._contents.get(path)
+        if before is not None and not deep:
+            gathered = DTensor in before.kinds and before.kinds != kinds
+            if gathered or (before.samples == versions and not before.small):
+                return False
         small = (  # and nothing waits for a device
             sum(tensor.nbytes for tensor in tensors) <= HASHED_BYTES_MAX
             and all(tensor.device.type == "cpu" for tensor in tensors)
         )
-        if before is not None and before[0] == versions and not deep and not small:
-            return False
+        plain, wrapped = self._hash(tensors), self._hash(_wrapped(module))
+        now = _Content(versions, plain, wrapped, kinds, small)
+        self._contents[path] = now
+        if before is not None and before.wrapped != now.wrapped:
+            raise UsageError(
+                f"{path} has parameters of a class of its own, which change and cannot be carried",
+                hint="attach it, or convert it to plain tensors",
+            )
+        return before is not None and before.plain != now.plain
+
+    def _hash(self, tensors: Iterable[torch.Tensor]) -> bytes:
         hashed = xxhash.xxh3_128()
         for tensor in tensors:
             hashed.update(self._content(tensor))
-        self._contents[path] = versions, hashed.digest()
-        return before is not None and before[1] != hashed.digest()
+        return hashed.digest()
 
-    def _add(self, path: str, thing: Any) -> None:
-        name = PREFIX + path
-        self.names.add(name)
-        self._models.pop(path, None)
+    def _add(self, path: str) -> None:
+        name, thing = PREFIX + path, self._kept.get(path)
+        self._models.discard(path)
+        self._lost.discard(path)
         if not isinstance(thing, nn.Module):
-            self._register(name, thing.state_dict, thing.load_state_dict)
+            self.names.add(name)
+            self._register(name, thing.state_dict, thing.load_state_dict, thing)
             return
-
-        others = {key for key, _ in _strided(thing)} - self._own(thing).keys()
+        fsdp.reshard(thing)
+        tensors = dict(_strided(thing))
+        self._others[path] = tensors.keys() - self._own(thing).keys()
+        self._sharded[path] = any(map(_is_shard, tensors.values()))
+        if name in self.names:
+            return  # it stands for another model now
 
         def save() -> Tensors:
             """As they are now: `p.data = ...` and assigned buffers are other memory."""
-            return {key: x.detach() for key, x in _strided(thing) if key not in others}
+            module, others = self._kept.get(path), self._others[path]
+            if module is None:
+                return {}
+            if self._sharded[path]:
+                fsdp.reshard(module)
+            return {key: x.detach() for key, x in _strided(module) if key not in others}
 
         def load(state: Tensors) -> None:
             for key in {**save(), **state}:
-                _put(thing, key, state.get(key))
+                _put(self._kept.get(path), key, state.get(key))
 
-        self._register(name, save, load)
+        self.names.add(name)
+        self._register(name, save, load, thing)
 
 
 def _strided(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -271,11 +365,38 @@ def _strided(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _is_here(tensor: torch.Tensor) -> bool:
+    if type(tensor) not in PLAIN and (nn.parameter.is_lazy(tensor) or _is_wrapper(tensor)):
+        return False
+    return tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _is_shard(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor)
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Of other tensors, without memory of its own: quantized weights, for example."""
     return (
-        tensor.layout is torch.strided
-        and tensor.device.type != "meta"
-        and not nn.parameter.is_lazy(tensor)
+        type(tensor) not in PLAIN
+        and not _is_shard(tensor)
+        and is_traceable_wrapper_subclass(tensor)
     )
+
+
+def _wrapped(module: nn.Module) -> Iterator[torch.Tensor]:
+    """What such tensors are made of."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if _is_wrapper(tensor):
+            yield from _made_of(tensor)
+
+
+def _made_of(tensor: Any) -> Iterator[torch.Tensor]:
+    for name in tensor.__tensor_flatten__()[0]:
+        part = getattr(tensor, name)
+        if _is_wrapper(part):
+            yield from _made_of(part)
+        else:
+            yield part
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -75,7 +75,8 @@ class Known:
                 yield f"{prefix}/{name}", tensor
 
     def _know(self) -> None:
-        stamp = len(self._rank.objects) + sum(len(o.state) for o in self._rank.optimizers.values())
+        objects, optimizers = self._rank.objects.values(), self._rank.optimizers.values()
+        stamp = sum(map(id, objects)) + sum(len(one.state) for one in optimizers)
         if stamp != self._known_at:
             self._known_at = stamp
             found = self._attached()

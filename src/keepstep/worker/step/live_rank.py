@@ -71,7 +71,12 @@ class LiveRank(RankFacts):
         self.side = SideState(self, parts, self.publisher)
         self.changes = Parameters(self, self.redundancy)
         self.unasked = Unasked(
-            self.roots, self.known.knows, content, self._register_unasked, optimizers
+            self.roots,
+            self.known.knows,
+            content,
+            self._register_unasked,
+            self._unregister_unasked,
+            optimizers,
         )
         self.agreement = Agreement()
         self.replicated = Replicated(self, self.make_own)
@@ -141,7 +146,7 @@ class LiveRank(RankFacts):
         self.objects[item.name] = item
         self.state = self._new_state()
 
-    def _register_unasked(self, name: str, save: Any, load: Any) -> None:
+    def _register_unasked(self, name: str, save: Any, load: Any, thing: Any) -> None:
         own = name.startswith(OF_OPTIMIZERS) and not isinstance(save(), bool)
         if own and self.redundancy.needed:  # it makes updates again, and they would change it
             raise UsageError(
@@ -150,16 +155,27 @@ class LiveRank(RankFacts):
                 "could not be made again",
                 hint="keep it in optimizer.state[parameter]",
             )
-        item = self.objects[name] = Registered(name, save, load)
-        item.alike = name.startswith(OF_OPTIMIZERS) or changes_alike(
-            getattr(save, "__self__", None)
-        )
+        scaler = thing if hasattr(thing, "_per_optimizer_states") else None
+        item = Registered(name, save, load, scaler=scaler)
+        item.alike = name.startswith(OF_OPTIMIZERS) or changes_alike(thing)
+        before = self.objects.get(name)  # another object, in the same place
+        if before is not None:
+            item.per_rank, item.own = before.per_rank, before.own
+        self.objects[name] = item
         self.state = self._new_state()
+        if before is not None:
+            return
         self.replicated.unmet = True
         self.warn(
             f"{name.removeprefix('script/')} is used by the script and was not given to attach: it "
             "is carried as if it were registered"
         )
+
+    def _unregister_unasked(self, name: str) -> None:
+        """The script has let go of it."""
+        del self.objects[name]
+        self.replicated.leave(name)
+        self.state = self._new_state()
 
     def make_own(self, name: str, why: str) -> None:
         """A registered object is not the same on all ranks, although nobody said so."""
@@ -221,7 +237,7 @@ class LiveRank(RankFacts):
             "objects": sorted(self.replicated.changing),
             "per_rank": sorted(name for name, item in self.objects.items() if item.per_rank),
             "behind": self.side.behind.export(),
-            "looked": self.unasked.calls,
+            "looked": self.unasked.export(),
         }
 
     def _load_flags(self, saved: dict[str, Any]) -> None:
@@ -241,7 +257,7 @@ class LiveRank(RankFacts):
             if name in self.objects:
                 self.objects[name].per_rank = True
         self.behind_elsewhere = saved.get("behind", {})
-        self.unasked.calls = saved.get("looked", {})
+        self.unasked.load(saved.get("looked", {}))
 
     def _load_updates(self, updated: list[str]) -> None:
         self.redundancy.updated = updated
