@@ -18,6 +18,7 @@ from keepstep.worker.script.position import Tracker
 from keepstep.worker.script.rank_streams import RankStreams
 from keepstep.worker.state.gradients import Gradients
 from keepstep.worker.step import updates
+from keepstep.worker.step.call import BARE
 from keepstep.worker.step.passes import Passes
 from keepstep.worker.step.recovery import Recovery
 from keepstep.worker.step.transaction import Transactions
@@ -188,6 +189,25 @@ def test_side_state_is_sent_ahead_at_the_last_backward_pass_of_a_step(world: Any
     transactions.run("section", False, lambda: passes(1))
     passes(1)  # outside of any
     assert seen == [1]
+
+
+def test_a_section_is_undone_like_a_step_unless_it_is_one_collective(world: Any) -> None:
+    live, _, transactions, _ = world("RETRY")
+    tried: list[str] = []
+
+    def evaluate() -> None:
+        transactions.passes.saw_collective("all_reduce", (), {})
+        live.changes.collective.assert_called_with("evaluate:1")
+        tried.append(live.changes.enter.call_args.args)
+
+    transactions.run("evaluate:1", False, evaluate)
+    assert tried == [("evaluate:1", False)] * 2  # its first fence is interrupted
+    assert live.changes.before_fence.call_count == 2 and live.changes.undo.called
+    live.changes.reset_mock()
+    live.publisher.publish.side_effect = [OSError("the buddy is gone"), None]
+    transactions.run(f"all_reduce{BARE}", False, lambda: None)
+    for name in ("enter", "before_fence", "undo", "left_changed", "collective"):
+        assert not getattr(live.changes, name).called, name
 
 
 def test_an_update_outside_of_steps_is_refused_if_it_changes_something(world: Any) -> None:

@@ -30,6 +30,7 @@ from keepstep.worker.state import codec, fsdp, roundtrip
 from keepstep.worker.state.objects import registered
 from keepstep.worker.state.tensors import memory, on_cpu
 from keepstep.worker.step import trace
+from keepstep.worker.step.call import BARE
 from keepstep.worker.step.live_rank import LiveRank
 from keepstep.worker.step.newcomer import Newcomer
 from keepstep.worker.step.recovery import Recovery
@@ -305,7 +306,7 @@ class Session(PlainSession):
             transactions.passes.saw_collective(name, args, kwargs)
             return call()
         bare = Bare(name, call, args, kwargs)
-        return bare.give(self._run(f"{name} (bare)", False, bare))
+        return bare.give(self._run(f"{name}{BARE}", False, bare))
 
     def _finish(self) -> None:
         self._recovery.refuse_debt()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from keepstep.errors import UsageError
 from keepstep.worker.state import codec, shards
 
 SNAPSHOT_BYTES_MAX = 64 << 10
+OUTGROWN_BYTES, OUTGROWN_S = 1 << 20, 0.005  # a copy that is worth a word
 
 
 class Registered:
@@ -47,6 +49,7 @@ class Registered:
         self.undoable = self.size <= SNAPSHOT_BYTES_MAX
         self.sharded = any(isinstance(tensor, DTensor) for tensor in tensors)
         self.plain = not tensors
+        self._outgrown = self.size > SNAPSHOT_BYTES_MAX  # it has been small, and that has been said
 
     def own_tensors(self) -> dict[int, torch.Tensor]:
         """What only this rank has of it, by place."""
@@ -72,6 +75,20 @@ class Registered:
     def snapshot(self) -> bytes | None:
         return codec.dumps_inline(self.save()) if self.undoable or self.per_rank else None
 
+    def outgrown(self, size: int, seconds: float) -> str:
+        """Once, if its copies have become large or slow since it was registered."""
+        slow = size > SNAPSHOT_BYTES_MAX and seconds > OUTGROWN_S
+        if self._outgrown or not (slow or size > OUTGROWN_BYTES):
+            return ""
+        self._outgrown = True
+        return (
+            f"registered object {self.name.removeprefix('script/')!r} has grown to "
+            f"{size / 2**20:.1f} MiB: copying it at the begin of every step and section takes "
+            f"{seconds * 1e3:.1f} ms (hint: register it at its full size, with its tensors "
+            "allocated; what is larger than 64 KiB then is copied only where a step changes it "
+            "before its update)"
+        )
+
     def small_snapshot(self) -> bytes | None:
         """If it is small as it is now, and nothing waits for a device."""
         data, tensors = codec.dumps(self.save())
@@ -88,6 +105,19 @@ class Registered:
 
 
 Snapshots = list[tuple[Registered, bytes | None]]
+
+
+def snapshots(items: Iterable[Registered], warn: Callable[[str], None]) -> Snapshots:
+    found: Snapshots = []
+    for item in items:
+        began = time.perf_counter()
+        snapshot = item.snapshot()
+        if snapshot is not None:
+            text = item.outgrown(len(snapshot), time.perf_counter() - began)
+            if text:
+                warn(text)
+        found.append((item, snapshot))
+    return found
 
 
 def hashed(data: bytes) -> str:

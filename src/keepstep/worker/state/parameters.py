@@ -8,9 +8,14 @@ perturb them and put them back, hand-written updates need no optimizer) are foun
 in the first steps of a call site and now and then later: version counters do not see `p.data` and
 views. From then on such a site pays for a copy of what it changes, made at the entry of each step,
 and is told so once. Registered objects that are too large to be copied at every step are treated
-alike. A site may begin with it late, in a step that nobody looks at and that must be retried. So of
-every parameter the version counter and some elements are noted at each entry; a retry that finds
-others is refused.
+alike. A site may begin with it late, in a step that nobody looks at. So of every parameter, and of
+the tensors of large objects, the version counter and some elements are noted at each entry
+(samples.py). A fence that finds others notes the site; a retry that does is refused.
+
+A section is treated like a step (averages of the weights are put in for an evaluation). It has no
+backward pass before which what is put back would be found: samples are read at its collectives
+instead, in calls that are looked at, and version counters tell it at its end. It may leave weights
+changed. Where no replica has them, the next entry refuses that, as between steps.
 
 What has no replica is rebuilt by the optimizer from the gradients (redundancy.py). So there nothing
 but the optimizer may change it: a change behind the update, or between steps, is refused by name.
@@ -26,24 +31,17 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-import numpy
 import torch
 import xxhash
 
 from keepstep.errors import UsageError
-from keepstep.worker.device import extension
 from keepstep.worker.device.digest import digest
-from keepstep.worker.state import codec, shards, step_inputs
+from keepstep.worker.state import codec, samples, shards, step_inputs
 from keepstep.worker.state.rank import RankFacts
-from keepstep.worker.state.tensors import dense, memory, on_cpu
+from keepstep.worker.state.tensors import memory, on_cpu
 
 FIRST, EVERY = 3, 1024  # calls of a site in which content is looked at: all of it, three times
-SAMPLES = 8  # elements of a parameter, in every call
 
-_RECORD = 24  # bytes: version counter, place, hash of elements (samples.h)
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-_NOTHING = torch.empty(0, device="cpu")
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NORMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -53,74 +51,6 @@ class _Signed(NamedTuple):
     here: dict[str, str]  # in host memory, by name
     norms: dict[str, torch.Tensor]  # on devices, by device and dtype
     names: dict[str, list[str]]
-
-
-class _Samples:
-    """Version counters, places and some elements of parameters, as of one moment."""
-
-    def __init__(self, parameters: dict[str, torch.nn.Parameter]) -> None:
-        self._names = list(parameters)
-        self._parameters = list(parameters.values())
-        self._sharded = any(shards.local(p) is not p for p in self._parameters)
-        self._parts = self._parts_now()
-        self._views: dict[tuple[Any, Any], dict[int, torch.Tensor]] = {}  # of what a device has
-        self._viewed: bytes | None = None
-        self._records = b""
-        self._elements: dict[tuple[Any, Any], torch.Tensor] = {}
-        self._on_device = any(part.device.type != "cpu" for part in self._parts)
-
-    def _parts_now(self) -> list[torch.Tensor]:
-        found = [shards.local(p) for p in self._parameters]
-        return [part if type(part) in _PLAIN else _NOTHING for part in found]
-
-    def _records_now(self) -> bytes:
-        if self._sharded:
-            self._parts = self._parts_now()
-        found: bytes = extension.load().sampled(self._parameters, self._parts, SAMPLES, True)
-        return found
-
-    def take(self) -> None:
-        self._records = self._records_now()
-        if self._on_device:
-            self._take_elements()
-
-    def _take_elements(self) -> None:
-        places = numpy.frombuffer(self._records, numpy.uint64)[1::3].tobytes()
-        if places != self._viewed:
-            self._viewed = places
-            self._views.clear()
-            for index, part in enumerate(self._parts):
-                if part.device.type != "cpu" and part.numel() and part.element_size() in _WORDS:
-                    words = part.detach().view(_WORDS[part.element_size()])
-                    kind = part.device, words.dtype
-                    if dense(words):
-                        self._views.setdefault(kind, {})[index] = _spread(words)
-        self._elements = {kind: torch.cat([*v.values()]) for kind, v in self._views.items()}
-
-    def changed(self, queued: bool) -> set[str]:
-        """Since they were taken. `queued`: an update was, and the device has left it out; the
-        version counters do not know that."""
-        skip = 8 if queued else 0
-        pairs = zip(_split(self._records), _split(self._records_now()))
-        found = {i for i, (before, now) in enumerate(pairs) if before[skip:] != now[skip:]}
-        for kind, views in self._views.items():
-            at = 0
-            for index, view in views.items():
-                before = self._elements[kind][at : at + len(view)]
-                at += len(view)
-                if not torch.equal(before, view):
-                    found.add(index)
-        return {self._names[index] for index in found}
-
-
-def _split(records: bytes) -> list[bytes]:
-    return [records[at : at + _RECORD] for at in range(0, len(records), _RECORD)]
-
-
-def _spread(words: torch.Tensor) -> torch.Tensor:
-    """Elements all over its memory."""
-    count = min(words.numel(), SAMPLES)
-    return words.as_strided((count,), (words.numel() // count,), words.storage_offset())
 
 
 class _Unit(Protocol):
@@ -145,7 +75,9 @@ class Parameters:
     def __init__(self, me: RankFacts, vault: _Vault) -> None:
         self._me = me
         self._vault = vault
-        self._samples: _Samples | None = None
+        self._samples: samples.Samples | None = None
+        self._objects = samples.Objects(me)
+        self._step = True  # not a section
         self._queued = False
         self._calls: Counter[str] = Counter()
         self._changing: dict[str, set[str]] = {}  # site -> names of what it changes early
@@ -181,17 +113,19 @@ class Parameters:
 
     # ------------------------------------------------------------------ the life of a step
 
-    def enter(self, site: str) -> None:
+    def enter(self, site: str, step: bool = True) -> None:
+        self._step = step
         self._calls[site] += 1
-        calls = self._calls[site]
-        looked = calls <= FIRST or calls % EVERY == 0
+        looked = _is_looked_at(self._calls[site])
         self._entry = self._contents() if looked else None
-        if self._updated is not None and self._entry is not None:
-            self._refuse(self._updated, self._entry, "between steps")
-        self._updated = None
+        if step:
+            if self._updated is not None and self._entry is not None:
+                self._refuse(self._updated, self._entry, "between steps")
+            self._updated = None
         if self._samples is None:
-            self._samples = _Samples(self._all())
+            self._samples = samples.Samples(self._all().keys(), self._all().values())
         self._samples.take()
+        self._objects.enter(looked)
         self._queued = False
         changing = self._changing.get(site)
         self._copies = {}
@@ -201,12 +135,16 @@ class Parameters:
 
     def fence(self, site: str, updating: bool) -> None:
         self.between()
-        if self._entry is None:
-            return
-        self.midway(site)
-        if self._vault.needed or not updating:
+        self.before_fence(site)
+        if self._entry is not None and (self._vault.needed or not updating):
             how = "before the update" if updating else "without an optimizer"
             self._refuse(self._entry, self._contents(), f"in step {site!r} {how}")
+
+    def before_fence(self, site: str) -> None:
+        """What has begun to change in a call that is not looked at is found here at the latest."""
+        self.midway(site)
+        if self._entry is None:
+            self._note(site, self._sampled(waits=False))
 
     def queued(self) -> None:
         """An update is queued on a device, which may yet leave it out."""
@@ -217,11 +155,19 @@ class Parameters:
         if self._entry is not None:
             now = self._contents()
             names = {name for name, before in self._entry.items() if now.get(name) != before}
-            if self._samples is not None:  # written to, or moved, with the same content
-                names |= self._samples.changed(self._queued)
-            new = names - self._changing.setdefault(site, set())
-            if new:
-                self._note(site, new)
+            self._note(site, names | self._sampled())  # or written to, or moved: the same content
+
+    def collective(self, site: str) -> None:
+        """In a section: what is put back before its end, and counts no version, is changed here."""
+        if self._entry is not None:
+            self._note(site, self._sampled())
+
+    def _sampled(self, *, waits: bool = True) -> set[str]:
+        """What has changed since the entry, as far as samples tell."""
+        if self._samples is None:
+            return set()
+        found = self._samples.changed(self._queued, waits=waits)
+        return found | self._objects.changed(self._queued, waits=waits)
 
     def export(self) -> dict[str, list[str]]:
         return {site: sorted(names) for site, names in self._changing.items()}
@@ -234,19 +180,24 @@ class Parameters:
                 if f"object {name}" in names:
                     item.undoable = True
 
-    def _note(self, site: str, new: set[str]) -> None:
-        self._changing[site] |= new
+    def _note(self, site: str, names: set[str]) -> None:
+        new = names - self._changing.get(site, set())
+        if not new:
+            return
+        self._changing.setdefault(site, set()).update(new)
         own = self._all()
         size = sum(shards.local(own[name]).nbytes for name in new if name in own)
         for name, item in self._me.objects.items():
             if f"object {name}" in new:
                 item.undoable = True
                 size += item.size
-        first = min(new)
+        kind, where = "step", " before its optimizer's update"
+        if not self._step:
+            kind, where = "section", ""
         self._me.warn(
-            f"step {site!r} changes {len(new)} tensors before its optimizer's update (first: "
-            f"{first}): {size / 2**20:.1f} MiB are copied at its begin from now on, so that a "
-            "retry finds them as they were"
+            f"{kind} {site!r} changes {len(new)} tensors{where} (first: {min(new)}): "
+            f"{size / 2**20:.1f} MiB are copied at its begin from now on, so that a retry finds "
+            "them as they were"
         )
 
     def updated(self) -> None:
@@ -329,9 +280,13 @@ class Parameters:
         if self._entry is not None:
             now = self._contents()
             return min((n for n, was in self._entry.items() if now.get(n) != was), default="")
-        if self._samples is None:
-            return ""
-        return min(self._samples.changed(self._queued) - self._copies.keys(), default="")
+        found = self._sampled() - self._copies.keys()
+        return min(found or self._objects.moved(), default="")
+
+
+def _is_looked_at(calls: int) -> bool:
+    """Often at first, and now and then: also in calls 4, 8, 16 and so on."""
+    return calls <= FIRST or calls % EVERY == 0 or calls & (calls - 1) == 0
 
 
 def content(tensor: Any) -> bytes:

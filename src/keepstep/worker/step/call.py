@@ -9,6 +9,8 @@ from keepstep.errors import KeepstepError
 from keepstep.worker.state.objects import Undo
 from keepstep.worker.step.finish import Finishing
 
+BARE = " (bare)"  # ends the site of a section without code of the user's: one collective
+
 
 @dataclass
 class Call:
@@ -34,6 +36,10 @@ class Call:
 
     warming: bool = False  # a newcomer's warm-up: no fence, no rules
     finishing: Finishing | None = None  # a newcomer makes the rest of a step
+
+    @property
+    def bare(self) -> bool:
+        return self.site.endswith(BARE)
 
     def begin(self, site: str, step: bool) -> None:
         self.site, self.step = site, step

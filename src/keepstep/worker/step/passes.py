@@ -14,6 +14,7 @@ from keepstep.errors import UsageError
 from keepstep.worker.groups import reducers
 from keepstep.worker.script.tree import Txn
 from keepstep.worker.state import buckets
+from keepstep.worker.step.call import BARE
 from keepstep.worker.step.fencing import Fencing
 from keepstep.worker.step.updates import TRAIN_INSIDE
 
@@ -71,7 +72,7 @@ class Passes:
         training step, in C++: here that is a section. What it does to the buffers is part of the
         state at its fence."""
         names = {id(m): name for name, m in buckets.modules(self.live.parameters).items()}
-        site = f"buffers of DistributedDataParallel {names.get(id(module), '')} (bare)"
+        site = f"buffers of DistributedDataParallel {names.get(id(module), '')}{BARE}"
         replay = self.live.tracker.replay
         if replay is not None:  # a newcomer: its own module has no training step behind it
             expected = replay.expected()
@@ -104,6 +105,9 @@ class Passes:
 
     def saw_collective(self, name: str, args: Any, kwargs: Any) -> None:
         self.refuse_collective(f"collective {name}")
+        call = self.call
+        if call.site and not (call.step or call.bare or call.warming):
+            self.live.changes.collective(call.site)
         given = [*args, *kwargs.values()]
         self.live.agreement.collective(name, [x for x in given if isinstance(x, torch.Tensor)])
 

@@ -22,7 +22,7 @@ from keepstep.worker.device import cuda
 from keepstep.worker.script import results
 from keepstep.worker.script.frames import script_frames
 from keepstep.worker.state import fsdp
-from keepstep.worker.state.objects import Snapshots, Undo, digests
+from keepstep.worker.state.objects import Snapshots, Undo, digests, snapshots
 from keepstep.worker.step import trace
 from keepstep.worker.step.call import Call
 from keepstep.worker.step.fencing import Fencing
@@ -80,6 +80,8 @@ class Transactions:
                     live.injector.point(point, live.version)
                 result = function()
                 if not self.call.fenced:
+                    if not (step or self.call.bare):
+                        live.changes.before_fence(site)
                     known = results.keep(result)[1]
                     self.fencing.publish(
                         updating=False, result=known if isinstance(known, bytes) else None
@@ -136,7 +138,7 @@ class Transactions:
 
     def _snapshots(self) -> Snapshots:
         """Of registered objects, as the transaction finds them."""
-        found = [(item, item.snapshot()) for item in self.live.objects.values()]
+        found = snapshots(self.live.objects.values(), self.live.warn)
         self.live.replicated.enter_objects(digests(found))
         return found
 
@@ -166,8 +168,8 @@ class Transactions:
         if live.world > 1:
             live.replicated.enter(live.tick)
         live.changes.between()
-        if step:
-            live.changes.enter(site)
+        if not self.call.bare:
+            live.changes.enter(site, step)
         if step:
             live.redundancy.begin()
             self.fencing.own.begins()
@@ -191,7 +193,7 @@ class Transactions:
         live.flags.load(undo.flags)
         live.gradients.undo()
         live.cells.undo()
-        if self.call.step:
+        if not self.call.bare:
             live.changes.undo()
             self._left_changed = self._left_changed or live.changes.left_changed()
         self._left_changed = self._left_changed or live.unasked.undo()
