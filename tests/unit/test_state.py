@@ -201,7 +201,7 @@ def test_a_fingerprint_names_what_changed() -> None:
     rank.optimizer.param_groups[0]["lr"] = 0.125
     after = rank.set.fingerprint()
     changed = {name for name in before if before[name] != after[name]}
-    assert changed == {"model/net/first.weight", "meta"}
+    assert changed == {"model/net/first.weight", "optimizer main", "meta"}
 
 
 def test_shared_tensors_and_second_names_of_a_model_travel_once() -> None:

@@ -319,7 +319,7 @@ class Session(PlainSession):
         """The script ends, or takes its process groups down: the last boundary there is."""
         newcomer = self._newcomer
         if newcomer is not None and newcomer.had.installed and not newcomer.joined:
-            newcomer.enter()
+            newcomer.end()
         self._live.unasked.look_at_models()
         self._transactions.carry_out_agreed()
 

@@ -204,7 +204,8 @@ class Export:
     # -- digest
 
     def fingerprint(self) -> dict[str, bytes]:
-        """Digests of everything a replica shares, by name; of what is no tensor under "meta"."""
+        """Digests of everything a replica shares, by name: of tensors, of what else objects and
+        optimizers have, and of all that is no tensor under "meta"."""
         exported = self.export()
         found = {
             name: digest(tensor)
@@ -212,6 +213,10 @@ class Export:
             else xxhash.xxh3_128_digest(memory(on_cpu(tensor)))
             for name, tensor in exported.tensors.items()
         }
+        meta = codec.loads_inline(exported.meta)
+        for kind in ("object", "optimizer"):
+            for name, entry in meta[f"{kind}s"].items():
+                found[f"{kind} {name}"] = xxhash.xxh3_128_digest(codec.dumps_inline(entry))
         return {**found, "meta": xxhash.xxh3_128_digest(exported.meta)}
 
     def digest(self) -> str:

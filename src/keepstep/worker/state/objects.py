@@ -188,7 +188,11 @@ class Undo:
             for groups in (o.param_groups for o in optimizers)
         ]
         self._optimizers = optimizers
-        self._objects = objects
+        self.objects = objects
+
+    def hyper(self) -> list[list[dict[str, Any]]]:
+        """Of each optimizer, of each of its groups."""
+        return [[saved for saved, _ in groups] for groups in self._groups]
 
     def undo(self) -> None:
         for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
@@ -198,5 +202,5 @@ class Undo:
                     del group[key]
                 group.update(saved)
                 group["params"][:] = parameters
-        for obj, snapshot in self._objects:
+        for obj, snapshot in self.objects:
             obj.undo(snapshot)

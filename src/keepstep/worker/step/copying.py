@@ -51,6 +51,7 @@ class Copying:
         self.assign = assign
         self.had = had
         self.fingerprint: dict[str, bytes] = {}
+        self._command: commands.Copy | None = None  # of the last copy
         self._lost_in, self._lost_sources = -1, set[int]()
         self._missing = frozenset[str]()  # of the last copy: no source had these
         # Registered objects that were rebuilt from the vault, with what follows from the update.
@@ -71,6 +72,7 @@ class Copying:
     def take(self, copy: commands.Copy) -> m.Copied | m.CopyFailed:
         said = self.copied(copy)
         if isinstance(said, m.Copied):
+            self._command = copy
             self.had.installed = True
             complete = not self.live.state.incomplete
             self.fingerprint = self.live.state.fingerprint() if complete else {}
@@ -193,6 +195,27 @@ class Copying:
                 data, tensors = codec.dumps(live.objects[item].save())
                 self._rebuilt[item] = data, [tensor.detach().clone() for tensor in tensors]
         return how
+
+    def again(self) -> bool:
+        """What replicas share, if it has been changed here. Its gradients stay."""
+        if not self.fingerprint or self._command is None or not self.changed():
+            return True
+        gradients = [(parameter, parameter.grad) for parameter in self.live.parameters]
+        said = self.copied(self._command)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        return isinstance(said, m.Copied)
+
+    def changed(self) -> list[str]:
+        """What of the shared state is not as it was copied."""
+        now, own = self.live.state.fingerprint(), self.live.cells.own()
+        return [
+            name
+            for name, copied in self.fingerprint.items()
+            if now.get(name) != copied
+            and name not in own
+            and not name.startswith(("grad/", "meta", "object/keepstep/", "object keepstep/"))
+        ]
 
     def put_rebuilt(self) -> None:
         """Where the walk ends, behind the script's variables: these have the tensors of an object

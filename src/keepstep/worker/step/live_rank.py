@@ -34,6 +34,7 @@ from keepstep.worker.state.parameters import Parameters, content
 from keepstep.worker.state.rank import RankFacts
 from keepstep.worker.state.replicated import FLAGS, StateSet
 from keepstep.worker.state.witness import Agreement, Replicated
+from keepstep.worker.step.boundary import Boundary
 from keepstep.worker.step.failures import Injector
 from keepstep.worker.step.known import Known
 from keepstep.worker.step.publishing import Publisher
@@ -81,6 +82,7 @@ class LiveRank(RankFacts):
         self.agreement = Agreement()
         self.replicated = Replicated(self, self.make_own)
         self.side.first_changes = self.replicated.first_changes
+        self.boundary = Boundary(self, lambda: self.replicated.changing | self.replicated.first)
         self.stager = Stager(self.channel, rank, world)
         self.injector = Injector(self.channel.armed, self.channel.send)
         self.unfinished = 0  # steps that others have behind them, and whose rest is made here
@@ -238,6 +240,7 @@ class LiveRank(RankFacts):
             "per_rank": sorted(name for name, item in self.objects.items() if item.per_rank),
             "behind": self.side.behind.export(),
             "looked": self.unasked.export(),
+            "boundary": self.boundary.export(),
         }
 
     def _load_flags(self, saved: dict[str, Any]) -> None:
@@ -258,6 +261,7 @@ class LiveRank(RankFacts):
                 self.objects[name].per_rank = True
         self.behind_elsewhere = saved.get("behind", {})
         self.unasked.load(saved.get("looked", {}))
+        self.boundary.load(saved.get("boundary", {}))
 
     def _load_updates(self, updated: list[str]) -> None:
         self.redundancy.updated = updated

@@ -116,6 +116,13 @@ class Newcomer:
         side, self.had.walking = self.had.walking, None
         if side is None:
             return None
+        made = self._made(site, function, seen, side)
+        self.live.boundary.put_left()
+        return made
+
+    def _made(
+        self, site: str, function: Any, seen: Encoded, side: dict[str, Any]
+    ) -> tuple[Any] | None:
         live, rest, made = self.live, side["rest"], None
         known = seen.data is not None or "result" in self.had.late
         if isinstance(rest, list) and not (self.had.ended and known):
@@ -125,6 +132,7 @@ class Newcomer:
 
             def at_fence() -> list[torch.nn.Parameter]:
                 live.side.apply(side, {})
+                live.boundary.put_found()
                 if seen.variables is not None:
                     live.variables.restore(seen.variables, stack)
                 return [live.parameters[index] for index in side["gradients"]]
@@ -135,6 +143,8 @@ class Newcomer:
                 raises=not self.had.ended and bool(side["late"]),
                 refuses=not self.had.ended and not known,
             )
+            if not self.copying.again():
+                self.recovery.leave()  # whoever it was copied from is lost: another one begins
             if made is not None and not self.had.ended:
                 self.copying.put_rebuilt()
                 self._alone = groups.alone_operations()
@@ -294,6 +304,22 @@ class Newcomer:
         )
         live.page.where("held")
         self._drive(self._protocol.ready(ready))
+
+    def end(self) -> None:
+        """At the script's end, behind its last transaction; all others have come to theirs."""
+        names = self.copying.changed() if self.copying.fingerprint else []
+        if names:
+            rank = self.live.rank
+            self.recovery.diverged(
+                "replicas",
+                self.had.site,
+                words=f"rank {rank} was lost in its last step or behind it, and behind that step "
+                f"the script changes {names[0]} (and {len(names) - 1} more), which the other ranks "
+                f"had done when it was copied from them: whatever the newcomer of rank {rank} has "
+                "written since may be wrong",
+                agreed=self.live.version,
+            )
+        self.enter()
 
     def enter(self) -> None:
         """At the entry of the transaction that comes next, or at the script's end."""

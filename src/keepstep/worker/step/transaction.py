@@ -253,6 +253,8 @@ class Transactions:
                 live.warn(text)
         if step:
             live.redundancy.updated = self.call.updated
+        if self.call.undo is not None:
+            live.boundary.passed(self.call.undo)
         live.committed(step)
         live.page.where("outside")
         if step and live.injector:
