@@ -288,6 +288,19 @@ def test_a_script_that_goes_another_way_is_told_so() -> None:
         newcomer.section("evaluate")
 
 
+def test_loops_that_take_turns_and_are_begun_anew_are_refused() -> None:
+    world = World()
+    loaders = [range(3), range(2)]
+    iterators = [iter(world.batches(loader)) for loader in loaders]
+    with pytest.raises(UsageError, match="goes on in a loop that was over"):
+        for turn in range(12):
+            batch = next(iterators[turn % 2], None)
+            if batch is None:
+                iterators[turn % 2] = iter(world.batches(loaders[turn % 2]))
+                batch = next(iterators[turn % 2])
+            world.step(batch)
+
+
 class Prepared(World):
     """A newcomer of a planned move: in its first step call it learns where the job is by now."""
 

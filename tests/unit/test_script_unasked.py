@@ -260,8 +260,8 @@ def test_a_name_stands_for_the_model_that_its_path_leads_to() -> None:
         in_place(student)
         before = weakref.ref(script["teacher"])
         script["teacher"] = copy.deepcopy(student)
-        assert before() is None, "what the script lets go of is gone"
         watch.look("step", late)
+        assert before() is None, "what the script lets go of is gone"
         assert torch.equal(carried(found, "script/teacher"), student.weight)
         found["script/teacher"][1]({"weight": torch.zeros(2, 4), "bias": torch.zeros(2)})
         assert script["teacher"].weight.eq(0).all()
@@ -328,6 +328,20 @@ def test_a_model_that_moves_to_another_place_is_carried_there() -> None:
         )
         assert carried(found, name).data_ptr() == older.weight.data_ptr()
         in_place(student)
+
+
+def test_what_is_carried_outlives_the_scripts_variables() -> None:
+    """A newcomer may copy it from ranks that have come to their scripts' end."""
+    script = {"teacher": nn.Linear(4, 2)}
+    watch, found = in_space(script)
+    watch.look("step", 0)
+    in_place(script["teacher"])
+    watch.look("step", 1)
+    weight = script.pop("teacher").weight.detach().clone()
+    watch.look_at_models(ended=True)
+    assert torch.equal(carried(found, "script/teacher"), weight)
+    watch.look_at_models()
+    assert found == {}
 
 
 @pytest.mark.parametrize("bound", ["when it looks first", "later"])

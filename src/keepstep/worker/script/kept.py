@@ -32,7 +32,7 @@ PATHS_MAX = 8  # to one object, that are followed
 
 class _Thing:
     def __init__(self, thing: Any, paths: dict[str, graph.Route]) -> None:
-        self.ref = weakref.ref(thing)  # the script may let go of it
+        self.thing = thing  # until the next look, even if the script has let go of it
         self.routes = list(paths.values())[:PATHS_MAX]
 
 
@@ -53,10 +53,10 @@ class Kept:
     def get(self, name: str) -> Any:
         """What the name stands for now; None: nothing."""
         one = self._things.get(name)
-        return one.ref() if one is not None else None
+        return one.thing if one is not None else None
 
     def holds(self, thing: Any) -> bool:
-        return any(one.ref() is thing for one in self._things.values())
+        return any(one.thing is thing for one in self._things.values())
 
     def search(self) -> None:
         """Look through all of the script."""
@@ -65,11 +65,9 @@ class Kept:
         if not self._searched:
             self._late.clear()  # a newcomer builds them, too
             self._searched = True
-        names = {id(one.ref()): name for name, one in self._things.items()}
+        names = {id(one.thing): name for name, one in self._things.items()}
         for thing, paths in self._found():
-            name = names.get(id(thing), "")
-            if not name or self.get(name) is not thing:
-                name = self._free(next(iter(paths)))
+            name = names.get(id(thing)) or self._free(next(iter(paths)))
             self._things[name] = _Thing(thing, paths)
 
     def _found(self) -> list[tuple[Any, dict[str, graph.Route]]]:
@@ -107,21 +105,23 @@ class Kept:
     def follow(self) -> tuple[set[str], set[str]]:
         """Names that stand for another object than before, and those of what is lost."""
         exchanged, lost = set[str](), set[str]()
+        before: list[weakref.ref[Any]] = []
         roots = self._roots().script if self._things else {}
         for name, one in self._things.items():
-            thing = one.ref()
             first = graph.follow(roots, one.routes[0])
-            if thing is not None and first is thing:
+            if first is one.thing:
                 continue
             others = (graph.follow(roots, route) for route in one.routes[1:])
-            if thing is not None and any(other is thing for other in others):
+            if any(other is one.thing for other in others):
                 continue
             if first is not None and self._wanted(first) and not self.holds(first):
-                one.ref = weakref.ref(first)
+                before.append(weakref.ref(one.thing))
+                one.thing = first
                 exchanged.add(name)
-                self._moved(thing)
             else:
                 lost.add(name)
+        for ref in before:
+            self._moved(ref())
         for thing, paths in self._found() if lost else ():
             for name in [name for name in lost if self.get(name) is thing]:
                 self._things[name] = _Thing(thing, paths)  # by another path
@@ -142,7 +142,7 @@ class Kept:
         for thing, paths in self._found() if wanted else ():
             name = next((path for path in paths if path in wanted), None)
             if name is not None:
-                for other in [n for n, one in self._things.items() if one.ref() is thing]:
+                for other in [n for n, one in self._things.items() if one.thing is thing]:
                     del self._things[other]
                 self._things[name] = _Thing(thing, {name: paths[name]} | paths)
                 found.add(name)

@@ -251,6 +251,12 @@ class Tracker:
         if self.in_txn:
             return
         loop.outside = loop.yields
+        if level not in self.stack:
+            raise UsageError(
+                "ks.batches goes on in a loop that was over when another one began or ended",
+                hint="open loops one inside the other, or side by side: zip(ks.batches(a), "
+                "ks.batches(b))",
+            )
         self._pop_to(level)
         level.log.clear()
         seek = self.replay.seek if self.replay is not None else None

@@ -111,10 +111,10 @@ class Unasked:
         self._look(deep=deep)
         self._put_back = self._copied() if deep else None
 
-    def look_at_models(self) -> None:
-        """At the entry of a section, and where the script ends."""
+    def look_at_models(self, *, ended: bool = False) -> None:
+        """At the entry of a section, and where the script ends: it has no variables any more."""
         self._put_back = None
-        if self._looked:
+        if self._looked and not ended:
             self._follow()
         self._look(deep=False)
 

@@ -44,6 +44,7 @@ class _Import:
     keep_gradients: bool = False  # those that are here are this rank's own
     provider: dict[str, int] = field(default_factory=dict)  # class -> which of the metas
     missing: set[str] = field(default_factory=set)
+    missing_yet: set[str] = field(default_factory=set)  # objects that the script may still make
     # where bytes arrive, and where they belong if that is another tensor
     landing: dict[str, Tensor] = field(default_factory=dict)
     final: dict[str, Tensor] = field(default_factory=dict)
@@ -80,8 +81,11 @@ class StateSet(Export):
         self.expect: Callable[[set[str]], None] = lambda _: None  # other ranks have these objects
         # Tensors that an import leaves as they are, with gradients that are here, or None.
         self.own: frozenset[str] | None = None
-        self.walking = False  # the script may still add parameter groups that the source has
-        self.incomplete = False  # an import has left such groups out
+        # The script may still add parameter groups, or make models, that the source has; an import
+        # has left such out.
+        self.walking = False
+        self.incomplete = False
+        self.comes: Callable[[str], bool] = lambda _: False  # the script may make such an object
         # Objects that the source has seen change for the first time since the last fence, and those
         # that it has not seen change before; `blind`: nobody knows how the rank that is replaced
         # had them then.
@@ -196,6 +200,10 @@ class StateSet(Export):
             return  # the source has not heard of it yet
         if name not in self.objects:
             self.expect({name})
+        if name not in self.objects and self.walking and self.comes(name):
+            self.incomplete = True
+            pending.missing_yet.add(name)
+            return
         if name not in self.objects:
             raise UsageError(
                 f"the source has a registered object {name!r}, this rank has not",
@@ -257,7 +265,9 @@ class StateSet(Export):
         objects = {
             name: entry
             for name, entry in first["objects"].items()
-            if f"object/{name}" not in pending.missing and name not in self.apart
+            if f"object/{name}" not in pending.missing
+            and name not in self.apart
+            and name not in pending.missing_yet
         }
         for name in sorted(objects, key=lambda name: name != FLAGS):  # they say what is unseen
             if name not in LAST and name not in self._as_walked():

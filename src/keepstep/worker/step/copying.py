@@ -199,7 +199,7 @@ class Copying:
     def again(self) -> bool:
         """What replicas share, if it has been changed here. Its gradients stay."""
         if not self.fingerprint or self._command is None or not self.changed():
-            return True
+            return True  # or all is copied once more at the entry
         gradients = [(parameter, parameter.grad) for parameter in self.live.parameters]
         said = self.copied(self._command)
         for parameter, gradient in gradients:
@@ -208,11 +208,15 @@ class Copying:
 
     def changed(self) -> list[str]:
         """What of the shared state is not as it was copied."""
-        now, own = self.live.state.fingerprint(), self.live.cells.own()
+        now, copied = self.live.state.fingerprint(), self.fingerprint
+        if not copied and self._command is not None:  # not all of it could be copied then
+            said = self.copied(self._command)
+            copied = self.live.state.fingerprint() if isinstance(said, m.Copied) else {}
+        own = self.live.cells.own()
         return [
             name
-            for name, copied in self.fingerprint.items()
-            if now.get(name) != copied
+            for name, digest in copied.items()
+            if now.get(name, digest) != digest
             and name not in own
             and not name.startswith(("grad/", "meta", "object/keepstep/", "object keepstep/"))
         ]

@@ -128,6 +128,7 @@ class LiveRank(RankFacts):
             lambda: bool(self.gradients.outliving) or self.gradients.carrying,
         )
         state.expect = self._expect
+        state.comes = lambda n: n.startswith(PREFIX) and not n.startswith(OF_OPTIMIZERS)
         state.apart = frozenset(self.objects.keys() - shared.keys())
         return state
 

@@ -307,7 +307,7 @@ class Newcomer:
 
     def end(self) -> None:
         """At the script's end, behind its last transaction; all others have come to theirs."""
-        names = self.copying.changed() if self.copying.fingerprint else []
+        names = self.copying.changed()
         if names:
             rank = self.live.rank
             self.recovery.diverged(
