@@ -30,7 +30,6 @@ from keepstep.worker.state.tensors import dense
 COUNT = 8  # elements of a tensor
 MOVES = 2  # of an object, before what moves of it is left out
 
-_RECORD = 24  # bytes: version counter, place, hash of elements (samples.h)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NOTHING = torch.empty(0, device="cpu")
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -70,7 +69,7 @@ class Samples:
             self._take_elements()
 
     def _take_elements(self) -> None:
-        places = numpy.frombuffer(self._records, numpy.uint64)[1::3].tobytes()
+        places = _table(self._records)[:, 1].tobytes()
         if places != self._viewed:
             self._viewed = places
             self._views.clear()
@@ -88,9 +87,8 @@ class Samples:
         now = self._records_now()
         found: set[int] = set()
         if now != self._records:
-            skip = 8 if queued else 0
-            pairs = zip(_split(self._records), _split(now))
-            found = {i for i, (before, after) in enumerate(pairs) if before[skip:] != after[skip:]}
+            differ = _table(now) != _table(self._records)
+            found.update(numpy.flatnonzero(differ[:, 1 if queued else 0 :].any(axis=1)).tolist())
         for kind, views in self._views.items() if waits else ():
             at = 0
             for index, view in views.items():
@@ -101,8 +99,9 @@ class Samples:
         return {self._names[index] for index in found}
 
 
-def _split(records: bytes) -> list[bytes]:
-    return [records[at : at + _RECORD] for at in range(0, len(records), _RECORD)]
+def _table(records: bytes) -> Any:
+    """Of each tensor its version counter, place and hash of elements (samples.h)."""
+    return numpy.frombuffer(records, numpy.uint64).reshape(-1, 3)
 
 
 def _spread(words: torch.Tensor) -> torch.Tensor:
