@@ -277,8 +277,8 @@ def test_a_model_that_is_made_late_is_carried_at_once(look: str) -> None:
     in_place(student)
     pool.append(copy.deepcopy(student))
     searches: list[int] = []
-    search = watch._kept.search
-    watch._kept.search = lambda: searches.append(search())  # type: ignore[method-assign, func-returns-value]
+    search = watch.kept.search
+    watch.kept.search = lambda: searches.append(search())  # type: ignore[method-assign, func-returns-value]
     if look == "step":
         watch.look("step", LATE)
     else:
@@ -409,3 +409,44 @@ def test_gathered_parameters_of_a_frozen_model_are_no_change(changes: bool) -> N
             assert all(isinstance(x, DTensor) for x in found["script/teacher"][0]().values())
     finally:
         dist.destroy_process_group()
+
+
+def test_a_path_through_a_list_goes_before_the_variable_of_a_loop() -> None:
+    """A newcomer looks for the first time in a later round."""
+    script: dict[str, Any] = {"teachers": [nn.Linear(4, 2), nn.Linear(4, 2)]}
+    script["teacher"] = script["teachers"][0]
+    watch, found = in_space(script)
+    watch.look("step", 0)
+    in_place(script["teacher"])
+    watch.look("step", 1)
+    assert list(found) == ["script/teachers[0]"]
+    there: dict[str, Any] = {"teachers": [nn.Linear(4, 2), nn.Linear(4, 2)]}
+    there["teacher"] = there["teachers"][1]
+    newcomer, expected = in_space(there)
+    newcomer.before_warm_up()
+    newcomer.expect(set(found))
+    first: Any = there["teachers"][0]
+    assert carried(expected, "script/teachers[0]").data_ptr() == first.weight.data_ptr()
+
+
+def test_a_name_that_was_given_is_not_taken_away() -> None:
+    teacher = nn.Linear(4, 2)
+    newcomer, expected = in_space({"teachers": [teacher], "teacher": teacher})
+    newcomer.expect({"script/teacher"})
+    newcomer.expect({"script/teacher", "script/teachers[0]"})
+    assert list(expected) == ["script/teacher"], "the other one is refused by name"
+    expected["script/teacher"][1]({"weight": torch.zeros(2, 4), "bias": torch.zeros(2)})
+    assert teacher.weight.eq(0).all()
+
+
+def test_what_is_left_out_is_not_registered_again() -> None:
+    script: dict[str, Any] = {"student": nn.Linear(4, 2)}
+    watch, found = in_space(script)
+    watch.look("step", 0)
+    for version in (1, 2):
+        script["best"] = copy.deepcopy(script["student"])
+        watch.look("step", version)
+        assert list(found) == (["script/best"] if version == 1 else [])
+        if version == 1:
+            found.clear()
+            watch.leave_out("script/best")

@@ -2,9 +2,9 @@
 
 Theory of operation
 -------------------
-An object is named after the path by which it was found first, and keeps that name: a loop variable
-may lead to it later, by a shorter path. A newcomer, which has other variables bound when it looks
-for the first time, finds it by any of its paths.
+An object is named after the path by which it was found first, and keeps that name. Paths through a
+list or another object go before variables: that of a loop leads to something else on a newcomer,
+which looks for the first time in a later round. A newcomer finds an object by any of its paths.
 
 A path may come to lead to another object: `teacher = copy.deepcopy(student)` at every epoch. The
 name then stands for the new one; the one before gets another name if it lives on. What no path
@@ -28,6 +28,7 @@ from keepstep.worker.script import graph
 from keepstep.worker.script.roots import Roots
 
 PATHS_MAX = 8  # to one object, that are followed
+VARIABLE = 2  # members of the path of a variable: its namespace, and itself
 
 
 class _Thing:
@@ -78,7 +79,7 @@ class Kept:
         paths = {path: {path: found.routes[path]} for path in found}
         for path, first in found.aliases.items():
             paths[first][path] = found.routes[path]
-        return [(thing, paths[p]) for p, thing in found.items() if id(thing) not in inside]
+        return [(x, _lasting(paths[p])) for p, x in found.items() if id(x) not in inside]
 
     def _free(self, path: str) -> str:
         while path in self._things:
@@ -92,15 +93,19 @@ class Kept:
         self._late = {key: ref for key, ref in self._late.items() if ref() is not None}
         new = []
         for key, ref, module in taken:
-            if module is not None and not self.is_late(module):
+            if module is not None and not self._made_late(module):
                 self._late[key] = ref
                 new.append(module)
         return new
 
     def is_late(self, thing: Any) -> bool:
-        """It was made when training had begun: a newcomer may make it otherwise, or not at all."""
-        ref = self._late.get(id(thing))
-        return ref is not None and ref() is thing
+        """It, or a part of it, was made when training had begun: a newcomer may make it otherwise,
+        or not at all."""
+        return isinstance(thing, nn.Module) and any(map(self._made_late, thing.modules()))
+
+    def _made_late(self, module: nn.Module) -> bool:
+        ref = self._late.get(id(module))
+        return ref is not None and ref() is module
 
     def follow(self) -> tuple[set[str], set[str]]:
         """Names that stand for another object than before, and those of what is lost."""
@@ -136,17 +141,24 @@ class Kept:
             self._late[id(thing)] = weakref.ref(thing)
             self.homeless = True
 
-    def rename(self, wanted: set[str]) -> set[str]:
-        """On a newcomer: other ranks have these names. Those that lead to something here."""
+    def rename(self, wanted: set[str], given: set[str]) -> set[str]:
+        """On a newcomer: other ranks have these names. Those that lead to something here that has
+        not been `given` another one of theirs."""
         found = set()
         for thing, paths in self._found() if wanted else ():
             name = next((path for path in paths if path in wanted), None)
-            if name is not None:
-                for other in [n for n, one in self._things.items() if one.thing is thing]:
+            others = [n for n, one in self._things.items() if one.thing is thing]
+            if name is not None and given.isdisjoint(others):
+                for other in others:
                     del self._things[other]
                 self._things[name] = _Thing(thing, {name: paths[name]} | paths)
                 found.add(name)
         return found
+
+
+def _lasting(paths: dict[str, graph.Route]) -> dict[str, graph.Route]:
+    """First those that lead through an object: a variable may be that of a loop."""
+    return dict(sorted(paths.items(), key=lambda one: len(one[1]) <= VARIABLE))
 
 
 _made: dict[int, weakref.ref[nn.Module]] = {}

@@ -78,12 +78,13 @@ class Unasked:
     ) -> None:
         self._knows, self._content = knows, content
         self._register, self._unregister = register, unregister
-        self._kept = Kept(roots, self._wanted)
+        self.kept = Kept(roots, self._wanted)
         self.calls: dict[str, tuple[int, int]] = {}  # by site: how many, version at the last one
         self._contents: dict[str, _Content] = {}  # of models
         self._models: set[str] = set()  # not changed so far
         self._others: dict[str, set[str]] = {}  # tensors of registered models that are attached
         self._sharded: dict[str, bool] = {}  # registered models
+        self._left_out: set[str] = set()  # that nobody carries
         self._lost: set[str] = set()  # that were registered, and no path leads to them any more
         self._optimizers = optimizers
         self._attributes: dict[str, attributes.Attribute] = {}  # of theirs, likewise
@@ -120,7 +121,7 @@ class Unasked:
 
     def _follow(self) -> None:
         """Names may stand for other objects by now, and there may be new ones."""
-        exchanged, lost = self._kept.follow()
+        exchanged, lost = self.kept.follow()
         for path in exchanged & self._registered():
             self._add(path)
         self._models -= lost
@@ -129,20 +130,22 @@ class Unasked:
             self.names.discard(PREFIX + path)
             self._unregister(PREFIX + path)
         if self._looked:
-            made = not all(map(self._knows, self._kept.made()))
-            if made or self._kept.homeless:
+            made = not all(map(self._knows, self.kept.made()))
+            if made or self.kept.homeless:
                 self._discover(registers=False)
 
     def _registered(self) -> set[str]:
         return {name.removeprefix(PREFIX) for name in self.names}
 
     def _discover(self, *, registers: bool) -> None:
-        self._kept.search()
-        for path in self._kept:
-            thing = self._kept.get(path)
+        self.kept.search()
+        for path in self.kept:
+            thing = self.kept.get(path)
             if thing is None or path in self._models or PREFIX + path in self.names:
                 continue
-            if path in self._lost or (self._looked and self._is_late(thing)):
+            if path in self._left_out:
+                continue
+            if path in self._lost or (self._looked and self.kept.is_late(thing)):
                 self._add(path)
             elif isinstance(thing, nn.Module):
                 self._models.add(path)
@@ -151,12 +154,14 @@ class Unasked:
         self.look_at_attributes(deep=True)
         self._looked = True
 
-    def _is_late(self, thing: Any) -> bool:
-        return isinstance(thing, nn.Module) and any(map(self._kept.is_late, thing.modules()))
+    def leave_out(self, name: str) -> None:
+        """It is unregistered."""
+        self.names.discard(name)
+        self._left_out.add(name.removeprefix(PREFIX))
 
     def _watched(self) -> Iterator[tuple[str, nn.Module]]:
         for path in sorted(self._models):
-            module = self._kept.get(path)
+            module = self.kept.get(path)
             if module is not None:
                 yield path, module
 
@@ -260,7 +265,9 @@ class Unasked:
         """On a newcomer: what the other ranks have registered."""
         self._follow()
         wanted = {name for name in names if name.startswith(PREFIX)} - self.names
-        for path in sorted(self._kept.rename({name.removeprefix(PREFIX) for name in wanted})):
+        for path in sorted(
+            self.kept.rename({n.removeprefix(PREFIX) for n in wanted}, self._registered())
+        ):
             self._add(path)
         for name in sorted(x for x in wanted if x.startswith(OF_OPTIMIZERS)):
             path = name.removeprefix(PREFIX)
@@ -281,7 +288,7 @@ class Unasked:
         if isinstance(thing, nn.Module):
             return not self._knows(thing) and bool(self._own(thing))
         known = torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler
-        return isinstance(thing, known) and (self._kept.holds(thing) or not self._knows(thing))
+        return isinstance(thing, known) and (self.kept.holds(thing) or not self._knows(thing))
 
     def _own(self, module: nn.Module) -> Tensors:
         """What nobody else carries."""
@@ -328,7 +335,7 @@ class Unasked:
         return hashed.digest()
 
     def _add(self, path: str) -> None:
-        name, thing = PREFIX + path, self._kept.get(path)
+        name, thing = PREFIX + path, self.kept.get(path)
         self._models.discard(path)
         self._lost.discard(path)
         if not isinstance(thing, nn.Module):
@@ -344,7 +351,7 @@ class Unasked:
 
         def save() -> Tensors:
             """As they are now: `p.data = ...` and assigned buffers are other memory."""
-            module, others = self._kept.get(path), self._others[path]
+            module, others = self.kept.get(path), self._others[path]
             if module is None:
                 return {}
             if self._sharded[path]:
@@ -353,7 +360,7 @@ class Unasked:
 
         def load(state: Tensors) -> None:
             for key in {**save(), **state}:
-                _put(self._kept.get(path), key, state.get(key))
+                _put(self.kept.get(path), key, state.get(key))
 
         self.names.add(name)
         self._register(name, save, load, thing)

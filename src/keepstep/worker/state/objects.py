@@ -40,6 +40,7 @@ class Registered:
         self.per_rank = per_rank
         self._scaler = scaler
         self.alike = False  # see changes_alike
+        self.late = False  # a model that the script has made while it trained
         self.after_update: Callable[[], Any] | None = None  # called at the end of every step
         self.own: set[int] = set()  # of its tensors, those that differ between ranks (witness.py)
         # Large state is not copied at every step, unless it changes before the update

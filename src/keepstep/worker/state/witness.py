@@ -228,6 +228,9 @@ class Replicated:
                 owner, _, place = name.removeprefix("object/").rpartition("/")
                 if owner not in self._me.objects:
                     continue  # only others have come to register it
+                if self._me.objects[owner].late:
+                    self._make_own(owner, DIFFERS)
+                    continue
                 self._me.objects[owner].own.add(int(place))
                 self._me.warn(
                     f"{name} of registered object {owner!r} differs between ranks: it is carried "

@@ -93,6 +93,7 @@ class Copying:
             if refused is not None:
                 return refused
             if side is not None:
+                live.refuse_left_out(side.get("left_out", ()))
                 live.expect_own(side["per_rank"])
             live.state.own = frozenset(live.cells.own()) if behind else None
             live.state.walking = not behind and not live.redundancy.needed

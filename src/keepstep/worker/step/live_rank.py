@@ -161,6 +161,7 @@ class LiveRank(RankFacts):
         scaler = thing if hasattr(thing, "_per_optimizer_states") else None
         item = Registered(name, save, load, scaler=scaler)
         item.alike = name.startswith(OF_OPTIMIZERS) or changes_alike(thing)
+        item.late = self.unasked.kept.is_late(thing)
         before = self.objects.get(name)  # another object, in the same place
         if before is not None:
             item.per_rank, item.own = before.per_rank, before.own
@@ -182,12 +183,38 @@ class LiveRank(RankFacts):
 
     def make_own(self, name: str, why: str) -> None:
         """A registered object is not the same on all ranks, although nobody said so."""
-        self.objects[name].per_rank = True
+        item = self.objects[name]
+        if item.late and not item.undoable:
+            self._leave_out(name, why)
+            return
+        item.per_rank = True
         self.state = self._new_state()
         self.warn(
             f"registered object {name.removeprefix('script/')!r} {why}: it is carried as each "
             "rank's own, as with per_rank=True"
         )
+
+    def _leave_out(self, name: str, why: str) -> None:
+        """The best model so far, on one rank: it would be published with every step."""
+        self.side.left_out.add(name)
+        self.unasked.leave_out(name)
+        self._unregister_unasked(name)
+        self.warn(
+            f"{name.removeprefix('script/')}, which the script has made as it trained, {why} and "
+            "is large: it is not carried, and a replacement of this rank is stopped (hint: make it "
+            "alike on all ranks, keep its state_dict in a file, or register it with per_rank=True)"
+        )
+
+    def refuse_left_out(self, names: Iterable[str]) -> None:
+        """On a newcomer: its rank had these."""
+        for name in sorted(names):
+            raise UsageError(
+                f"rank {self.rank} had {name.removeprefix('script/')!r}, a large model that the "
+                "script has made while it trained and that other ranks do not have or have "
+                "otherwise: it was not carried",
+                hint="make it alike on all ranks, keep its state_dict in a file, or register it "
+                "with per_rank=True",
+            )
 
     def expect_own(self, names: Iterable[str]) -> None:
         """On a newcomer: its rank had these objects as its own."""

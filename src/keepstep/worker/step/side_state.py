@@ -58,6 +58,7 @@ class SideState:
         self._gradients = b""  # likewise; empty: none outlive the step
         self._noted: dict[str, str] = {}  # digests of objects
         self.first_changes: Callable[[], dict[str, bytes]] = dict
+        self.left_out: set[str] = set()  # what the script has besides, and nobody carries
         self._first: dict[str, bytes] = {}  # as published at the last fence
         self._locals: dict[str, Any] = {}  # of the step, that have come from the device
 
@@ -119,6 +120,7 @@ class SideState:
                 "position": position,
                 "cells": self._rank.cells.side(),
                 "first": self._first,
+                "left_out": sorted(self.left_out),
                 **objects,
             }
         )
