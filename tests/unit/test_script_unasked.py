@@ -415,18 +415,18 @@ def test_a_path_through_a_list_goes_before_the_variable_of_a_loop() -> None:
     """A newcomer looks for the first time in a later round."""
     script: dict[str, Any] = {"teachers": [nn.Linear(4, 2), nn.Linear(4, 2)]}
     script["teacher"] = script["teachers"][0]
-    watch, found = in_space(script)
+    watch, found = in_space({"main()": script})
     watch.look("step", 0)
     in_place(script["teacher"])
     watch.look("step", 1)
-    assert list(found) == ["script/teachers[0]"]
+    assert list(found) == ["script/main().teachers[0]"]
     there: dict[str, Any] = {"teachers": [nn.Linear(4, 2), nn.Linear(4, 2)]}
     there["teacher"] = there["teachers"][1]
-    newcomer, expected = in_space(there)
+    newcomer, expected = in_space({"main()": there})
     newcomer.before_warm_up()
     newcomer.expect(set(found))
     first: Any = there["teachers"][0]
-    assert carried(expected, "script/teachers[0]").data_ptr() == first.weight.data_ptr()
+    assert carried(expected, "script/main().teachers[0]").data_ptr() == first.weight.data_ptr()
 
 
 def test_a_name_that_was_given_is_not_taken_away() -> None:
