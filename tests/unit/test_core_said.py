@@ -99,6 +99,9 @@ def test_what_is_heard_together_leads_where_it_leads_one_by_one(
         assert [i.outcome for i in world.incidents] == ["RESOLVED"] * len(world.incidents)
     assert [type(record) for record in alone.records] == [type(one) for one in together.records]
     assert [i.moves for i in alone.incidents] == [i.moves for i in together.incidents]
+    for incident in (*alone.incidents, *together.incidents):
+        phases = [phase.phase for phase in incident.phases]
+        assert phases[-4:] == ["COMMIT", "REWIRE", "RESUME", "RETIRE"]
 
 
 @pytest.fixture

@@ -85,6 +85,7 @@ def rewire(job: Job, out: Out, attempt: Attempt) -> None:
         if not gate(job, attempt):
             mark(attempt, out, phase)
             return
+    mark(attempt, out, "RESUME")  # no phase is left out if the last two answers came together
     mark(attempt, out, "RETIRE")
     retire(job, out, attempt)
 
