@@ -44,7 +44,7 @@ def hurt(
         "--nproc-per-node", str(world), "--spares", str(len(faults)), *options,
         script_args=args, world=world,
     )  # fmt: skip
-    job.finish()
+    job.finish(deadline_s=60 + 30 * len(faults))  # processes with CUDA start slowly
     guarded = "foreach" not in script_args
     assert any(found["guarded"] for found in job.results()) == guarded
     return verdict.identical(job, expected.result(), faults=len(faults), incidents=len(faults))
