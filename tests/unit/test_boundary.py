@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from keepstep.worker.state.objects import Registered, Undo, snapshots
+from keepstep.worker.state.objects import Registered
 from keepstep.worker.step.boundary import Boundary
 
 
@@ -36,7 +36,7 @@ class Rank:
             objects=self.objects, optimizers={"o": self.optimizer}, tick=self.tick
         )
         self.facts = facts
-        self.boundary = Boundary(facts, lambda: {"counter", "own"})
+        self.boundary = Boundary(facts, lambda: {"counter", "own"}, "of an optimizer")
 
     def change(self) -> None:
         self.counter.count += 1
@@ -47,13 +47,18 @@ class Rank:
         return self.counter.count, self.own.count, self.optimizer.param_groups[0]["lr"]
 
     def transaction(self) -> None:
-        undo = Undo(b"", [self.optimizer], snapshots(self.objects.values(), lambda _: None), None)
+        """A change before the fence, one by each of two updates, and one behind them."""
         self.change()
-        self.boundary.passed(undo)
+        self.boundary.fenced()
+        for _ in range(2):
+            self.optimizer.param_groups[0]["lr"] /= 2
+            self.boundary.updated("o")
+        self.change()
+        self.boundary.passed()
         self.facts.tick += 1
 
 
-def test_a_newcomer_has_what_the_last_transaction_found_and_left() -> None:
+def test_a_newcomer_has_what_the_last_transaction_had_and_left() -> None:
     rank, newcomer = Rank(), Rank()
     rank.transaction()
     rank.change()
@@ -62,11 +67,21 @@ def test_a_newcomer_has_what_the_last_transaction_found_and_left() -> None:
     newcomer.boundary.load(told)
     for _ in range(3):
         newcomer.change()
-    newcomer.boundary.put_found()
-    assert newcomer.seen() == (0, 3, 1.0), "what is its own is not touched"
+    newcomer.boundary.put_fence()
+    assert newcomer.seen() == (1, 3, 1 / 2), "what is its own is not touched"
+    for lr in (1 / 4, 1 / 8, 1 / 8):
+        newcomer.boundary.put_updated("o")
+        assert newcomer.seen() == (1, 3, lr)
     newcomer.boundary.put_left()
-    assert newcomer.seen() == (1, 3, 0.5)
+    assert newcomer.seen() == (2, 3, 1 / 16)
     assert newcomer.boundary.export() == told, "it may have to serve it"
+
+
+def test_only_what_is_not_remembered_is_named() -> None:
+    rank = Rank()
+    rank.transaction()
+    names = ["model/0/weight", "object/counter/0", "object/large/0", "object counter"]
+    assert rank.boundary.not_remembered(names) == ["model/0/weight", "object/large/0"]
 
 
 def test_another_transaction_than_the_last_one_is_not_told() -> None:
@@ -75,7 +90,10 @@ def test_another_transaction_than_the_last_one_is_not_told() -> None:
     newcomer.boundary.load(rank.boundary.export())
     newcomer.change()
     newcomer.boundary.put_left()
-    assert newcomer.seen() == (1, 1, 0.5)
+    assert newcomer.seen() == (1, 1, 0.5), "it is of another transaction"
+    newcomer.facts.tick = 1
+    newcomer.boundary.put_left()
+    assert newcomer.seen() == (2, 1, 1 / 16)
     rank.facts.tick = 5
     assert rank.boundary.export() == {}
 
@@ -88,4 +106,4 @@ def test_learning_rates_in_tensors_are_left_alone() -> None:
     newcomer.boundary.load(rank.boundary.export())
     newcomer.change()
     newcomer.boundary.put_left()
-    assert newcomer.seen() == (1, 1, 0.5)
+    assert newcomer.seen() == (2, 1, 0.5)

@@ -259,7 +259,7 @@ def teach(copies: bool = False) -> tuple[Teacher, Registered, Any, Parameters]:
     _, live, changes = make()
     teacher = Teacher(copies)
     item = Registered("teacher", teacher.state_dict, teacher.load_state_dict)
-    assert not item.undoable
+    assert item.large
     live.objects["teacher"] = item
     return teacher, item, live, changes
 
@@ -272,7 +272,8 @@ def test_a_large_object_that_begins_to_change_late_is_undone_or_named(
     for killed in range(begins, begins + 8):
         teacher, item, live, changes = teach()
         for call in range(1, killed + 1):
-            undo = Undo(b"", [], [(item, item.snapshot())], None)
+            copied = "teacher" in changes.objects_changed("step")
+            undo = Undo(b"", [], [(item, item.snapshot(changes=copied))], None)
             changes.enter("step")
             before = teacher.tensors["count"].clone()
             if call >= begins:
@@ -292,7 +293,7 @@ def test_a_large_object_that_begins_to_change_late_is_undone_or_named(
 @pytest.mark.parametrize("how", ["count", "move", "swap", "copies", "grow"])
 @pytest.mark.parametrize("begins", [1, 6])
 def test_what_changes_behind_the_fence_is_no_reason_to_refuse(begins: int, how: str) -> None:
-    teacher, item, live, changes = teach(copies=how == "copies")
+    teacher, _, live, changes = teach(copies=how == "copies")
     other: dict[str, torch.Tensor] = {}
     for call in range(1, 40):
         changes.enter("step")
@@ -306,7 +307,7 @@ def test_what_changes_behind_the_fence_is_no_reason_to_refuse(begins: int, how: 
                 other.update(teacher.tensors)
             else:
                 getattr(teacher, "move" if how == "move" else "count")()
-    assert not live.warned and not item.undoable
+    assert not live.warned and not changes.objects_changed("step")
 
 
 def test_a_large_object_is_saved_only_now_and_then() -> None:
@@ -322,12 +323,41 @@ def test_a_large_object_is_saved_only_now_and_then() -> None:
     assert sorted({*saved}) == [1, 2, 3, 4, 8, 16, 32, 64, 101, 128]
 
 
+def test_what_a_step_uses_of_a_large_object_for_a_while_is_no_reason_to_save_it() -> None:
+    teacher, item, _, changes = teach()
+    calls: list[int] = []
+    saved: set[int] = set()
+    item.save = lambda: saved.add(len(calls)) or teacher.state_dict()
+    for _ in range(1, 30):
+        calls.append(0)
+        changes.enter("step")
+        graph = [teacher.tensors["bank"].view(-1) for _ in range(3)]
+        changes.fence("step", True)
+        del graph
+    assert sorted(saved) == [1, 2, 3, 4, 8, 16]
+
+
+def test_a_large_object_is_copied_only_where_it_changes_before_the_fence() -> None:
+    teacher, item, live, changes = teach()
+    for call in range(1, 12):
+        for site in ("step", "section"):
+            copied = changes.objects_changed(site)
+            assert copied == ({"teacher"} if site == "section" and call > 1 else set())
+            changes.enter(site, site == "step")
+            if site == "section":
+                teacher.count()
+                changes.before_fence(site)
+            else:
+                changes.fence(site, True)
+    assert len(live.warned) == 1 and item.snapshot() is None
+
+
 def test_buffers_of_attached_models_in_an_object_are_left_to_their_model() -> None:
     net = nn.Sequential(nn.Linear(3, 200), nn.BatchNorm1d(200))
     _, live, changes = make()
     live.cells = Cells({"m": net})
     live.objects["net"] = Registered("net", net.state_dict, net.load_state_dict)
-    live.objects["net"].undoable = False
+    live.objects["net"].large = True
     for _ in range(10):
         changes.enter("step")
         changes.fence("step", True)

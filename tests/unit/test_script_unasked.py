@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -41,6 +42,7 @@ def in_space(script: dict[str, Any]) -> tuple[unasked.Unasked, Found]:
         lambda name, save, load, _: found.update({name: (save, load)}),
         found.pop,
         {},
+        itertools.count().__next__,
     )
     return watch, found
 
@@ -298,6 +300,8 @@ def test_a_model_that_is_let_go_of_is_no_longer_carried_and_is_known_when_it_ret
     assert list(found) == ["script/teacher"]
     phase = {"teacher": script.pop("teacher")}
     watch.look("step", LATE)
+    assert carried(found, "script/teacher") is not None, "a newcomer's script still has it here"
+    watch.look("step", LATE)
     assert found == {}
     told = watch.export()
     newcomer, expected = in_space({"other": nn.Linear(2, 2), **phase})
@@ -308,6 +312,23 @@ def test_a_model_that_is_let_go_of_is_no_longer_carried_and_is_known_when_it_ret
         one.calls["step"] = unasked.EVERY - 1, 0
         one.look("step", 1)
     assert list(found) == list(expected) == ["script/teacher"]
+
+
+def test_what_is_left_out_is_missed_only_while_the_script_has_it() -> None:
+    script: dict[str, Any] = {"student": nn.Linear(4, 2)}
+    watch, found = in_space(script)
+    watch.look("step", 0)
+    script["best"] = copy.deepcopy(script["student"])
+    watch.look("step", LATE)
+    assert list(found) == ["script/best"]
+    found.clear()
+    watch.leave_out("script/best")
+    for version in (1, 2):
+        watch.look("step", LATE + version)
+        assert found == {} and watch.left_out == {"script/best"}
+    del script["best"]
+    watch.look("step", LATE + 3)
+    assert found == {} and watch.left_out == set()
 
 
 def test_a_model_that_moves_to_another_place_is_carried_there() -> None:
@@ -340,6 +361,8 @@ def test_what_is_carried_outlives_the_scripts_variables() -> None:
     weight = script.pop("teacher").weight.detach().clone()
     watch.look_at_models(ended=True)
     assert torch.equal(carried(found, "script/teacher"), weight)
+    watch.look_at_models()
+    assert torch.equal(carried(found, "script/teacher"), weight), "a newcomer is yet to come here"
     watch.look_at_models()
     assert found == {}
 

@@ -262,7 +262,7 @@ def test_parts_of_the_model_that_have_other_objects_take_turns() -> None:
 
 def test_an_object_that_only_some_ranks_take_for_small_is_not_asked_for_again() -> None:
     (_, one, mine), (_, other, theirs) = rank(0), rank(0)
-    other.objects["average"].undoable = False
+    other.objects["average"].large = True
     ranks = [(one, mine), (other, theirs)]
     assert entered(one, mine) != entered(other, theirs) and not alike(mine, theirs)
     assert gathered(ranks) == [False, False]
@@ -272,7 +272,7 @@ def test_an_object_that_only_some_ranks_take_for_small_is_not_asked_for_again() 
 def test_small_is_what_is_small_now() -> None:
     (_, one, _), value = rank(0), {"rows": torch.zeros(4)}
     item = one.objects["rows"] = Registered("rows", lambda: dict(value), value.update)
-    assert item.undoable and "rows" in digests([(item, item.snapshot())])
+    assert not item.large and "rows" in digests([(item, item.snapshot())])
     small = item.digest()
     value["rows"] = torch.zeros(100_000)
     assert "rows" not in digests([(item, item.snapshot())])

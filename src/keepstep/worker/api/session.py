@@ -310,17 +310,17 @@ class Session(PlainSession):
 
     def _finish(self) -> None:
         self._recovery.refuse_debt()
-        self._settle(ended=True)
+        self._settle()
         if trace.active is not None:
             trace.active.end(self._live)
         self._recovery.linger()
 
-    def _settle(self, *, ended: bool = False) -> None:
+    def _settle(self) -> None:
         """The script ends, or takes its process groups down: the last boundary there is."""
         newcomer = self._newcomer
         if newcomer is not None and newcomer.had.installed and not newcomer.joined:
             newcomer.end()
-        self._live.unasked.look_at_models(ended=ended)
+        self._live.unasked.look_at_models(ended=True)
         self._transactions.carry_out_agreed()
 
 

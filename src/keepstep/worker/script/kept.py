@@ -8,7 +8,7 @@ which looks for the first time in a later round. A newcomer finds an object by a
 
 A path may come to lead to another object: `teacher = copy.deepcopy(student)` at every epoch. The
 name then stands for the new one; the one before gets another name if it lives on. What no path
-leads to any more is lost, and its name with it.
+leads to any more is lost: its name goes when somebody says so (`let_go`).
 
 All of the script is looked through rarely, because that takes long. Paths that are known are
 followed at every look. Modules that are made in the meantime are noticed as they get their
@@ -18,7 +18,7 @@ parameters and buffers, or are copied; if one of them lives on, everything is lo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -43,6 +43,7 @@ class Kept:
     def __init__(self, roots: Callable[[], Roots], wanted: Callable[[Any], bool]) -> None:
         self._roots, self._wanted = roots, wanted
         self._things: dict[str, _Thing] = {}
+        self._lost: dict[str, Any] = {}
         self._late: dict[int, weakref.ref[nn.Module]] = {}  # modules made since the first search
         self._searched = False
         self.homeless = False  # something lives on whose name stands for another object now
@@ -54,7 +55,12 @@ class Kept:
     def get(self, name: str) -> Any:
         """What the name stands for now; None: nothing."""
         one = self._things.get(name)
-        return one.thing if one is not None else None
+        return one.thing if one is not None else self._lost.get(name)
+
+    def let_go(self, names: Iterable[str]) -> None:
+        """Of what is lost."""
+        for name in names:
+            self._lost.pop(name, None)
 
     def holds(self, thing: Any) -> bool:
         return any(one.thing is thing for one in self._things.values())
@@ -82,7 +88,7 @@ class Kept:
         return [(x, _lasting(paths[p])) for p, x in found.items() if id(x) not in inside]
 
     def _free(self, path: str) -> str:
-        while path in self._things:
+        while path in self._things or path in self._lost:
             path += "'"
         return path
 
@@ -132,7 +138,7 @@ class Kept:
                 self._things[name] = _Thing(thing, paths)  # by another path
                 lost.discard(name)
         for name in lost:
-            del self._things[name]
+            self._lost[name] = self._things.pop(name).thing
         return exchanged, lost
 
     def _moved(self, thing: Any) -> None:

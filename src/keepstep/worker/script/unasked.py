@@ -18,7 +18,8 @@ warm-up, and a first call that is tried again, put back what they have changed, 
 such models up to 64 MiB; what cannot be put back is named.
 
 They are looked at before a rank holds at the entry of a step or section, too: what the script has
-done since the last one is part of the state that a newcomer copies there.
+done since the last one is part of the state that a newcomer copies there. What it has let go of
+since then stays registered until the next one: the newcomer's script is still to come to that.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class Unasked:
         register: Register,
         unregister: Callable[[str], None],
         optimizers: dict[str, torch.optim.Optimizer],
+        tick: Callable[[], int] = int,
     ) -> None:
         self._knows, self._content = knows, content
         self._register, self._unregister = register, unregister
@@ -84,7 +86,9 @@ class Unasked:
         self._models: set[str] = set()  # not changed so far
         self._others: dict[str, set[str]] = {}  # tensors of registered models that are attached
         self._sharded: dict[str, bool] = {}  # registered models
-        self._left_out: set[str] = set()  # that nobody carries
+        self.left_out: set[str] = set()  # names of what nobody carries
+        self._tick = tick
+        self._leaving: dict[str, int] = {}  # registered, and no path leads to them since that tick
         self._lost: set[str] = set()  # that were registered, and no path leads to them any more
         self._optimizers = optimizers
         self._attributes: dict[str, attributes.Attribute] = {}  # of theirs, likewise
@@ -121,18 +125,28 @@ class Unasked:
 
     def _follow(self) -> None:
         """Names may stand for other objects by now, and there may be new ones."""
+        self._let_go()
         exchanged, lost = self.kept.follow()
         for path in exchanged & self._registered():
             self._add(path)
         self._models -= lost
-        for path in sorted(lost & self._registered()):
+        self.left_out -= {PREFIX + path for path in lost}
+        registered = lost & self._registered()
+        self.kept.let_go(lost - registered)
+        for path in registered:
             self._lost.add(path)
-            self.names.discard(PREFIX + path)
-            self._unregister(PREFIX + path)
+            self._leaving[path] = self._tick()
         if self._looked:
             made = not all(map(self._knows, self.kept.made()))
             if made or self.kept.homeless:
                 self._discover(registers=False)
+
+    def _let_go(self) -> None:
+        for path in sorted(p for p, tick in self._leaving.items() if tick != self._tick()):
+            del self._leaving[path]
+            self.kept.let_go([path])
+            self.names.discard(PREFIX + path)
+            self._unregister(PREFIX + path)
 
     def _registered(self) -> set[str]:
         return {name.removeprefix(PREFIX) for name in self.names}
@@ -143,7 +157,7 @@ class Unasked:
             thing = self.kept.get(path)
             if thing is None or path in self._models or PREFIX + path in self.names:
                 continue
-            if path in self._left_out:
+            if PREFIX + path in self.left_out:
                 continue
             if path in self._lost or (self._looked and self.kept.is_late(thing)):
                 self._add(path)
@@ -157,7 +171,7 @@ class Unasked:
     def leave_out(self, name: str) -> None:
         """It is unregistered."""
         self.names.discard(name)
-        self._left_out.add(name.removeprefix(PREFIX))
+        self.left_out.add(name)
 
     def _watched(self) -> Iterator[tuple[str, nn.Module]]:
         for path in sorted(self._models):

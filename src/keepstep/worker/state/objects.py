@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class Registered:
         # (parameters.py).
         data, tensors = codec.dumps(save())
         self.size = len(data) + sum(shards.local(tensor).nbytes for tensor in tensors)
-        self.undoable = self.size <= SNAPSHOT_BYTES_MAX
+        self.large = self.size > SNAPSHOT_BYTES_MAX
         self.sharded = any(isinstance(tensor, DTensor) for tensor in tensors)
         self.plain = not tensors
         self._outgrown = self.size > SNAPSHOT_BYTES_MAX  # it has been small, and that has been said
@@ -67,14 +67,16 @@ class Registered:
 
     def digest(self) -> str:
         """Without its tensors if they are large or sharded: they are compared with all others."""
-        if self.undoable and not self.sharded:
+        if not self.large and not self.sharded:
             whole = codec.dumps_inline(self.save())
             if len(whole) <= SNAPSHOT_BYTES_MAX:
                 return hashed(whole)
         return hashed(codec.dumps(self.save())[0])
 
-    def snapshot(self) -> bytes | None:
-        return codec.dumps_inline(self.save()) if self.undoable or self.per_rank else None
+    def snapshot(self, *, changes: bool = False) -> bytes | None:
+        """None: it is too large, and not known to change where it would have to be put back."""
+        wanted = changes or self.per_rank or not self.large
+        return codec.dumps_inline(self.save()) if wanted else None
 
     def outgrown(self, size: int, seconds: float) -> str:
         """Once, if its copies have become large or slow since it was registered."""
@@ -108,11 +110,14 @@ class Registered:
 Snapshots = list[tuple[Registered, bytes | None]]
 
 
-def snapshots(items: Iterable[Registered], warn: Callable[[str], None]) -> Snapshots:
+def snapshots(
+    items: Iterable[Registered], warn: Callable[[str], None], changing: Collection[str] = ()
+) -> Snapshots:
+    """`changing`: names of large ones that are copied, too."""
     found: Snapshots = []
     for item in items:
         began = time.perf_counter()
-        snapshot = item.snapshot()
+        snapshot = item.snapshot(changes=item.name in changing)
         if snapshot is not None:
             text = item.outgrown(len(snapshot), time.perf_counter() - began)
             if text:
@@ -190,10 +195,6 @@ class Undo:
         ]
         self._optimizers = optimizers
         self.objects = objects
-
-    def hyper(self) -> list[list[dict[str, Any]]]:
-        """Of each optimizer, of each of its groups."""
-        return [[saved for saved, _ in groups] for groups in self._groups]
 
     def undo(self) -> None:
         for optimizer, groups in zip(self._optimizers, self._groups, strict=True):

@@ -42,6 +42,7 @@ from keepstep.worker.state.tensors import memory, on_cpu
 
 FIRST, EVERY = 3, 1024  # calls of a site in which content is looked at: all of it, three times
 
+_OBJECT = "object "  # before the name of a registered one
 _NORMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -78,6 +79,7 @@ class Parameters:
         self._samples: samples.Samples | None = None
         self._objects = samples.Objects(me)
         self._step = True  # not a section
+        self._site = ""
         self._queued = False
         self._calls: Counter[str] = Counter()
         self._changing: dict[str, set[str]] = {}  # site -> names of what it changes early
@@ -103,18 +105,18 @@ class Parameters:
     def _contents(self) -> dict[str, bytes]:
         found = {name: content(p) for name, p in self._all().items()}
         for name, item in self._me.objects.items():
-            if not item.undoable and not item.per_rank:
+            if item.large and not item.per_rank:
                 data, tensors = codec.dumps(item.save())
                 hashed = xxhash.xxh3_128(data)
                 for tensor in tensors:
                     hashed.update(content(tensor))
-                found[f"object {name}"] = hashed.digest()
+                found[_OBJECT + name] = hashed.digest()
         return found
 
     # ------------------------------------------------------------------ the life of a step
 
     def enter(self, site: str, step: bool = True) -> None:
-        self._step = step
+        self._step, self._site = step, site
         self._calls[site] += 1
         looked = _is_looked_at(self._calls[site])
         self._entry = self._contents() if looked else None
@@ -169,6 +171,11 @@ class Parameters:
         found = self._samples.changed(self._queued, waits=waits)
         return found | self._objects.changed(self._queued, waits=waits)
 
+    def objects_changed(self, site: str) -> set[str]:
+        """Large ones that are copied at the entry of this site."""
+        names = self._changing.get(site, ())
+        return {name.removeprefix(_OBJECT) for name in names if name.startswith(_OBJECT)}
+
     def export(self) -> dict[str, list[str]]:
         return {site: sorted(names) for site, names in self._changing.items()}
 
@@ -176,9 +183,6 @@ class Parameters:
         """A newcomer: what others have noted."""
         for site, names in changing.items():
             self._changing.setdefault(site, set()).update(names)
-            for name, item in self._me.objects.items():
-                if f"object {name}" in names:
-                    item.undoable = True
 
     def _note(self, site: str, names: set[str]) -> None:
         new = names - self._changing.get(site, set())
@@ -188,8 +192,7 @@ class Parameters:
         own = self._all()
         size = sum(shards.local(own[name]).nbytes for name in new if name in own)
         for name, item in self._me.objects.items():
-            if f"object {name}" in new:
-                item.undoable = True
+            if _OBJECT + name in new:
                 size += item.size
         kind, where = "step", " before its optimizer's update"
         if not self._step:
@@ -280,8 +283,9 @@ class Parameters:
         if self._entry is not None:
             now = self._contents()
             return min((n for n, was in self._entry.items() if now.get(n) != was), default="")
-        found = self._sampled() - self._copies.keys()
-        return min(found or self._objects.moved(), default="")
+        copied = self._changing.get(self._site, set())
+        found = self._sampled() - copied
+        return min(found or self._objects.moved() - copied, default="")
 
 
 def _is_looked_at(calls: int) -> bool:

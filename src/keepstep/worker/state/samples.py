@@ -90,6 +90,8 @@ class Samples:
             differ = _table(now) != _table(self._records)
             found.update(numpy.flatnonzero(differ[:, 1 if queued else 0 :].any(axis=1)).tolist())
         for kind, views in self._views.items() if waits else ():
+            if torch.equal(self._elements[kind], torch.cat([*views.values()])):
+                continue
             at = 0
             for index, view in views.items():
                 before = self._elements[kind][at : at + len(view)]
@@ -136,14 +138,14 @@ class _Listed:
         self._memory = {storage._cdata: storage for storage in storages}
         self._users = list(map(_users, self._memory))
 
-    def let_go(self) -> bool:
-        """Whether somebody has ceased to use its memory since this was last found not to be so."""
+    def let_go(self, *, entry: bool = False) -> bool:
+        """Whether somebody has ceased to use its memory since the entry before. A graph of the
+        step, which uses it for a while, does not count."""
         now = list(map(_users, self._memory))
-        if now != self._users:
-            if any(x < y for x, y in zip(now, self._users)):
-                return True
+        found = any(x < y for x, y in zip(now, self._users))
+        if entry and not found:
             self._users = now
-        return False
+        return found
 
     def moved(self, item: Registered) -> bool:
         return not self.tensors.keys() <= {_place(tensor) for tensor in _tensors(item)}
@@ -162,14 +164,14 @@ class Objects:
     def enter(self, looked: bool) -> None:
         """A step or section begins. `looked`: this is one in which saving them does not matter."""
         objects = self._me.objects.items()
-        items = {n: item for n, item in objects if not (item.undoable or item.per_rank)}
+        items = {n: item for n, item in objects if item.large and not item.per_rank}
         stale = {
             name
             for name, item in items.items()
             if looked
             or name not in self._listed
             or self._items.get(name) is not item
-            or self._listed[name].let_go()
+            or self._listed[name].let_go(entry=True)
         }
         fresh = stale or items.keys() != self._items.keys()
         self._items = items

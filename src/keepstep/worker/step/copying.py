@@ -197,15 +197,15 @@ class Copying:
                 self._rebuilt[item] = data, [tensor.detach().clone() for tensor in tensors]
         return how
 
-    def again(self) -> bool:
+    def again(self) -> m.CopyFailed | None:
         """What replicas share, if it has been changed here. Its gradients stay."""
         if not self.fingerprint or self._command is None or not self.changed():
-            return True  # or all is copied once more at the entry
+            return None  # or all is copied once more at the entry
         gradients = [(parameter, parameter.grad) for parameter in self.live.parameters]
         said = self.copied(self._command)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        return isinstance(said, m.Copied)
+        return said if isinstance(said, m.CopyFailed) else None
 
     def changed(self) -> list[str]:
         """What of the shared state is not as it was copied."""

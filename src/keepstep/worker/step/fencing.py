@@ -50,6 +50,7 @@ class Fencing:
         live = self.live
         if updating:
             self.placement.align()
+            self.live.boundary.fenced()
         if result is None and self.call.step:
             result = self.foreseen()
         self.call.result = result

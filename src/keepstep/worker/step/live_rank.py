@@ -78,11 +78,14 @@ class LiveRank(RankFacts):
             self._register_unasked,
             self._unregister_unasked,
             optimizers,
+            lambda: self.tick,
         )
+        self.side.left_out = self.unasked.left_out
         self.agreement = Agreement()
         self.replicated = Replicated(self, self.make_own)
         self.side.first_changes = self.replicated.first_changes
-        self.boundary = Boundary(self, lambda: self.replicated.changing | self.replicated.first)
+        changing = lambda: self.replicated.changing | self.replicated.first  # noqa: E731
+        self.boundary = Boundary(self, changing, OF_OPTIMIZERS)
         self.stager = Stager(self.channel, rank, world)
         self.injector = Injector(self.channel.armed, self.channel.send)
         self.unfinished = 0  # steps that others have behind them, and whose rest is made here
@@ -179,12 +182,13 @@ class LiveRank(RankFacts):
         """The script has let go of it."""
         del self.objects[name]
         self.replicated.leave(name)
+        self.replicated.unmet = True  # other ranks may keep it
         self.state = self._new_state()
 
     def make_own(self, name: str, why: str) -> None:
         """A registered object is not the same on all ranks, although nobody said so."""
         item = self.objects[name]
-        if item.late and not item.undoable:
+        if item.late and item.large:
             self._leave_out(name, why)
             return
         item.per_rank = True
@@ -196,13 +200,13 @@ class LiveRank(RankFacts):
 
     def _leave_out(self, name: str, why: str) -> None:
         """The best model so far, on one rank: it would be published with every step."""
-        self.side.left_out.add(name)
         self.unasked.leave_out(name)
         self._unregister_unasked(name)
         self.warn(
             f"{name.removeprefix('script/')}, which the script has made as it trained, {why} and "
-            "is large: it is not carried, and a replacement of this rank is stopped (hint: make it "
-            "alike on all ranks, keep its state_dict in a file, or register it with per_rank=True)"
+            "is large: it is not carried. As long as the script keeps it, a replacement of this "
+            "rank is stopped, and so is who resumes from a checkpoint (hint: make it alike on all "
+            "ranks, keep its state_dict in a file, or register it with per_rank=True)"
         )
 
     def refuse_left_out(self, names: Iterable[str]) -> None:

@@ -131,8 +131,8 @@ class Newcomer:
             stack = script_frames()
 
             def at_fence() -> list[torch.nn.Parameter]:
+                live.boundary.put_fence()
                 live.side.apply(side, {})
-                live.boundary.put_found()
                 if seen.variables is not None:
                     live.variables.restore(seen.variables, stack)
                 return [live.parameters[index] for index in side["gradients"]]
@@ -143,8 +143,10 @@ class Newcomer:
                 raises=not self.had.ended and bool(side["late"]),
                 refuses=not self.had.ended and not known,
             )
-            if not self.copying.again():
-                self.recovery.leave()  # whoever it was copied from is lost: another one begins
+            failed = self.copying.again()
+            if failed is not None:  # whoever it was copied from is lost: another one begins
+                live.channel.send(failed)
+                self.recovery.leave()
             if made is not None and not self.had.ended:
                 self.copying.put_rebuilt()
                 self._alone = groups.alone_operations()
@@ -332,6 +334,20 @@ class Newcomer:
         live.cells.forget()
         self.recovery.swap(swap)
 
+    def _name_changed(self) -> None:
+        """The script's own way here has changed large state once more. It is copied again, but what
+        has been read of it since cannot be known."""
+        found = self.live.boundary.not_remembered(self.copying.changed())
+        if found:
+            rank, version = self.live.rank, self.live.version
+            self.live.warn(
+                f"between steps the script changes {found[0]} (and {len(found) - 1} more), which "
+                f"the other ranks had done when the newcomer of rank {rank} copied it: if the "
+                f"script has read it behind step {version} and outside of sections, what it has "
+                "read there is wrong (hint: change and read it in the @ks.step function, or read "
+                "it in a @ks.section)"
+            )
+
     def _drive(self, protocol: asks.Protocol[Result]) -> Result:
         return self.live.channel.drive(protocol, self._perform)
 
@@ -341,6 +357,7 @@ class Newcomer:
                 return self.copying.take(ask.command)
             case asks.Settle():
                 if self.live.state.fingerprint() != self.copying.fingerprint:
+                    self._name_changed()
                     again = self.copying.copied(ask.command)
                     return again if isinstance(again, m.CopyFailed) else None
             case asks.LeaveJob():

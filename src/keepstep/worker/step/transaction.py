@@ -59,7 +59,7 @@ class Transactions:
             live.unasked.look(site, live.version)
         else:
             live.unasked.look_at_models()
-        snapshots: Snapshots | None = self._snapshots()
+        snapshots: Snapshots | None = self._snapshots(site)
         arguments = getattr(function, "arguments", None) if step else None
         live.side.note_inputs(arguments, live.replicated.small())
         self.carry_out_agreed()
@@ -71,7 +71,7 @@ class Transactions:
             if trace.active is not None:
                 trace.active.entry(live, site, step, function)
             self.call.function = function
-            self._begin(site, step, snapshots or self._snapshots())
+            self._begin(site, step, snapshots or self._snapshots(site))
             snapshots = None
             problem: BaseException | None = None
             try:
@@ -136,9 +136,10 @@ class Transactions:
                 "the batch instead of the batch",
             )
 
-    def _snapshots(self) -> Snapshots:
+    def _snapshots(self, site: str) -> Snapshots:
         """Of registered objects, as the transaction finds them."""
-        found = snapshots(self.live.objects.values(), self.live.warn)
+        changing = self.live.changes.objects_changed(site)
+        found = snapshots(self.live.objects.values(), self.live.warn, changing)
         self.live.replicated.enter_objects(digests(found))
         return found
 
@@ -253,8 +254,7 @@ class Transactions:
                 live.warn(text)
         if step:
             live.redundancy.updated = self.call.updated
-        if self.call.undo is not None:
-            live.boundary.passed(self.call.undo)
+        live.boundary.passed()
         live.committed(step)
         live.page.where("outside")
         if step and live.injector:

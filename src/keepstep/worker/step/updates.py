@@ -93,10 +93,14 @@ class Updates:
     def _after(self, optimizer: Any, _: Any, __: Any) -> None:
         self._decide(optimizer)
         self._fencing.placement.restore(optimizer)
+        name = self._attached.get(id(optimizer), "")
         if self.call.finishing is not None:
             self.call.finishing.after_update()
+            self.live.boundary.put_updated(name)
         if self.call.site and not self.call.warming:
             self.live.changes.updated()
+            if name:
+                self.live.boundary.updated(name)
 
     def _decide(self, optimizer: Any) -> None:
         """The update is queued, and if it is guarded the device holds it back: decide it."""
