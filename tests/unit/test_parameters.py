@@ -83,8 +83,8 @@ def test_what_is_put_back_before_the_update_is_found_at_a_backward() -> None:
     changes.fence("sam", True)
     assert len(live.warned) == 1
     other = make()[2]
-    other.load(changes.export())  # a newcomer
-    assert other.export() == {"sam": ["model/m/weight"]}
+    other.noted(changes.noted())  # a newcomer
+    assert other.noted() == {"sam": ["model/m/weight"]}
 
 
 @pytest.mark.parametrize("where", ["between", "fence", "confirm"])

@@ -1112,3 +1112,101 @@ def test_a_function_that_a_newcomer_is_about_to_define() -> None:
             ks.log.append(report())
 
     check(script)
+
+
+class Replay(list):  # type: ignore[type-arg]
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room, self.place = room, 0
+
+    def push(self, item: Any) -> None:
+        if len(self) < self.room:
+            self.append(item)
+        else:
+            self[self.place] = item
+        self.place = (self.place + 1) % self.room
+
+
+class Moving(collections.deque):  # type: ignore[type-arg]
+    def __init__(self, capacity: int) -> None:
+        super().__init__(maxlen=capacity)
+        self.total = 0.0
+
+    def copy(self) -> Any:
+        raise AssertionError("nobody but the script copies it")
+
+
+def test_attributes_of_containers_of_the_scripts_own_classes() -> None:
+    def script(ks: Rank) -> None:
+        replay, moving, made = Replay(2), Moving(2), []
+        for i in range(5):
+            ks.step(nothing)
+            replay.push(i)
+            moving.append(i)
+            moving.total += i
+            if i % 2:
+                made.append(Moving(3))
+                made[-1].total = float(i)
+            for one in made:
+                one.append(i)
+            ks.log.append((list(replay), replay.place, list(moving), moving.total))
+            ks.log[-1] += tuple((list(one), one.total, one.maxlen) for one in made)
+
+    check(script)
+
+
+def test_containers_that_are_made_again_keep_their_length_and_factory() -> None:
+    def script(ks: Rank) -> None:
+        windows: dict[str, Any] = {}
+        tables: Any = collections.defaultdict(lambda: collections.defaultdict(list))
+        for i in range(5):
+            ks.step(nothing)
+            windows.setdefault("abc"[i % 3], collections.deque(maxlen=2)).append(i)
+            windows["a"].append(i)
+            tables[i % 2]["x"].append(i)
+            ks.log.append((repr(windows), {k: dict(v) for k, v in tables.items()}))
+
+    check(script)
+
+
+def test_a_factory_without_a_name_is_not_made_again_but_named() -> None:
+    def script(ks: Rank) -> None:
+        tables: dict[int, Any] = {}
+        for i in range(3):
+            ks.step(nothing)
+            tables[i] = collections.defaultdict(lambda: 7)
+            ks.log.append(tables[i][0])
+
+    undisturbed = run(script)
+    with pytest.raises(UsageError, match="a defaultdict whose factory has no name"):
+        run(script, undisturbed.trees[2])
+
+
+class Values:
+    def __init__(self) -> None:
+        self.values: list[int] = []
+
+
+def test_what_is_inside_a_tuple_of_a_function() -> None:
+    def script(ks: Rank, *more: Any) -> None:
+        meters, logs = (Values(), Values()), ([], {"deep": ([0],)})
+        for i in range(4):
+            ks.step(nothing)
+            meters[1].values.append(i)
+            logs[0].append(i)
+            logs[1]["deep"][0].append(-i)
+            ks.log.append((list(meters[1].values), repr(logs)))
+
+    check(script)
+
+
+def test_loops_over_arrays_and_products() -> None:
+    def script(ks: Rank) -> None:
+        shift = 0
+        for rate, size in itertools.product((0.1, 0.2), (4, 8)):
+            for rows in (numpy.arange(8) + shift).reshape(-1, 4):
+                ks.step(nothing)
+                ks.log.append((rate, size, rows.tolist()))
+            shift += 10
+
+    check(script)

@@ -22,7 +22,7 @@ from keepstep.worker.line.process import OwnProcess
 from keepstep.worker.script import collectives, loader_workers, results, roots, values
 from keepstep.worker.script.batches import Batches, Loop
 from keepstep.worker.script.collectives import Bare
-from keepstep.worker.script.frames import script_frames
+from keepstep.worker.script.frames import own_code, script_frames
 from keepstep.worker.script.hidden import hidden
 from keepstep.worker.script.tree import MISSING, Encoded
 from keepstep.worker.script.variables import OutsideSteps
@@ -54,7 +54,7 @@ class _Call:
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self._function, self._args, self._kwargs = function, args, kwargs
         self.function = function
-        self.code = getattr(function, "__code__", None)
+        self.code = own_code(function)
         self.arguments = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
         owner = getattr(function, "__self__", None)
         if owner is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -17,6 +17,8 @@ from keepstep.worker.script.nodes import MISSING, OPAQUE, Graph, VariableNode
 from keepstep.worker.state import codec
 
 _PLACE: Final = "<place>"
+ATTRIBUTES: Final = "<attributes>"  # key of what a container of the script's own class has besides
+UNNAMED: Final = "?"
 
 
 def _told(key: Any) -> bool:
@@ -37,7 +39,9 @@ class Items(VariableNode):
         self.opaque = False
         self.too_large = False
         self.flat = True  # nothing but scalars
-        self._about = values.name_of(type(target))
+        self._about = container_about(target)
+        usual = type(target).__module__ in ("builtins", "collections")
+        self._attributes: Any = None if usual else getattr(target, "__dict__", None)
         if isinstance(target, dict):
             graph.versions.watch(target, self)
 
@@ -66,7 +70,7 @@ class Items(VariableNode):
             self.changing = True
         graph.touch(self)
         self._look_inside(graph, last)
-        self.last = target.copy()
+        self.last = _copied(target)
         if self.not_plain and self.changing:
             graph.left.setdefault(self)
         if self.opaque and self.carried:
@@ -119,6 +123,8 @@ class Items(VariableNode):
                     key = _PLACE, place
                 if value.__class__ not in scalars and graph.adopt(value, self, key) is OPAQUE:
                     self.opaque = True
+        if self._attributes is not None and ATTRIBUTES not in self.children:
+            graph.adopt(self._attributes, self, ATTRIBUTES)
         for key, node in before.items():
             if self.children.get(key) is not node:
                 graph.unlink(node, self, key)
@@ -174,6 +180,25 @@ class Items(VariableNode):
                 target.update(new)
         else:
             self.put_back([values.unpack(x, referred) for x in data])
+
+
+def container_about(target: Any) -> str:
+    """Its class, and what its constructor is told."""
+    name = values.name_of(type(target))
+    if isinstance(target, deque):
+        return name if target.maxlen is None else f"{name}|{target.maxlen}"
+    if isinstance(target, defaultdict) and target.default_factory is not None:
+        factory = target.default_factory
+        return f"{name}|{values.name_of(factory) if isinstance(factory, type) else UNNAMED}"
+    return name
+
+
+def _copied(target: Any) -> Any:
+    """Without asking the script's own class, whose constructor or `copy` may be anything."""
+    for kind in (list, deque, set, dict):
+        if isinstance(target, kind):
+            return kind(target)
+    raise TypeError(type(target).__name__)
 
 
 def _same(target: Any, last: Any, flat: bool) -> bool:
@@ -346,7 +371,7 @@ class IteratorNode(VariableNode):
             other = None
             mine = iterators.sequence(self.target)
             if unnamed is not None and mine is not None and _encoded(mine) != unnamed:
-                other = iter(codec.loads_inline(unnamed))
+                other = iter(_decoded(unnamed, mine))
                 iterators.set_position(other, position, self.label)
             else:
                 iterators.set_position(self.target, position, self.label)
@@ -365,6 +390,10 @@ class IteratorNode(VariableNode):
 
 def _encoded(sequence: Any) -> bytes | None:
     """If it is plain and not large."""
+    if isinstance(sequence, numpy.ndarray):
+        if sequence.dtype.kind not in "biufc" or sequence.nbytes > values.BYTES_MAX:
+            return None
+        return codec.dumps_inline(torch.from_numpy(numpy.ascontiguousarray(sequence)))
     tensors = [item for item in sequence if isinstance(item, torch.Tensor)]
     size = sum(tensor.nbytes for tensor in tensors)
     if len(sequence) > values.ITEMS_MAX or size > values.BYTES_MAX:
@@ -376,3 +405,8 @@ def _encoded(sequence: Any) -> bytes | None:
     except UsageError:
         return None
     return data if len(data) <= values.BYTES_MAX else None
+
+
+def _decoded(data: bytes, like: Any) -> Any:
+    value = codec.loads_inline(data)
+    return value.numpy() if isinstance(like, numpy.ndarray) else value

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import types
 from types import FrameType
-from typing import Any
+from typing import Any, Final
 
 from keepstep.errors import UsageError
 from keepstep.worker.script import frames, iterators, stack, values
 from keepstep.worker.script.namespaces import Names, Unbound
 from keepstep.worker.script.nodes import MISSING, Graph
+
+_LOOP: Final = "for"  # begins the key of a loop's iterator; no variable can be called that
 
 
 class FrameNames(Unbound, Names):
@@ -81,7 +83,7 @@ class FrameNames(Unbound, Names):
             return
         self._at = frame.f_lasti
         for i, (iterator, line) in enumerate(self._loops(frame)):
-            key = ("for", i)
+            key = (_LOOP, i)
             child = self.children.get(key)
             if child is None or child.target is not iterator:
                 graph.release(self, key)
@@ -107,7 +109,7 @@ class FrameNames(Unbound, Names):
 
     def set_loop(self, key: Any, iterator: Any) -> bool:
         frame = self.frame()
-        if frame is None or key.__class__ is not tuple or key[0] != "for":
+        if frame is None or key.__class__ is not tuple or key[0] != _LOOP:
             return False
         stack.set_loop(frame, key[1], iterator)
         return True
@@ -125,11 +127,13 @@ class FrameNames(Unbound, Names):
         """It is scanned with the others."""
 
     def varies(self, key: Any) -> bool:
+        while isinstance(key, tuple) and key[0] != _LOOP:
+            key = key[0]  # something inside a tuple: its name counts
         return isinstance(key, tuple) or super().varies(key)
 
     def rest(self, graph: Graph) -> None:
         super().rest(graph)
-        for key in [key for key in self.children if isinstance(key, tuple)]:
+        for key in [key for key in self.children if isinstance(key, tuple) and key[0] == _LOOP]:
             graph.release(self, key)
         if self.depth == 0:
             self.target = None

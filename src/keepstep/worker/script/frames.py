@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import os
 import sys
 import sysconfig
@@ -141,6 +142,21 @@ def script_frames(root: CodeType | None = None) -> list[FrameType]:
         del found[kept:]
     found.reverse()
     return found
+
+
+def own_code(function: Any) -> CodeType | None:
+    """The code of a step function: below what other packages put around it (torch.no_grad, a
+    partial)."""
+    code: CodeType | None = getattr(function, "__code__", None)
+    while code is None or origin(code.co_filename) != "script":
+        inner = function.func if isinstance(function, functools.partial) else None
+        inner = inner or getattr(function, "__wrapped__", None)
+        if inner is None and code is None:
+            inner = inspect.getattr_static(type(function), "__call__", None)
+        if inner is None or inner is function:
+            break
+        function, code = inner, getattr(inner, "__code__", None)
+    return code
 
 
 def key(frame: FrameType, depth: int) -> str:

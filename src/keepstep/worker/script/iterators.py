@@ -5,7 +5,8 @@ number next. When it stands inside the same loop bodies as the dead rank did, ea
 been advanced for the current iteration already, so setting it to the dead rank's position makes
 the loop go on where that one would have.
 
-    sequences   list, tuple, str, reversed: the index, by __reduce__ and __setstate__
+    sequences   list, tuple, str, array, reversed: the index, by __reduce__ and __setstate__
+    product     the index into each of its parts, likewise
     range       what is left of it; the newcomer's must be the same range or a part of it
     dict        how many are left; a newcomer behind that is advanced
     counters    enumerate, count, islice keep numbers in C: written in memory, where a self-test
@@ -24,6 +25,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from types import GeneratorType
 from typing import Any, Final, NamedTuple
+
+import numpy
 
 from keepstep.errors import UsageError
 
@@ -85,11 +88,12 @@ def set_position(iterator: Any, wanted: Position, place: str) -> None:
 
 
 def sequence(iterator: Any) -> Any:
-    """The list or tuple that it runs over."""
+    """The list, tuple or array that it runs over."""
     if type(iterator) not in _SEQUENCES:
         return None
     found = iterator.__reduce__()[1]
-    return found[0] if found and type(found[0]) in (list, tuple) and found[0] else None
+    known = found and type(found[0]) in (list, tuple, numpy.ndarray)
+    return found[0] if known and len(found[0]) else None
 
 
 def remade(iterator: Any, wanted: Position) -> Any:
@@ -166,6 +170,17 @@ def _set_range(iterator: Any, state: Position) -> bool:
         return False
     iterator.__setstate__(index)
     return True
+
+
+def _read_product(iterator: Any) -> Position:
+    state = iterator.__reduce__()
+    return list(state[2]) if len(state) > 2 else []
+
+
+def _set_product(iterator: Any, state: Position) -> bool:
+    if state:
+        iterator.__setstate__(tuple(state))
+    return _read_product(iterator) == state
 
 
 def _read_left(iterator: Any) -> Position:
@@ -257,7 +272,8 @@ def _set_chain(iterator: Any, wanted: Position) -> bool:
     return bool(state)
 
 
-_SEQUENCES: Final[tuple[type, ...]] = (type(iter([])), type(iter(())))
+_INDEXED: Final = type(iter(numpy.zeros(1)))  # over whatever has only __getitem__
+_SEQUENCES: Final[tuple[type, ...]] = (type(iter([])), type(iter(())), _INDEXED)
 _SEQUENCE = _Kind(_read_sequence, _set_sequence, _no_parts)
 _COMPOUND = _Kind(lambda _: [], _never, lambda it: it.__reduce__()[1])
 _FUNCTIONAL = _Kind(lambda _: [], _never, lambda it: it.__reduce__()[1][1:])
@@ -269,6 +285,7 @@ KINDS: Final[dict[type, _Kind]] = {
     type(iter("")): _SEQUENCE,
     type(iter("\u00e9")): _SEQUENCE,
     type(reversed([])): _SEQUENCE,
+    _INDEXED: _SEQUENCE,
     reversed: _SEQUENCE,
     type(iter(range(0))): _Kind(_read_range, _set_range, _no_parts),
     type(iter({})): _DICT,
@@ -280,6 +297,7 @@ KINDS: Final[dict[type, _Kind]] = {
     map: _FUNCTIONAL,
     filter: _FUNCTIONAL,
     itertools.count: _Kind(_read_count, _set_count, _no_parts),
+    itertools.product: _Kind(_read_product, _set_product, _no_parts),
     itertools.islice: _Kind(_read_islice, _set_islice, _islice_parts),
     itertools.chain: _Kind(_read_chain, _set_chain, lambda it: _chain_state(it)[1:]),
 }

@@ -9,6 +9,7 @@ parameters where no fence can stand in front of the update:
     Join with uneven inputs              ranks make different numbers of steps
     torch RPC                            state of other processes, reached outside the groups
     optimizers inside backward           updates begin before all gradients are complete
+    loops over a DataLoader itself       a replacement would not know where to go on
     collectives of other threads         their place among the steps is a matter of chance
 
 `at_attach` looks at what is there, `watch` refuses what comes later. Both are for protected jobs: a
@@ -21,13 +22,16 @@ import functools
 import gc
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from types import FrameType, GeneratorType
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from keepstep.errors import UsageError
+from keepstep.worker.script import frames, iterators, stack
 from keepstep.worker.state import fsdp
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
@@ -195,6 +199,46 @@ def watch() -> None:
 
 def _init_rpc_refused(*_: Any, **__: Any) -> None:
     raise _rpc("torch.distributed.rpc.init_rpc after attach")
+
+
+def loader_loops(running: Iterable[FrameType], site: str) -> None:
+    """A step inside a loop over a DataLoader itself: nobody knows where a replacement has to go on,
+    so its own loop would begin anew."""
+    for frame in running:
+        for iterator, line in stack.loop_iterators(frame):
+            kind = next(filter(None, map(_unplaced, _sources(iterator))), "")
+            if kind:
+                where = f"{frames.place(frame).rpartition(':')[0]}:{line})"
+                raise UsageError(
+                    f"{site!r} is called in a loop over {kind}, in {where}: a replacement of this "
+                    "rank would begin that loop anew",
+                    hint="iterate over ks.batches(...) of the loader or sampler; instead of "
+                    "itertools.cycle, open ks.batches again when it ends",
+                )
+
+
+def _unplaced(source: Any) -> str:
+    """What it is, if nobody can tell or set where it stands."""
+    if isinstance(source, _BaseDataLoaderIter):
+        return "a DataLoader"
+    if isinstance(source, GeneratorType):
+        module = str(source.gi_frame.f_globals.get("__name__")) if source.gi_frame else ""
+        return f"a generator of {module}" if module.startswith("torch.utils.data") else ""
+    if type(source).__module__ == "itertools" and type(source) not in iterators.KINDS:
+        return f"itertools.{type(source).__name__}"
+    return ""
+
+
+def _sources(iterator: Any) -> Iterator[Any]:
+    """Where its items come from, also through generators (progress bars)."""
+    yield from iterators.sources(iterator)
+    for generator in iterators.generators(iterator):
+        yield generator
+        inside = [generator.gi_yieldfrom] if generator.gi_yieldfrom is not None else []
+        if generator.gi_frame is not None:
+            inside += [inner for inner, _ in stack.loop_iterators(generator.gi_frame)]
+        for inner in inside:
+            yield from _sources(inner)
 
 
 def inside_backward(optimizer: Any, site: str) -> None:

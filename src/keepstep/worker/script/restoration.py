@@ -52,6 +52,10 @@ class Restoration:
                 if kind in _FUNCTIONS:
                     self._functions.add(number)
                 self._labels[number] = f"{self._labels.get(parent, '')}{suffix(key)}"
+                made_here = parent in self._objects and parent not in self._nodes
+                if key == contents.ATTRIBUTES and made_here:
+                    self._objects[number] = vars(self._objects[parent])
+                    continue
                 own = self._own(kind, parent, key, about)
                 apart = bound and own is not None and (number in joined or _shared(own, about))
                 if own is not None and not apart:
@@ -65,7 +69,15 @@ class Restoration:
                 ):
                     continue
                 elif kind in _MADE and (bound or self._comes_later(parent)):
-                    self._objects[number] = _made(kind, about, payload)
+                    made = _made(kind, about, payload)
+                    if made is not None:
+                        self._objects[number] = made
+                    elif not self._lenient:
+                        raise UsageError(
+                            f"{self._labels[number]} of the rank that is replaced is a defaultdict "
+                            "whose factory has no name, so it cannot be made here",
+                            hint="use a class (list, int, one of your own) as default_factory",
+                        )
                 elif not self._lenient:
                     raise UsageError(
                         f"{self._labels[number]} of the rank that is replaced ({about or kind}) "
@@ -178,7 +190,7 @@ _MAKE: Final[dict[str, Callable[..., VariableNode]]] = {
 }
 _FUNCTIONS: Final = frozenset({"holder", "function", "class"})
 _MADE: Final = frozenset({"items", "blob", "block", "names", "slots"})
-_CONTAINERS: Final[dict[str, Callable[[], Any]]] = {
+_CONTAINERS: Final[dict[str, Any]] = {
     "builtins:list": list,
     "builtins:dict": dict,
     "builtins:set": set,
@@ -190,14 +202,23 @@ _CONTAINERS: Final[dict[str, Callable[[], Any]]] = {
 
 
 def _made(kind: str, about: str, payload: Any) -> Any:
+    """None: it cannot be."""
     if kind == "blob":
         return contents.made(payload)
     if kind == "block":
         return blocks.made(payload)
-    if about in _CONTAINERS:
-        return _CONTAINERS[about]()
-    found = values.class_named(about)
-    return found.__new__(found) if kind == "items" else object.__new__(found)
+    name, _, told = about.partition("|")
+    found = _CONTAINERS.get(name) or values.class_named(name)
+    if kind != "items":
+        return object.__new__(found)
+    container = found.__new__(found)
+    if told == contents.UNNAMED:
+        return None
+    if told and isinstance(container, deque):
+        deque.__init__(container, (), int(told))
+    elif told and isinstance(container, defaultdict):
+        container.default_factory = values.class_named(told)
+    return container
 
 
 def key_of(key: Any) -> Any:

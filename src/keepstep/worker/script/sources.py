@@ -15,10 +15,12 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from keepstep.errors import UsageError
 from keepstep.worker.state import codec
 from keepstep.worker.state.rng import torch_state
 
 _TWISTER_BYTES: Final = 625 * 4
+_SPAWNED: Final = "keepstep/spawned"
 
 
 class StreamSource(Protocol):
@@ -77,12 +79,18 @@ class _Numpy:
             self._where = self._bits.ctypes.state_address
         self._seen: tuple[bytes, bytes] | None = None
 
+    def _spawned(self) -> int:
+        """Children that it has had: the next ones are seeded by their number."""
+        return int(getattr(getattr(self._bits, "seed_seq", None), "n_children_spawned", 0))
+
     def read(self) -> bytes:
         raw = ctypes.string_at(self._where, _TWISTER_BYTES) if self._where else b""
+        spawned = self._spawned()
+        raw += bytes(f"{spawned}", "ascii") if raw else b""
         if raw and self._seen is not None and self._seen[0] == raw:
             return self._seen[1]
         state = self._bits.state if self._legacy is None else self._legacy.get_state(legacy=False)
-        data = codec.dumps_inline(state)
+        data = codec.dumps_inline({**state, _SPAWNED: spawned} if spawned else state)
         # A pending second Gaussian is not among the words: such a state is always read again.
         keep = bool(raw) and not state.get("has_gauss")
         self._seen = (raw, data) if keep else None
@@ -90,10 +98,20 @@ class _Numpy:
 
     def write(self, state: bytes) -> None:
         self._seen = None
+        found = codec.loads_inline(state)
+        missing = found.pop(_SPAWNED, 0) - self._spawned()
+        if missing < 0:
+            raise UsageError(
+                "a numpy generator has had children (spawn) in a step that must be repeated, and "
+                "would give other ones",
+                hint="spawn generators before the first step, or between steps",
+            )
+        if missing:
+            self._bits.seed_seq.spawn(missing)
         if self._legacy is not None:
-            self._legacy.set_state(codec.loads_inline(state))
+            self._legacy.set_state(found)
         else:
-            self._bits.state = codec.loads_inline(state)
+            self._bits.state = found
 
 
 def _numpy_types() -> tuple[type, ...]:

@@ -125,7 +125,11 @@ class Unasked:
 
     def _follow(self) -> None:
         """Names may stand for other objects by now, and there may be new ones."""
-        self._let_go()
+        for path in sorted(p for p, tick in self._leaving.items() if tick != self._tick()):
+            del self._leaving[path]
+            self.kept.let_go([path])
+            self.names.discard(PREFIX + path)
+            self._unregister(PREFIX + path)
         exchanged, lost = self.kept.follow()
         for path in exchanged & self._registered():
             self._add(path)
@@ -140,13 +144,6 @@ class Unasked:
             made = not all(map(self._knows, self.kept.made()))
             if made or self.kept.homeless:
                 self._discover(registers=False)
-
-    def _let_go(self) -> None:
-        for path in sorted(p for p, tick in self._leaving.items() if tick != self._tick()):
-            del self._leaving[path]
-            self.kept.let_go([path])
-            self.names.discard(PREFIX + path)
-            self._unregister(PREFIX + path)
 
     def _registered(self) -> set[str]:
         return {name.removeprefix(PREFIX) for name in self.names}

@@ -176,13 +176,11 @@ class Parameters:
         names = self._changing.get(site, ())
         return {name.removeprefix(_OBJECT) for name in names if name.startswith(_OBJECT)}
 
-    def export(self) -> dict[str, list[str]]:
-        return {site: sorted(names) for site, names in self._changing.items()}
-
-    def load(self, changing: dict[str, list[str]]) -> None:
-        """A newcomer: what others have noted."""
-        for site, names in changing.items():
+    def noted(self, others: dict[str, list[str]] | None = None) -> dict[str, list[str]]:
+        """By site, what it changes early. On a newcomer: `others` have noted these."""
+        for site, names in (others or {}).items():
             self._changing.setdefault(site, set()).update(names)
+        return {site: sorted(names) for site, names in self._changing.items()}
 
     def _note(self, site: str, names: set[str]) -> None:
         new = names - self._changing.get(site, set())

@@ -260,7 +260,7 @@ class LiveRank(RankFacts):
             "flags": self.flags.save(),
             "extra": self.cells.extra(),
             "late": self.cells.export_late(),
-            "changing": self.changes.export(),
+            "changing": self.changes.noted(),
             "outliving": sorted(self.gradients.outliving),
             "carrying": self.gradients.carrying,
             "comparable": self.agreement.comparable,
@@ -280,7 +280,7 @@ class LiveRank(RankFacts):
         own = self.state.own or frozenset()
         self.cells.import_late(saved["late"])
         self.cells.put_extra({n: v for n, v in saved["extra"].items() if n not in own})
-        self.changes.load(saved["changing"])
+        self.changes.noted(saved["changing"])
         self.gradients.outliving |= set(saved["outliving"])
         self.gradients.carrying = saved["carrying"]
         self.agreement.comparable = saved["comparable"]

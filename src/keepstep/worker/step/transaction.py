@@ -19,7 +19,7 @@ from typing import Any
 
 from keepstep.errors import KeepstepError, UsageError
 from keepstep.worker.device import cuda
-from keepstep.worker.script import results
+from keepstep.worker.script import refusals, results
 from keepstep.worker.script.frames import script_frames
 from keepstep.worker.state import fsdp
 from keepstep.worker.state.objects import Snapshots, Undo, digests, snapshots
@@ -45,6 +45,7 @@ class Transactions:
         for model in live.models.values():
             model.register_forward_pre_hook(lambda *_: live.page.mark())
         self.passes = Passes(self.fencing)
+        self._looked_at: set[str] = set()  # steps
         self._left_changed = ""  # what a roll-back could not put back
         self._pending: Callable[[], None] | None = None  # to be done at the next entry
         call = self.call
@@ -56,6 +57,9 @@ class Transactions:
         if live.version > 0:
             live.unasked.look_at_attributes()
         if step:
+            if site not in self._looked_at:
+                self._looked_at.add(site)
+                refusals.loader_loops(script_frames(), site)
             live.unasked.look(site, live.version)
         else:
             live.unasked.look_at_models()
