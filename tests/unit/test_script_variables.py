@@ -1155,6 +1155,25 @@ def test_attributes_of_containers_of_the_scripts_own_classes() -> None:
     check(script)
 
 
+class Config(dict):  # type: ignore[type-arg]
+    def __init__(self, **items: Any) -> None:
+        super().__init__(**items)
+        self.__dict__ = self
+
+
+def test_a_dict_that_is_its_own_attributes() -> None:
+    def script(ks: Rank) -> None:
+        kept, anew = Config(rate=1.0, count=0), Config(rate=1.0)
+        for i in range(4):
+            ks.step(nothing)
+            kept.rate *= 0.5
+            kept["count"] += i
+            anew = Config(rate=anew.rate / 3)
+            ks.log.append((dict(kept), kept.count, anew.rate))
+
+    check(script)
+
+
 def test_containers_that_are_made_again_keep_their_length_and_factory() -> None:
     def script(ks: Rank) -> None:
         windows: dict[str, Any] = {}

@@ -42,6 +42,8 @@ class Items(VariableNode):
         self._about = container_about(target)
         usual = type(target).__module__ in ("builtins", "collections")
         self._attributes: Any = None if usual else getattr(target, "__dict__", None)
+        if self._attributes is target:  # its attributes are its items
+            self._attributes = None
         if isinstance(target, dict):
             graph.versions.watch(target, self)
 

@@ -357,7 +357,8 @@ class Newcomer:
                 return self.copying.take(ask.command)
             case asks.Settle():
                 if self.live.state.fingerprint() != self.copying.fingerprint:
-                    self._name_changed()
+                    if self.copying.fingerprint:
+                        self._name_changed()
                     again = self.copying.copied(ask.command)
                     return again if isinstance(again, m.CopyFailed) else None
             case asks.LeaveJob():
