@@ -12,7 +12,7 @@ import torch
 from keepstep.errors import UsageError
 from keepstep.worker.api.plain import PlainSession
 from keepstep.worker.script import children, refusals, roots
-from keepstep.worker.state import roundtrip
+from keepstep.worker.state import loose, roundtrip
 from keepstep.worker.state.objects import registered
 
 _session: PlainSession | None = None
@@ -76,6 +76,8 @@ def attach(
         children.refuse_living()
         groups.refuse_unknown()
         refusals.watch()
+        if found := loose.parameters(models.values(), optimizers):
+            models[loose.NAME] = loose.Loose(found)
         session = attach_rank(process, models, optimizers)
     _session = session
     for name, item in objects.items():

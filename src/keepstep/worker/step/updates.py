@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
 from keepstep.errors import UsageError
 from keepstep.worker.device import cuda, guard
 from keepstep.worker.script import refusals
+from keepstep.worker.state import loose
 from keepstep.worker.step.fencing import Fencing, rate
 from keepstep.worker.step.recovery import Retry
 
@@ -26,6 +27,7 @@ class Updates:
     def __init__(self, fencing: Fencing) -> None:
         self.live, self.call, self._fencing = fencing.live, fencing.call, fencing
         self._attached = {id(o): n for n, o in fencing.live.optimizers.items()}
+        self._counts: dict[str, int] = {}  # how many parameters have been looked at
         register_optimizer_step_pre_hook(self.before)
         register_optimizer_step_post_hook(self._after)
 
@@ -57,6 +59,10 @@ class Updates:
                 hint="optimizer updates belong into a @ks.step function",
             )
         name = self._attached[id(optimizer)]
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._counts.get(name) != count:
+            self._counts[name] = count
+            loose.refuse(self.live.models.values(), {name: optimizer})
         self.live.gradients.before_update()
         if self.call.fenced:
             self.live.redundancy.before_update(name)
