@@ -60,6 +60,9 @@ def check(script: Callable[[Rank], None]) -> Rank:
     for number, tree in enumerate(undisturbed.trees):
         newcomer = run(script, tree)
         assert newcomer.log == undisturbed.log[number:], f"step {number}"
+        for later, next_tree in enumerate(newcomer.trees):
+            again = run(script, next_tree)
+            assert again.log == newcomer.log[later + 1 :], f"steps {number} and {later}"
     return undisturbed
 
 

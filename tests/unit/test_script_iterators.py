@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
+from torch.utils.data import DataLoader
 
 from keepstep.errors import UsageError
 from keepstep.worker.script import iterators
@@ -100,3 +103,28 @@ def test_sources_are_the_iterators_nobody_can_read() -> None:
 
     own = Own()
     assert list(iterators.sources(enumerate(own))) == [own]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: itertools.cycle("abc"),
+        lambda: itertools.cycle([[1], [2], [3]]),
+        lambda: itertools.accumulate([1, 2, 3, 4, 5]),
+        lambda: itertools.permutations("abc"),
+        lambda: itertools.zip_longest("abcde", "ab"),
+        lambda: iter(collections.deque("abcde")),
+        lambda: iter(DataLoader(list(range(9)))),
+    ],
+)
+def test_what_cannot_be_put_anywhere_says_where_it_is(make: Callable[[], Any]) -> None:
+    mine, theirs = make(), make()
+    for moves in range(5):
+        place = msgspec.msgpack.decode(msgspec.msgpack.encode(iterators.position(theirs)))
+        iterators.set_position(mine, place, "x")
+        next(theirs)
+        place = msgspec.msgpack.decode(msgspec.msgpack.encode(iterators.position(theirs)))
+        with pytest.raises(UsageError, match=r"the \w+ x stands elsewhere here"):
+            iterators.set_position(mine, place, "x")
+        next(mine)
+        assert iterators.position(mine) == place, moves

@@ -12,6 +12,7 @@ import collections
 import dataclasses
 import enum
 import gc
+import io
 import itertools
 import math
 import types
@@ -27,6 +28,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from keepstep.errors import UsageError
 from keepstep.worker.script import frames, sharing, values
+from keepstep.worker.script.variables import Variables
 from tests.support.variables import Rank, check, nothing, run
 
 # ------------------------------------------------------------------------------------- newcomer
@@ -522,6 +524,10 @@ def test_a_retry_finds_everything_as_it_was() -> None:
             seen = (list(losses), list(alias), meter.sum, list(meter.window), repr(table))
             ks.log.append((count, *seen, tensor.tolist(), grown.tolist(), repr(numbers)))
 
+    check_retries(script)
+
+
+def check_retries(script: Callable[[Rank], None]) -> None:
     disturbed = run(script)
     calm = Rank(script.__code__)
     calm.calm = True
@@ -1229,3 +1235,396 @@ def test_loops_over_arrays_and_products() -> None:
             shift += 10
 
     check(script)
+
+
+class Range:
+    def __init__(self) -> None:
+        self.calls, self.seen = 0, []  # type: ignore[var-annotated]
+
+    def __call__(self, *_: Any) -> None:
+        self.calls += 1
+        self.seen.append(self.calls)
+
+
+def test_objects_that_only_hooks_know() -> None:
+    def script(ks: Rank) -> None:
+        net = torch.nn.Linear(2, 2)
+        net.register_forward_hook(Range())
+        net.weight.register_hook(Range())
+        for _ in range(4):
+            ks.step(nothing)
+            net(torch.ones(1, 2)).sum().backward()
+            hooks = [*net._forward_hooks.values(), *net.weight._backward_hooks.values()]
+            ks.log.append([(hook.calls, list(hook.seen)) for hook in hooks])
+
+    check(script)
+
+
+class Phases:
+    def __init__(self) -> None:
+        self.pending = 3
+
+
+def test_names_that_are_deleted_and_defaults_behind_a_star() -> None:
+    def step(*, history: list[int] = []) -> None:  # noqa: B006
+        history.append(len(history))
+
+    def script(ks: Rank) -> None:
+        phases = Phases()
+        for i in range(5):
+            ks.step(nothing)
+            if i == 1:
+                del phases.pending
+            if i == 3:
+                phases.pending = i
+            step()
+            ks.log.append((vars(phases).copy(), list(step.__kwdefaults__["history"])))
+            if i == 4:
+                step.__kwdefaults__["history"].clear()
+
+    check(script)
+
+
+def test_numbers_that_become_others_of_the_same_value() -> None:
+    def script(ks: Rank) -> None:
+        numbers: list[Any] = [0, 1, True, 0.0]
+        for i in range(3):
+            ks.step(nothing)
+            numbers[i] = [0.0, True, 1.0][i]
+            numbers[3] = -0.0
+            ks.log.append(repr(numbers))
+
+    check(script)
+
+
+def every(n: int) -> Any:
+    def decorate(function: Any) -> Any:
+        calls = 0
+
+        def wrapper(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return function(*args) if calls % n == 0 else None
+
+        return wrapper
+
+    return decorate
+
+
+class Decaying:
+    def __init__(self) -> None:
+        self.rate = 1.0
+        self.factors = self.warm_up()
+
+    def warm_up(self) -> Any:
+        yield from (0.25, 0.5)
+
+    def best(self, value: float, found: list[float] = [9.0]) -> float:  # noqa: B006
+        found[0] = min(found[0], value)
+        return found[0]
+
+    @every(2)
+    def decay(self) -> None:
+        self.rate *= 0.5
+
+
+def test_what_methods_keep_and_generators_that_have_ended() -> None:
+    def script(ks: Rank) -> None:
+        Decaying.best.__defaults__[0][0] = 9.0  # type: ignore[index]
+        Decaying.decay.__closure__[0].cell_contents = 0  # type: ignore[index]
+        decaying = Decaying()
+        for i in range(5):
+            factor = next(decaying.factors, None)
+            ks.step(nothing)
+            decaying.decay()
+            ks.log.append((decaying.rate, decaying.best(5.0 - i)))
+            factor = next(decaying.factors, None) if i == 2 else factor
+            ks.log[-1] += (factor,)
+
+    check(script)
+
+
+def test_files_in_memory() -> None:
+    def script(ks: Rank) -> None:
+        buffer, best, text = io.BytesIO(b"first"), None, io.StringIO()
+        for i in range(5):
+            ks.step(nothing)
+            if i == 1:
+                best = io.BytesIO()
+            if best is not None:
+                best.seek(0)
+                torch.save(torch.tensor([i]), best)
+            buffer.write(bytes([i]))
+            text.write(f"{i} ")
+            kept = None if best is None else best.getvalue()
+            ks.log.append((buffer.getvalue(), buffer.tell(), text.getvalue(), kept))
+
+    check(script)
+
+
+def test_tuples_inside_of_tuples() -> None:
+    def script(ks: Rank) -> None:
+        state = (torch.zeros(2), (torch.zeros(1), (torch.ones(1),)))
+        for _ in range(5):
+            ks.step(nothing)
+            first, (second, (third,)) = state
+            state = (first + 1, (second - 1, (third * 2,)))
+            ks.log.append(str(state))
+
+    check(script)
+
+
+def test_sets_have_their_order() -> None:
+    def script(ks: Rank) -> None:
+        pool, names = set(range(100, 164)), {"a", "b"}
+        for i in range(6):
+            ks.step(nothing)
+            taken = list(pool)[:5]
+            pool.difference_update(taken)
+            pool.add(i)
+            names.add(str(i))
+            ks.log.append((taken, pool.pop(), list(pool), list(names)))
+
+    check(script)
+
+
+def test_a_retry_has_the_order_of_a_set() -> None:
+    def script(ks: Rank) -> None:
+        pool = set(range(64))
+
+        def step() -> None:
+            pool.difference_update(list(pool)[:50])
+            pool.update(range(200, 210))
+
+        for _ in range(3):
+            ks.retries = 1
+            ks.step(step)
+            ks.log.append(list(pool))
+
+    check_retries(script)
+
+
+def test_what_scripts_keep_on_parameters() -> None:
+    def script(ks: Rank) -> None:
+        net = torch.nn.Linear(2, 1)
+        net.weight.count = 0
+        for i in range(5):
+            ks.step(nothing)
+            net.weight.count += i
+            net.bias.average = getattr(net.bias, "average", torch.zeros(1)) + i
+            ks.log.append((net.weight.count, net.bias.average.item()))
+
+    check(script)
+
+
+def test_what_scripts_set_in_datasets_and_samplers() -> None:
+    def script(ks: Rank) -> None:
+        data = torch.utils.data.TensorDataset(torch.arange(8))
+        subset = torch.utils.data.Subset(data, [0, 1])
+        for i in range(5):
+            ks.step(nothing)
+            subset.indices = [*subset.indices, i]
+            data.tensors = (data.tensors[0] + 1,)
+            ks.log.append((subset.indices, subset[0][0].item()))
+
+    check(script)
+
+
+def test_arrays_of_objects() -> None:
+    def script(ks: Rank) -> None:
+        memory = numpy.zeros(4, dtype=object)
+        held = {"late": None}
+        for i in range(6):
+            ks.step(nothing)
+            memory[i % 4] = (numpy.full(2, i), float(i), [i])
+            if i == 2:
+                held["late"] = numpy.array([None, "x", i], dtype=object)
+            if i > 3:
+                held["late"][i % 3] = i
+            ks.log.append((str(memory), str(held)))
+
+    check(script)
+
+
+class WarmingUp:
+    def __init__(self) -> None:
+        self.pending = 3
+        self.factors = self.warm_up()
+
+    def warm_up(self) -> Any:
+        for i in range(4):
+            yield 0.2 * (i + 1)
+
+    def after(self) -> None:
+        if hasattr(self, "pending"):
+            self.pending -= 1
+            if self.pending == 0:
+                del self.pending
+
+
+def test_what_is_deleted_stays_so_for_newcomers_of_newcomers() -> None:
+    def script(ks: Rank) -> None:
+        warming_up = WarmingUp()
+        for _ in range(9):
+            factor = next(warming_up.factors, None)
+            ks.step(nothing)
+            warming_up.after()
+            ks.log.append((factor, getattr(warming_up, "pending", None)))
+
+    check(script)
+
+
+class Sorted(set[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(sorted(set.__iter__(self)))
+
+
+class Known:
+    """It is known by its address."""
+
+    def __init__(self) -> None:
+        self.age = 0
+
+
+def test_sets_of_objects_and_of_classes_of_their_own() -> None:
+    def script(ks: Rank) -> None:
+        active, ordered = {Known()}, Sorted(range(9))
+        for i in range(5):
+            ks.step(nothing)
+            active.add(Known())
+            ordered.discard(i)
+            ordered.add(40 - i)
+            found = [thing in active for thing in active], [x in ordered for x in ordered]
+            ks.log.append((found, len(active), list(ordered)))
+
+    check(script)
+
+
+class Stage(enum.Enum):
+    WARM = 1
+    MAIN = 2
+
+
+def test_dicts_with_keys_of_all_kinds() -> None:
+    def script(ks: Rank) -> None:
+        stages = {Stage.WARM: 1, Stage.MAIN: 2}
+        numbers = {numpy.int64(1): "a", (1, 2): "b", frozenset({3}): "c"}
+        for i in range(5):
+            ks.step(nothing)
+            if i == 1:
+                del stages[Stage.WARM], numbers[1, 2]
+            if i == 3:
+                stages[Stage.WARM] = 3
+                numbers[1, 2] = "d"
+            stages[Stage.MAIN] += 1
+            ks.log.append((str(stages), str(numbers)))
+
+    check(script)
+
+
+def test_objects_as_keys_that_come_and_go_are_refused() -> None:
+    def script(ks: Rank) -> None:
+        table = {Known(): 0, Known(): 1}
+        for i in range(4):
+            ks.step(nothing)
+            table.pop(next(iter(table)))
+            table[Known()] = i
+            ks.log.append(list(table.values()))
+
+    trees = run(script).trees
+    with pytest.raises(UsageError, match="table has got other keys"):
+        run(script, trees[-1])
+
+
+def test_what_a_generator_does_at_its_end_is_done_once() -> None:
+    def script(ks: Rank) -> None:
+        ends: list[int] = []
+
+        def numbers() -> Iterator[int]:
+            try:
+                yield 1
+            finally:
+                ends.append(len(ends))
+
+        each = numbers()
+        next(each)
+        for _ in range(5):
+            ks.step(nothing)
+            next(each, None)
+            ks.log.append(list(ends))
+
+    check(script)
+
+
+def test_views_of_weights_that_are_replaced() -> None:
+    weight = torch.nn.Parameter(torch.zeros(4))
+
+    class Names:
+        def name_of(self, thing: Any) -> None:
+            return None
+
+        def names_by_id(self) -> dict[int, str]:
+            return {}
+
+        def owner_of(self, tensor: Any) -> Any:
+            return ("weight", weight) if tensor.data_ptr() == weight.data_ptr() else None
+
+        def named(self, name: str) -> Any:
+            return weight
+
+    variables = Variables(
+        lambda x: x is weight, lambda x: x.data_ptr() == weight.data_ptr(), Names()
+    )
+    kept: list[Any] = []
+    told: list[list[str]] = []
+    for i in range(4):
+        variables.begin(frames.script_frames())
+        variables.capture()
+        variables.end()
+        told.append([text for text in variables.warnings() if "view of a weight" in text])
+        if i == 0:
+            kept.append(weight.data)
+        if i == 2:
+            weight.data = weight.data + 1
+    assert [len(texts) for texts in told] == [0, 0, 0, 1]
+    assert kept
+
+
+def test_attributes_that_are_made_and_deleted_again_and_again_are_not_remembered() -> None:
+    def script(ks: Rank) -> None:
+        thing = Known()
+        for i in range(50):
+            setattr(thing, f"cache_{i}", i)
+            ks.step(nothing)
+            delattr(thing, f"cache_{i}")
+            ks.log.append(vars(thing).copy())
+
+    trees = run(script).trees
+    assert len(trees[-1]) < 2 * len(trees[5])
+
+
+def test_hooks_that_are_removed_are_let_go() -> None:
+    def script(ks: Rank) -> None:
+        net = torch.nn.Linear(1, 1)
+        known = Counting()
+        net.hook = None  # type: ignore[assignment]
+        handle = net.register_forward_hook(known)
+        gone = weakref.ref(known)
+        ks.step(nothing)
+        del known
+        net.hook = 1  # type: ignore[assignment]
+        ks.step(nothing)
+        handle.remove()
+        ks.step(nothing)
+        gc.collect()
+        assert gone() is None
+
+    run(script)
+
+
+class Counting:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, *_: Any) -> None:
+        self.count += 1

@@ -139,7 +139,7 @@ def test_an_ordinary_script_is_not_bothered() -> None:
 def test_what_is_not_looked_into_is_named() -> None:
     def script(call: Callable[..., Any]) -> None:
         waiting: Any = queue.SimpleQueue()
-        table = numpy.array([[], [1]], dtype=object)
+        table = numpy.array([[None, 2], [1, "x"]], dtype=object)
         weights = numpy.ma.masked_array([1.0, 2.0], mask=[False, True])
         large = bytearray(1 << 20)
         shown = numpy.zeros(4)

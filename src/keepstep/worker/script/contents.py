@@ -12,13 +12,14 @@ import numpy
 import torch
 
 from keepstep.errors import UsageError
-from keepstep.worker.script import iterators, values
+from keepstep.worker.script import iterators, object_keys, set_tables, values
 from keepstep.worker.script.nodes import MISSING, OPAQUE, Graph, VariableNode
 from keepstep.worker.state import codec
 
 _PLACE: Final = "<place>"
 ATTRIBUTES: Final = "<attributes>"  # key of what a container of the script's own class has besides
 UNNAMED: Final = "?"
+_OBJECTS: Final = "objects"  # among the keys
 
 
 def _told(key: Any) -> bool:
@@ -28,8 +29,8 @@ def _told(key: Any) -> bool:
 
 
 class Items(VariableNode):
-    """A list, deque, set or dict. Carried whole if all of it is plain; of a dict with other things
-    in it, the plain values."""
+    """A list, deque, set, dict or array of objects. Carried whole if all of it is plain; of a dict
+    with other things in it, the plain values."""
 
     kind = "items"
 
@@ -39,6 +40,8 @@ class Items(VariableNode):
         self.opaque = False
         self.too_large = False
         self.flat = True  # nothing but scalars
+        self._keyed = False  # has keys of other kinds
+        self.rekeyed = False  # and has got others
         self._about = container_about(target)
         usual = type(target).__module__ in ("builtins", "collections")
         self._attributes: Any = None if usual else getattr(target, "__dict__", None)
@@ -61,15 +64,18 @@ class Items(VariableNode):
 
     def scan(self, graph: Graph) -> None:
         target, last = self.target, self.last
-        size = len(target)
+        size = len(target) if not isinstance(target, set) else set.__len__(target)
         if self.too_large or size > values.ITEMS_MAX:
             self._scan_large(graph, size)
             return
         if last is not MISSING and last is not None:
-            if len(last) == size and _same(target, last, self.flat):
+            if len(last) == size and _same(target, last):
                 return
             graph.note(self, None, last)
             self.changing = True
+            if self._keyed:
+                kept = size == len(last) and all(map(operator.is_, target, last))
+                self.rekeyed = self.rekeyed or not kept
         graph.touch(self)
         self._look_inside(graph, last)
         self.last = _copied(target)
@@ -105,7 +111,7 @@ class Items(VariableNode):
         target = self.target
         done = 0
         grown = isinstance(target, list) and isinstance(last, list) and len(target) > len(last)
-        if grown and not self.opaque and _same(target[: len(last)], last, self.flat):
+        if grown and not self.opaque and _same(target[: len(last)], last):
             done = len(last)
         before: dict[Any, VariableNode] = {}
         if not done:
@@ -116,13 +122,15 @@ class Items(VariableNode):
             pairs: Iterable[tuple[Any, Any]] = target.items()
             kinds = {*map(type, target), *map(type, target.values())}
         else:
-            pairs = enumerate(target) if not done else enumerate(target[done:], done)
-            kinds = set(map(type, target[done:] if done else target))
+            items = _items(target)
+            pairs = enumerate(items) if not done else enumerate(target[done:], done)
+            kinds = set(map(type, target[done:] if done else items))
         if not kinds <= scalars:
             self.flat = False
             for place, (key, value) in enumerate(pairs):
                 if not _told(key):  # a parameter, say: known by where it stands
                     key = _PLACE, place
+                    self._keyed = True
                 if value.__class__ not in scalars and graph.adopt(value, self, key) is OPAQUE:
                     self.opaque = True
         if self._attributes is not None and ATTRIBUTES not in self.children:
@@ -135,24 +143,34 @@ class Items(VariableNode):
         target = self.target
         if self.too_large:
             return None
-        if self.flat and not isinstance(target, dict):
+        if self.flat and not isinstance(target, dict | set):
             return target if type(target) is list else list(target)
         try:
             if isinstance(target, dict):
                 packed: Any = self._pack_dict(graph)
             else:
-                packed = [graph.pack(value, self) for value in target]
+                packed = [graph.pack(value, self) for value in _items(target)]
         except values.NotPlain:
             return None
-        return packed
+        return [set_tables.SetCopy(target).table(), packed] if isinstance(target, set) else packed
 
     def _pack_dict(self, graph: Graph) -> list[Any]:
+        named = object_keys.names(graph, self.target)
+        try:
+            if not named:
+                return self._pack_pairs(graph)
+        except values.NotPlain:
+            pass
+        return [_OBJECTS, object_keys.packed(self, graph, named, self.rekeyed)]
+
+    def _pack_pairs(self, graph: Graph) -> list[Any]:
         packed: list[Any] = [not self.opaque]
         if self.flat:
             return packed + [part for pair in self.target.items() for part in pair]
         for key, value in self.target.items():
+            told = graph.pack(key, self)
             try:
-                packed += [graph.pack(key, self), graph.pack(value, self)]
+                packed += [told, graph.pack(value, self)]
             except values.NotPlain:
                 if not self.opaque:
                     raise
@@ -165,6 +183,11 @@ class Items(VariableNode):
         elif isinstance(target, deque):
             target.clear()
             target.extend(old)
+        elif isinstance(target, set):
+            old.put_back(target)
+        elif isinstance(target, numpy.ndarray):
+            for place, value in enumerate(old):
+                target[place] = value
         else:
             target.clear()
             target.update(old)
@@ -173,13 +196,18 @@ class Items(VariableNode):
         if data is None:
             return
         target = self.target
-        if isinstance(target, dict):
+        if isinstance(target, dict) and data[0] == _OBJECTS:
+            object_keys.put(target, data[1], self.label, referred)
+        elif isinstance(target, dict):
             pairs = iter([values.unpack(x, referred) for x in data[1:]])
             new = dict(zip(pairs, pairs))
             if data[0]:
                 self.put_back(new)
             else:
                 target.update(new)
+        elif isinstance(target, set):
+            table, packed = data
+            set_tables.write(target, table, [values.unpack(x, referred) for x in packed])
         else:
             self.put_back([values.unpack(x, referred) for x in data])
 
@@ -187,6 +215,8 @@ class Items(VariableNode):
 def container_about(target: Any) -> str:
     """Its class, and what its constructor is told."""
     name = values.name_of(type(target))
+    if isinstance(target, numpy.ndarray):
+        return f"{name}|{len(target)}"
     if isinstance(target, deque):
         return name if target.maxlen is None else f"{name}|{target.maxlen}"
     if isinstance(target, defaultdict) and target.default_factory is not None:
@@ -195,26 +225,28 @@ def container_about(target: Any) -> str:
     return name
 
 
+def _items(target: Any) -> Any:
+    """Of a set in the order of its table, whatever the script's own class makes of it."""
+    return list(set.__iter__(target)) if isinstance(target, set) else target
+
+
 def _copied(target: Any) -> Any:
     """Without asking the script's own class, whose constructor or `copy` may be anything."""
-    for kind in (list, deque, set, dict):
+    for kind in (list, deque, dict):
         if isinstance(target, kind):
             return kind(target)
-    raise TypeError(type(target).__name__)
+    return set_tables.SetCopy(target) if isinstance(target, set) else list(target)
 
 
-def _same(target: Any, last: Any, flat: bool) -> bool:
+def _same(target: Any, last: Any) -> bool:
     """Of two containers of one size. What can change in place is compared by identity: an equal
     tensor is another one, and to compare it may wait for a device."""
     if isinstance(target, dict):
         pairs = zip(target.items(), last.items())
         return all(k is a and v is b for (k, v), (a, b) in pairs)
-    if not flat and not isinstance(target, set):
-        return all(map(operator.is_, target, last))
-    try:
-        return bool(target == last)
-    except Exception:  # a comparison of the user's
-        return False
+    if isinstance(target, set):
+        return bool(last.fits(target))
+    return all(map(operator.is_, target, last))
 
 
 class Blob(VariableNode):

@@ -11,8 +11,9 @@ import functools
 import types
 from array import array
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
+import numpy
 import torch
 
 from keepstep.worker.script import frames, graph, values
@@ -23,7 +24,14 @@ from keepstep.worker.script.makers import maker_of
 from keepstep.worker.script.namespaces import DictNames, Holder, Names
 from keepstep.worker.script.nodes import LEAF, OPAQUE, Graph, VariableNode, suffix
 from keepstep.worker.script.reads import Reads
-from keepstep.worker.script.torch_names import NetworkNames, OptimizerNames, RegisteredNames
+from keepstep.worker.script.torch_names import (
+    DataNames,
+    NetworkNames,
+    OptimizerNames,
+    ParameterNames,
+    RegisteredNames,
+)
+from keepstep.worker.script.weight_views import View
 
 DEPTH_MAX: Final = 12
 NODES_MAX: Final = 20_000
@@ -38,16 +46,52 @@ _NUMPY: Final = frozenset(
 _CALLED: Final = (types.FunctionType, types.MethodType, type, functools.partial)
 
 
+def _begins(key: Any, name: Any) -> bool:
+    """It is of something in a tuple of this name, or in a tuple inside of it."""
+    while key.__class__ is tuple:
+        key = key[0]
+        if key == name:
+            return True
+    return False
+
+
+class Named(Protocol):
+    """What is attached, by name."""
+
+    def name_of(self, thing: Any) -> str | None: ...
+    def names_by_id(self) -> dict[int, str]: ...
+    def owner_of(self, tensor: Any) -> tuple[str, Any] | None: ...
+    def named(self, name: str) -> Any: ...
+
+
+class Nameless:
+    def name_of(self, thing: Any) -> str | None:
+        return None
+
+    def names_by_id(self) -> dict[int, str]:
+        return {}
+
+    def owner_of(self, tensor: Any) -> tuple[str, Any] | None:
+        return None
+
+    def named(self, name: str) -> Any:
+        raise LookupError(name)
+
+
 class Discovery(Graph):
     """Finds what hangs in the graph."""
 
     def __init__(
-        self, known: Callable[[Any], bool], attached: Callable[[torch.Tensor], bool]
+        self,
+        known: Callable[[Any], bool],
+        attached: Callable[[torch.Tensor], bool],
+        names: Named | None = None,
     ) -> None:
         """`known(thing)`: others carry it; `attached(tensor)`: they carry its memory."""
         super().__init__()
-        self.known, self.attached = known, attached
-        self.excluded: frozenset[int] = frozenset()  # arguments of the call: the walk has them
+        self.known, self.attached, self.names = known, attached, names or Nameless()
+        self.excluded: frozenset[int] = frozenset()  # arguments of the call, which may be large
+        self.handed: frozenset[int] = frozenset()  # of these, what ks.batches has handed out
         self.reads = Reads()
         self.read: set[int] = set()  # ids of tensors that steps read now
         self.helpers = 0  # nodes in objects of installed packages
@@ -66,7 +110,9 @@ class Discovery(Graph):
         assert isinstance(found, Names)
         return found
 
-    def adopt(self, value: Any, parent: VariableNode, key: Any, label: str = "") -> Any:
+    def adopt(
+        self, value: Any, parent: VariableNode, key: Any, label: str = "", maker: Any = None
+    ) -> Any:
         """A node below `parent`, LEAF, or OPAQUE."""
         kind = value.__class__
         if kind in values.SCALARS:
@@ -76,7 +122,7 @@ class Discovery(Graph):
             self._drop(node)
             node = None
         if node is None:
-            maker = self._makers.get(kind)
+            maker = maker or self._makers.get(kind)
             if maker is None:
                 maker = self._makers[kind] = maker_of(kind)
             if maker is LEAF:
@@ -85,7 +131,11 @@ class Discovery(Graph):
                 return LEAF if values.home_of(value) else OPAQUE
             if kind is tuple or maker is tuple:
                 return self._adopt_tuple(value, parent, key)
-            if maker is Blob and not self._small(value):
+            if kind is numpy.ndarray and value.dtype == object and value.ndim == 1:
+                maker = Items
+            if maker is Blob and self._lies_in_a_weight(value):
+                maker = View
+            elif maker is Blob and not self._small(value):
                 maker = Block if self._may_change(value) else OPAQUE
                 if maker is Block and self.records.of(value) is None:
                     self.omit(f"{parent.label} (with its many large tensors)")
@@ -104,7 +154,7 @@ class Discovery(Graph):
             if self._full(parent, helps):
                 if (
                     not self.told.cut_at
-                    and maker is not NetworkNames
+                    and maker not in (NetworkNames, ParameterNames)
                     and (maker is not Items or value)
                 ):
                     self.told.cut_at.append(label)
@@ -128,19 +178,20 @@ class Discovery(Graph):
             return not node.small and (node.address not in self.read or node.too_large(self))
         if isinstance(node, Holder):
             return not isinstance(node.target, _CALLED)
+        if isinstance(node, DataNames):
+            return bool(node.opaque)
         return isinstance(node, Items) and node.not_plain
 
     def _suits(self, value: Any, maker: Any) -> bool:
-        if maker is Blob or maker is Block:
+        if maker is Blob or maker is Block or maker is View:
             return True
         if maker is FrameNames:
-            code = value.gi_code
-            return value.gi_frame is not None and frames.origin(code.co_filename) != "skipped"
+            return frames.origin(value.gi_code.co_filename) != "skipped"
         if maker is OptimizerNames:
             return self.known(value)
         if maker is NetworkNames or maker is RegisteredNames:
             return True
-        return id(value) not in self.excluded and not self.known(value)
+        return id(value) not in self.handed and not self.known(value)
 
     def _full(self, parent: VariableNode, helps: bool) -> bool:
         if parent.depth >= DEPTH_MAX or len(self.nodes) >= NODES_MAX:
@@ -157,7 +208,7 @@ class Discovery(Graph):
             return len(value) * getattr(value, "itemsize", 1) <= values.BYTES_MAX
         if isinstance(value, torch.Tensor) and not _plain(value):
             return False
-        if value.nbytes > values.BYTES_MAX or id(value) in self.excluded:
+        if value.nbytes > values.BYTES_MAX or id(value) in self.handed:
             return False
         if isinstance(value, torch.Tensor):
             if value.device.type != "cpu" or value.grad_fn is not None or self.known(value):
@@ -201,9 +252,8 @@ class Discovery(Graph):
         """The binding is gone; so is the node, if it was the last."""
         child = parent.children.pop(key, None)
         if child is None:
-            if parent.children:
-                for inner in [k for k in parent.children if k.__class__ is tuple and k[0] == key]:
-                    self.release(parent, inner)
+            for inner in [k for k in parent.children if _begins(k, key)]:
+                self.unlink(parent.children.pop(inner), parent, inner)
             return
         self.unlink(child, parent, key)
 
@@ -280,6 +330,22 @@ class Discovery(Graph):
         return sorted(node.label for node in left if id(node.target) in read)
 
     # -------------------------------------------------------------- packing
+
+    def name_of(self, thing: Any) -> str | None:
+        return self.names.name_of(thing) if self.known(thing) else None
+
+    def names_by_id(self) -> dict[int, str]:
+        return self.names.names_by_id()
+
+    def owner_of(self, tensor: Any) -> tuple[str, Any] | None:
+        return self.names.owner_of(tensor)
+
+    def _lies_in_a_weight(self, value: Any) -> bool:
+        if type(value) is not torch.Tensor or not _plain(value) or value.grad_fn is not None:
+            return False
+        if id(value) in self.excluded or self.known(value) or not self.attached(value):
+            return False
+        return self.owner_of(value) is not None
 
     def pack(self, value: Any, node: VariableNode) -> Any:
         self._packing = node

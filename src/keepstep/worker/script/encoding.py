@@ -18,9 +18,9 @@ from keepstep.worker.script.blocks import Block
 from keepstep.worker.script.contents import Items
 from keepstep.worker.script.discovery import Discovery
 from keepstep.worker.script.frame_names import FrameNames
-from keepstep.worker.script.nodes import VariableNode
+from keepstep.worker.script.nodes import FUNCTIONS, VariableNode
 
-FORMAT: Final = 3
+FORMAT: Final = 4
 
 
 def encoded(graph: Discovery) -> bytes:
@@ -115,7 +115,8 @@ class _Encoding:
             return 0, node.label, False
         ways = list(node.parents.items())
         if len(ways) > 1:
-            ways.sort(key=lambda way: way[1].varies(way[0][1]))
+            # A newcomer may not have come to define a function yet.
+            ways.sort(key=lambda way: (way[1].varies(way[0][1]), way[1].kind in FUNCTIONS))
         for (_, key), parent in ways:
             if self._place(parent) is not None:
                 return parent.number, _plain(key), parent.varies(key)

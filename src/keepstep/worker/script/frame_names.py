@@ -11,6 +11,8 @@ from keepstep.worker.script import frames, iterators, stack, values
 from keepstep.worker.script.namespaces import Names, Unbound
 from keepstep.worker.script.nodes import MISSING, Graph
 
+ENDED: Final = "ended"  # said of a generator
+_NOWHERE: Final = -2
 _LOOP: Final = "for"  # begins the key of a loop's iterator; no variable can be called that
 
 
@@ -62,7 +64,7 @@ class FrameNames(Unbound, Names):
     def about(self) -> str:
         frame = self.frame()
         if frame is None:
-            return "ended"
+            return ENDED
         at = f"@{frame.f_lasti}" if isinstance(self.target, types.GeneratorType) else ""
         return f"{frame.f_globals.get('__name__')}:{frame.f_code.co_qualname}{at}"
 
@@ -70,8 +72,9 @@ class FrameNames(Unbound, Names):
         frame = self.frame()
         if self.still and graph.journal is not None:
             return
-        if self.depth > 0 and frame is not None and frame.f_lasti != self._stood:
-            self._stood = frame.f_lasti  # it is part of what is said about a generator
+        stands = frame.f_lasti if frame is not None else _NOWHERE
+        if self.depth > 0 and stands != self._stood:
+            self._stood = stands  # it is part of what is said about a generator
             graph.touch(self)
         if self.depth == 0 and graph.journal is not None:
             # A step that runs inside reaches the locals of its callers through cells only.
@@ -79,9 +82,11 @@ class FrameNames(Unbound, Names):
                 self._scan_cells(graph, frame)
             return
         super().scan(graph)
-        if frame is None or graph.journal is not None:
+        if graph.journal is not None:
             return
-        self._at = frame.f_lasti
+        self._at = stands
+        if frame is None:
+            return
         for i, (iterator, line) in enumerate(self._loops(frame)):
             key = (_LOOP, i)
             child = self.children.get(key)
@@ -93,7 +98,7 @@ class FrameNames(Unbound, Names):
     def refuse_moved(self) -> None:
         """Before a retry: a generator that stands at another `yield` cannot go back."""
         frame = self.frame()
-        if frame is None or frame.f_lasti != self._at:
+        if (frame.f_lasti if frame is not None else _NOWHERE) != self._at:
             raise UsageError(
                 f"the generator {self.label} was advanced to another yield inside a step that must "
                 "be repeated",

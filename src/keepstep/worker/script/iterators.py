@@ -14,7 +14,9 @@ the loop go on where that one would have.
     compound    zip, map, filter, enumerate, islice, chain: also the iterators inside
     generators  must be suspended at the same `yield`; their frames are carried like any other
 
-What cannot be set is refused by name. Iterators of Keepstep's own are led by the walk.
+Of a DataLoader's iterator, and of others of Python's own, it can be told where they stand, and not
+be set: a newcomer's must stand there by itself (`unset`). What cannot be set is refused by name.
+Iterators of Keepstep's own are led by the walk.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ warnings.filterwarnings(
 _HEAD: Final = object.__basicsize__
 _WORD: Final = ctypes.sizeof(ctypes.c_ssize_t)
 _COUNT_MAX: Final = 1 << 62
+_TOLD_MAX: Final = 32
 
 Position = list[Any]
 
@@ -49,14 +52,28 @@ class _Kind(NamedTuple):
 
 
 def is_iterator(value: Any) -> bool:
-    return type(value) in KINDS or type(value) is GeneratorType
+    return type(value) in KINDS or type(value) is GeneratorType or is_unset(type(value))
+
+
+def is_unset(kind: type) -> bool:
+    """One that nobody can put to a place, but that says where it is."""
+    if kind in KINDS or kind is GeneratorType:
+        return False
+    own = kind.__module__ in ("itertools", "builtins", "_collections", "collections")
+    return of_loader(kind) or (own and hasattr(kind, "__next__"))
+
+
+def of_loader(kind: type) -> bool:
+    """The iterator of a DataLoader, torch's or torchdata's."""
+    return any(base.__name__ == "_BaseDataLoaderIter" for base in kind.__mro__)
 
 
 def position(iterator: Any) -> Position:
     """Plain data that says where it stands, with the iterators inside."""
     kind = KINDS.get(type(iterator))
     if kind is None:
-        return [type(iterator).__name__]
+        name = type(iterator).__name__
+        return [name, _unset(iterator)] if is_unset(type(iterator)) else [name]
     inner = [position(part) for part in kind.parts(iterator)]
     return [type(iterator).__name__, kind.read(iterator), inner]
 
@@ -71,6 +88,12 @@ def set_position(iterator: Any, wanted: Position, place: str) -> None:
             hint="build loops from the same arguments on every start of the script",
         )
     kind = KINDS.get(type(iterator))
+    if kind is None and len(wanted) > 1 and position(iterator) != wanted:
+        raise UsageError(
+            f"the {name} {place} stands elsewhere here than it did in the rank that is replaced, "
+            "and cannot be put there",
+            hint="iterate with ks.batches, or keep the items in a list and the place in a variable",
+        )
     if kind is None or len(wanted) == 1:
         return
     state, inner = wanted[1], wanted[2]
@@ -123,6 +146,26 @@ def sources(iterator: Any) -> Iterator[Any]:
         return
     for part in kind.parts(iterator):
         yield from sources(part)
+
+
+def _unset(iterator: Any) -> Any:
+    if of_loader(type(iterator)):
+        return iterator._num_yielded
+    try:
+        return _told(iterator.__reduce__()[1:], 3)
+    except Exception:  # it says nothing
+        return None
+
+
+def _told(value: Any, depth: int) -> Any:
+    """Small, and another one when an iterator has moved."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if is_iterator(value):
+        return position(value) if type(value) is not GeneratorType else "generator"
+    if isinstance(value, tuple) and len(value) <= _TOLD_MAX and depth:
+        return [_told(item, depth - 1) for item in value]
+    return [type(value).__name__, len(value)] if hasattr(value, "__len__") else type(value).__name__
 
 
 # ------------------------------------------------------------------------------------ the kinds

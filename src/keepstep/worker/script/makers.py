@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import types
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -15,6 +16,7 @@ import torch
 from keepstep.worker.script import frames, graph, iterators, values
 from keepstep.worker.script.contents import Blob, Items, IteratorNode
 from keepstep.worker.script.frame_names import FrameNames
+from keepstep.worker.script.memory_files import MemoryFile
 from keepstep.worker.script.namespaces import (
     ClassNames,
     DictNames,
@@ -22,12 +24,14 @@ from keepstep.worker.script.namespaces import (
     Holder,
     Nothing,
     SlotNames,
+    inside_function,
 )
 from keepstep.worker.script.nodes import LEAF, OPAQUE, Graph, VariableNode
-from keepstep.worker.script.torch_names import NetworkNames, OptimizerNames
+from keepstep.worker.script.torch_names import DataNames, NetworkNames, OptimizerNames
 
 _BAGS: Final = (types.SimpleNamespace, argparse.Namespace)
 _LISTS: Final = (list, deque)
+_DATA: Final = tuple(f"torch.utils.data.{name}" for name in ("dataset", "sampler", "distributed"))
 _DICTS: Final = (dict, OrderedDict, Counter, defaultdict)
 
 
@@ -36,11 +40,13 @@ def maker_of(kind: type) -> Any:
         return Items
     if kind in (torch.Tensor, torch.nn.Parameter, numpy.ndarray, bytearray, array):
         return Blob
+    if kind is io.BytesIO or kind is io.StringIO:
+        return MemoryFile
     if kind is types.GeneratorType:
         return FrameNames
     if kind is types.BuiltinFunctionType or kind is numpy.ufunc:
         return values.home_of
-    if kind in iterators.KINDS:
+    if kind in iterators.KINDS or iterators.is_unset(kind):
         return IteratorNode
     if issubclass(kind, tuple):
         return tuple
@@ -58,6 +64,8 @@ def maker_of(kind: type) -> Any:
         if issubclass(kind, dict | list | set | deque):
             return Items
         return DictNames if kind.__dictoffset__ and not _slotted(kind) else SlotNames
+    if kind.__module__ in _DATA:
+        return DataNames
     if kind is types.MethodType or graph._entered(kind, False) or kind.__name__ == "partial":
         return Holder
     return OPAQUE
@@ -69,7 +77,7 @@ def _slotted(kind: type) -> bool:
 
 def _function_maker(graph_: Graph, value: Any, label: str, depth: int) -> VariableNode:
     own = frames.origin(value.__code__.co_filename) != "skipped"
-    if value.__dict__ or (own and (value.__closure__ or value.__defaults__)):
+    if value.__dict__ or (own and inside_function(value)):
         return FunctionNames(graph_, value, label, depth)
     return Nothing(graph_, value, label, depth)
 

@@ -51,6 +51,7 @@ class Names(VariableNode):
         self.last: dict[str, Any] = {}
         self.changing_names: set[str] = set()
         self.late_names: set[str] = set()
+        self.removed: set[str] = set()  # a newcomer unbinds them
         self.lost: Counter[str] = Counter()  # opaque values, by how often they were rebound
         self.opaque: dict[str, str] = {}  # types of the values that are not carried
         self.fleeting: set[str] = set()
@@ -59,7 +60,7 @@ class Names(VariableNode):
 
     @property
     def carried(self) -> bool:
-        return bool(self.changing_names or self.late_names)
+        return bool(self.changing_names or self.late_names or self.removed)
 
     def varies(self, key: Any) -> bool:
         return key in self.changing_names or key in self.late_names
@@ -102,11 +103,17 @@ class Names(VariableNode):
             for name in [name for name in last if name not in names]:
                 graph.note(self, name, last.pop(name))
                 graph.release(self, name)
+                if name not in self.late_names or self.late:
+                    self.removed.add(name)
+                self.changing_names.discard(name)
+                self.late_names.discard(name)
                 graph.touch(self)
 
     def _rebound(self, graph: Graph, name: str, old: Any, value: Any) -> None:
+        self.removed.discard(name)
         again = old.__class__ is _Gone and old.address == id(value)
-        if values.same(old, value):
+        child = self.children.get(name) if again else None
+        if values.same(old, value) or (child is not None and child.target is value):
             self.last[name] = value
             return
         if not again:
@@ -138,6 +145,10 @@ class Names(VariableNode):
         if name in self.lost or isinstance(value, torch.Tensor) or hasattr(value, "__next__"):
             self._fleet(graph, name)
 
+    def address(self, name: str) -> int:
+        value = self.last.get(name)
+        return value.address if isinstance(value, _Gone) else id(value)
+
     def _fleet(self, graph: Graph, name: str) -> None:
         self.fleeting.add(name)
         graph.fleeting.setdefault(self)
@@ -150,8 +161,9 @@ class Names(VariableNode):
                 last[name] = _Gone(id(value))
                 graph.release(self, name)
         for name, child in self.children.items():
-            if child in graph.fleeting and name in last:
-                last[name] = _Gone(id(last[name]))
+            value = last.get(name, MISSING)
+            if child in graph.fleeting and value is not MISSING and value.__class__ is not _Gone:
+                last[name] = _Gone(id(value))
 
     def wake(self, graph: Graph) -> None:
         self.scan(graph)
@@ -174,7 +186,7 @@ class Names(VariableNode):
                     found[name] = graph.pack(value, self)
                 except values.NotPlain:
                     continue
-        return [changing, late]
+        return [changing, late, sorted(self.removed)]
 
     def _carry_names(self, graph: Graph) -> None:
         more = self.last.keys() - self.changing_names - self.late_names - self.opaque.keys()
@@ -198,8 +210,12 @@ class Names(VariableNode):
             if not values.belongs_to_slot(value, mine.get(name), referred.slot, values.slot_now):  # type: ignore[attr-defined]
                 new[name] = value
         self.write(new)
+        for name in data[2]:
+            if name in mine:
+                self.remove(name)
         self.changing_names.update(data[0])
         self.late_names.update(data[1])
+        self.removed.update(data[2])
 
 
 def _kind(value: Any) -> str:
@@ -242,16 +258,16 @@ class DictNames(Names):
         graph.versions.forget(self.names)
         self.target, self.names = None, {}
 
-    def wake(self, graph: Graph) -> None:
-        if self._asleep is not None:
-            self.target, self._asleep = self._asleep(), None
-            if self.target is None:
-                graph.forget_dead(self)
-                return
-            self.names = vars(self.target)
-            graph.nodes[id(self.target)] = self
-            graph.versions.watch(self.names, self)
-        self.scan(graph)
+    def hold(self, graph: Graph) -> None:
+        if self._asleep is None:
+            return
+        self.target, self._asleep = self._asleep(), None
+        if self.target is None:
+            graph.forget_dead(self)
+            return
+        self.names = vars(self.target)
+        graph.nodes[id(self.target)] = self
+        graph.versions.watch(self.names, self)
 
 
 class Unbound:
@@ -318,7 +334,10 @@ class ClassNames(DictNames):
         graph.versions.watch(self.names, self)
 
     def ignored(self, name: str) -> bool:
-        return name.startswith("__") or hasattr(type(self.names[name]), "__get__")
+        value = self.names[name]
+        if name.startswith("__") or not hasattr(type(value), "__get__"):
+            return name.startswith("__")
+        return not isinstance(value, types.FunctionType) or not inside_function(value)
 
     def write(self, new: dict[str, Any]) -> None:
         for name, value in new.items():
@@ -337,6 +356,13 @@ class ClassNames(DictNames):
         return values.name_of(self.target)
 
 
+def inside_function(function: types.FunctionType) -> bool:
+    """It has cells or defaults, in which it may keep something."""
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    cells = any(name != "__class__" for name in function.__code__.co_freevars)
+    return cells or not all(values.is_leaf_type(type(value)) for value in defaults)
+
+
 class FunctionNames(Names):
     """Cells of a closure, defaults, and attributes of a function."""
 
@@ -352,6 +378,8 @@ class FunctionNames(Names):
                 continue
         for i, value in enumerate(function.__defaults__ or ()):
             found[f"<default {i}>"] = value
+        for name, value in (function.__kwdefaults__ or {}).items():
+            found[f"<default {name}>"] = value
         for name, value in function.__dict__.items():
             found[f".{name}"] = value
         return found
@@ -364,6 +392,9 @@ class FunctionNames(Names):
                 cells[name].cell_contents = value
             elif name.startswith("."):
                 setattr(function, name[1:], value)
+
+    def remove(self, name: str) -> None:
+        self.target.__dict__.pop(name[1:], None)
 
     def about(self) -> str:
         return values.described(self.target)

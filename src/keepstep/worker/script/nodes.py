@@ -47,6 +47,9 @@ class _Missing:
 MISSING: Final = _Missing()
 OPAQUE: Final = _Missing()
 LEAF: Final = _Missing()
+# They begin keys of children, and are no names.
+MODULE, PARAMETER, HOOK = "<module>", "<parameter>", "<hook>"
+FUNCTIONS: Final = frozenset({"holder", "function", "class"})  # kinds that a script defines
 
 
 class VariableNode:
@@ -89,8 +92,11 @@ class VariableNode:
     def scan(self, graph: Graph) -> None:
         raise NotImplementedError
 
-    def wake(self, graph: Graph) -> None:
+    def hold(self, graph: Graph) -> None:
         """A transaction begins: hold again what is fleeting."""
+
+    def wake(self, graph: Graph) -> None:
+        """Everything is held again: look at it."""
 
     def rest(self, graph: Graph) -> None:
         """The transaction is over: hold nothing that the script may want to be freed."""
@@ -144,7 +150,9 @@ class Graph(ABC):
         return self._number
 
     @abstractmethod
-    def adopt(self, value: Any, parent: VariableNode, key: Any, label: str = "") -> Any:
+    def adopt(
+        self, value: Any, parent: VariableNode, key: Any, label: str = "", maker: Any = None
+    ) -> Any:
         """A node below `parent`, LEAF, or OPAQUE."""
 
     @abstractmethod
@@ -162,6 +170,18 @@ class Graph(ABC):
     @abstractmethod
     def pack(self, value: Any, node: VariableNode) -> Any:
         """A value that the node refers to, as it travels."""
+
+    @abstractmethod
+    def name_of(self, thing: Any) -> str | None:
+        """Of something that is attached."""
+
+    @abstractmethod
+    def names_by_id(self) -> dict[int, str]:
+        """Of everything that is attached."""
+
+    @abstractmethod
+    def owner_of(self, tensor: Any) -> tuple[str, Any] | None:
+        """The attached tensor in whose memory it lies, behind its name."""
 
     def pack_blob(self, plain: Any, tensor: bool) -> bytes:
         return codec.dumps_inline(torch.from_numpy(plain) if tensor else plain)
@@ -189,6 +209,6 @@ class Graph(ABC):
 def suffix(key: Any) -> str:
     if isinstance(key, str):
         return f".{key}" if key.isidentifier() else key
-    if isinstance(key, tuple) and key and key[0] == "module":
+    if isinstance(key, tuple | list) and key and key[0] in (MODULE, PARAMETER):
         return f".{key[1]}"
     return f"[{key!r}]"

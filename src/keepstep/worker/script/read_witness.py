@@ -72,11 +72,18 @@ class Witness:
     def _variables(self, graph: Graph, names: frozenset[str], code: CodeType) -> list[str]:
         found: list[str] = []
         unseen: set[int] = set()  # one thing may have a name in several places
+        rebound: set[tuple[str, int]] = set()
         spaces = [n for n in (*graph.nodes.values(), *graph.roots.values()) if isinstance(n, Names)]
         for space in spaces:
             for name in names & space.lost.keys():
                 # A tensor that every step computes anew, as a loss is, is no state.
-                if space.lost[name] >= REBOUND_MIN and space.opaque.get(name) != "result":
+                cell = name, space.address(name)
+                if (
+                    space.lost[name] >= REBOUND_MIN
+                    and space.opaque.get(name) != "result"
+                    and cell not in rebound
+                ):
+                    rebound.add(cell)
                     found.append(_say(space, name, code, "is bound to other objects"))
             for name, child in space.children.items():
                 if name not in names or not isinstance(child, Items):

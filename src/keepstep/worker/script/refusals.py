@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from keepstep.errors import UsageError
 from keepstep.worker.script import frames, iterators, stack
@@ -219,7 +218,7 @@ def loader_loops(running: Iterable[FrameType], site: str) -> None:
 
 def _unplaced(source: Any) -> str:
     """What it is, if nobody can tell or set where it stands."""
-    if isinstance(source, _BaseDataLoaderIter):
+    if iterators.of_loader(type(source)):
         return "a DataLoader"
     if isinstance(source, GeneratorType):
         module = str(source.gi_frame.f_globals.get("__name__")) if source.gi_frame else ""

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from types import GeneratorType
 from typing import Any, Final
 
+import numpy
+
 from keepstep.errors import UsageError
-from keepstep.worker.script import blocks, contents, sharing, values
+from keepstep.worker.script import blocks, contents, sharing, values, weight_views
 from keepstep.worker.script.blocks import Block
 from keepstep.worker.script.contents import Blob, Items, IteratorNode
 from keepstep.worker.script.discovery import Discovery
-from keepstep.worker.script.frame_names import FrameNames
+from keepstep.worker.script.frame_names import ENDED, FrameNames
+from keepstep.worker.script.memory_files import MemoryFile
 from keepstep.worker.script.namespaces import DictNames, Names, SlotNames
-from keepstep.worker.script.nodes import VariableNode, suffix
+from keepstep.worker.script.nodes import FUNCTIONS, VariableNode, suffix
 from keepstep.worker.script.stack import OPERAND
+from keepstep.worker.script.torch_names import NetworkNames, ParameterNames
 
 
 class Restoration:
@@ -42,6 +48,15 @@ class Restoration:
             )
         return self._objects[number]
 
+    def named(self, name: str) -> Any:
+        try:
+            return self._graph.names.named(name)
+        except LookupError:
+            raise UsageError(
+                f"variables of the rank that is replaced refer to {name}, which is not here",
+                hint="build the same models on every start of the script",
+            ) from None
+
     def find(self, entries: list[Any], joined: set[int]) -> None:
         """`joined`: they share their memory with others there."""
         # Where a stable name leads is certain; what is bound anew takes what is left.
@@ -49,7 +64,7 @@ class Restoration:
             for number, kind, parent, key, bound, about, payload in entries:
                 if number in self._objects or (certain and bound):
                     continue
-                if kind in _FUNCTIONS:
+                if kind in FUNCTIONS:
                     self._functions.add(number)
                 self._labels[number] = f"{self._labels.get(parent, '')}{suffix(key)}"
                 made_here = parent in self._objects and parent not in self._nodes
@@ -62,14 +77,14 @@ class Restoration:
                     self._nodes[number] = own
                     self._objects[number] = own.target
                     self._taken.add(own.number)
-                elif kind in _FUNCTIONS and (found := values.function_described(about)) is not None:
+                elif kind in FUNCTIONS and (found := values.function_described(about)) is not None:
                     self._objects[number] = found
                 elif (
-                    kind in _FUNCTIONS or payload is None or (certain and self._comes_later(parent))
+                    kind in FUNCTIONS or payload is None or (certain and self._comes_later(parent))
                 ):
                     continue
                 elif kind in _MADE and (bound or self._comes_later(parent)):
-                    made = _made(kind, about, payload)
+                    made = self._made(kind, about, payload)
                     if made is not None:
                         self._objects[number] = made
                     elif not self._lenient:
@@ -129,14 +144,42 @@ class Restoration:
         else:
             above = self._nodes.get(parent)
             own = above.children.get(key_of(key)) if above is not None else None
+            if own is None and kind == ParameterNames.kind and isinstance(above, NetworkNames):
+                own = above.look_at(key[1], self._graph)
         if own is None or own.kind != kind or own.number in self._taken:
             return None
-        return own if own.about() == about or (kind == "blob" and own.kind == kind) else None
+        ended = about == ENDED and isinstance(own.target, GeneratorType)
+        return own if own.about() == about or kind == "blob" or ended else None
+
+    def _made(self, kind: str, about: str, payload: Any) -> Any:
+        return (
+            weight_views.made(self.named, payload)
+            if kind == "view"
+            else _made(kind, about, payload)
+        )
+
+    def _end(self, number: int) -> None:
+        node = self._nodes.get(number)
+        if node is None or not isinstance(node.target, GeneratorType):
+            return
+        try:
+            node.target.close()
+        except Exception as error:
+            raise UsageError(
+                f"{self._label(number)} has come to its end in the rank that is replaced, and "
+                f"cannot be ended here: {type(error).__name__}: {error}",
+                hint="let the generator end without an exception when it is closed",
+            ) from error
 
     def fill(self, entries: list[Any]) -> None:
         graph_ = self._graph
-        for number, kind, _, _, _, _, payload in entries:
-            if payload is None:
+        ended = [number for number, _, _, _, _, about, _ in entries if about == ENDED]
+        for number in ended:  # what they do at their end is overwritten
+            self._end(number)
+        # Members of sets first: a set asks for their hashes.
+        ordered = sorted(entries, key=lambda entry: entry[5].startswith("builtins:set"))
+        for number, kind, _, _, _, _, payload in ordered:
+            if payload is None or number in ended:
                 continue
             node = self._nodes.get(number)
             absent = number not in self._objects
@@ -144,7 +187,7 @@ class Restoration:
                 continue
             if node is None:
                 target = self._objects[number]
-                if kind in ("blob", "block"):
+                if kind in ("blob", "block", "view"):
                     continue  # made with its contents
                 node = _MAKE[kind](graph_, target, self._labels[number], 1)
             try:
@@ -171,7 +214,7 @@ class Restoration:
 def _shared(own: VariableNode, about: str) -> bool:
     """Whether it must not be changed in place, because others here may refer to it that refer to
     something else there."""
-    if own.kind == "block":
+    if own.kind in ("block", "view"):
         return True
     if own.kind == "blob":
         return own.about() != about or not contents.alone(own)
@@ -187,9 +230,9 @@ _MAKE: Final[dict[str, Callable[..., VariableNode]]] = {
     "names": DictNames,
     "slots": SlotNames,
     "iterator": IteratorNode,
+    "stream": MemoryFile,
 }
-_FUNCTIONS: Final = frozenset({"holder", "function", "class"})
-_MADE: Final = frozenset({"items", "blob", "block", "names", "slots"})
+_MADE: Final = frozenset({"items", "blob", "block", "view", "stream", "names", "slots"})
 _CONTAINERS: Final[dict[str, Any]] = {
     "builtins:list": list,
     "builtins:dict": dict,
@@ -207,10 +250,14 @@ def _made(kind: str, about: str, payload: Any) -> Any:
         return contents.made(payload)
     if kind == "block":
         return blocks.made(payload)
+    if kind == "stream":
+        return io.StringIO() if about == "StringIO" else io.BytesIO()
     name, _, told = about.partition("|")
     found = _CONTAINERS.get(name) or values.class_named(name)
     if kind != "items":
         return object.__new__(found)
+    if found is numpy.ndarray:
+        return numpy.empty(int(told), dtype=object)
     container = found.__new__(found)
     if told == contents.UNNAMED:
         return None

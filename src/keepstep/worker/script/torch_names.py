@@ -15,7 +15,7 @@ import torch
 from keepstep.errors import UsageError
 from keepstep.worker.script import attributes, graph, values
 from keepstep.worker.script.namespaces import DictNames
-from keepstep.worker.script.nodes import Graph
+from keepstep.worker.script.nodes import HOOK, MODULE, PARAMETER, Graph
 from keepstep.worker.state import codec
 
 _MODULE_OWN: Final = frozenset(vars(torch.nn.Module()))
@@ -37,6 +37,25 @@ def _told(hooked: list[dict[Any, Any]]) -> tuple[tuple[str, ...], ...]:
     return (*(tuple(map(values.described, each)) for each in users), tuple(inside))
 
 
+class DataNames(DictNames):
+    """A dataset or sampler of torch's own: what the script sets in it. One that also holds what
+    cannot be carried, such as a generator, is not made anew."""
+
+
+def _ignored(name: str) -> bool:
+    """Attributes that libraries give to a parameter. `main_grad` is Megatron's gradient."""
+    return name.startswith("_") or name == "main_grad"
+
+
+class ParameterNames(DictNames):
+    """What a script keeps on a parameter (`p.omega = ...`)."""
+
+    kind = "parameter"
+
+    def ignored(self, name: str) -> bool:
+        return _ignored(name)
+
+
 class NetworkNames(DictNames):
     """An nn.Module: plain attributes; what torch keeps in it is state and carried as such."""
 
@@ -51,7 +70,9 @@ class NetworkNames(DictNames):
         self._watch(graph)
 
     def _watch(self, graph: Graph) -> None:
-        self._watched = [vars(self.target)[name] for name in ("_modules", *_HOOKS)]
+        own = vars(self.target)
+        parameters = [vars(p) for p in own["_parameters"].values() if p is not None]
+        self._watched = [*(own[name] for name in ("_modules", *_HOOKS)), *parameters]
         for inside in self._watched:
             graph.versions.watch(inside, self)
 
@@ -65,8 +86,8 @@ class NetworkNames(DictNames):
         if self.target is None:
             self.unwatch(graph)
 
-    def wake(self, graph: Graph) -> None:
-        super().wake(graph)
+    def hold(self, graph: Graph) -> None:
+        super().hold(graph)
         if self.target is not None and not self._watched:
             self._watch(graph)
 
@@ -77,12 +98,30 @@ class NetworkNames(DictNames):
         super().scan(graph)
         self._scan_hooks(graph)
         for name, module in self.target._modules.items():
-            child = self.children.get(("module", name))
+            child = self.children.get((MODULE, name))
             if child is not None and child.target is not None and child.target is not module:
-                graph.release(self, ("module", name))  # another one has taken its place
+                graph.release(self, (MODULE, name))  # another one has taken its place
                 child = None
             if module is not None and child is None:
-                graph.adopt(module, self, ("module", name))
+                graph.adopt(module, self, (MODULE, name))
+        for name, parameter in self.target._parameters.items():
+            own = None if parameter is None else vars(parameter)
+            child = self.children.get((PARAMETER, name))
+            if child is not None and child.target is not own:
+                graph.release(self, (PARAMETER, name))
+                child = None
+            if child is not None:
+                child.scan(graph)
+            elif own and not all(map(_ignored, own)):
+                self.look_at(name, graph)
+
+    def look_at(self, name: str, graph: Graph) -> Any:
+        """At the attributes of this parameter."""
+        parameter = self.target._parameters.get(name)
+        if parameter is None:
+            return None
+        label = f"{self.label}.{name}"
+        return graph.adopt(vars(parameter), self, (PARAMETER, name), label, ParameterNames)
 
     def _scan_hooks(self, graph: Graph) -> None:
         now = self._hooked()
@@ -90,13 +129,34 @@ class NetworkNames(DictNames):
             graph.note(self, HOOKS, self._hooks)
             self.changing_names.add(HOOKS)
             graph.touch(self)
+        if now != self._hooks or self._hooked_parameters():
+            self._look_into_hooks(graph, now[:-1])
         self._hooks = now
 
+    def _hooked_parameters(self) -> list[torch.Tensor]:
+        own = self.target._parameters.values()
+        return [p for p in own if p is not None and p._backward_hooks]
+
+    def _look_into_hooks(self, graph: Graph, hooks: list[dict[Any, Any]]) -> None:
+        """Objects that only a hook knows."""
+        found = [*hooks, *(dict(p._backward_hooks or {}) for p in self._hooked_parameters())]
+        gone = {key for key in self.children if key.__class__ is tuple and key[0] == HOOK}
+        for kind, each in enumerate(found):
+            for place, hook in enumerate(filter(_users, each.values())):
+                key = (HOOK, kind, place)
+                gone.discard(key)
+                child = self.children.get(key)
+                if child is None or child.target is not hook:
+                    graph.release(self, key)
+                    graph.adopt(hook, self, key)
+        for key in gone:
+            graph.release(self, key)
+
     def payload(self, graph: Graph) -> Any:
-        changing, late = super().payload(graph)
+        changing, late, removed = super().payload(graph)
         if HOOKS in self.changing_names and self._hooks is not None:
             changing[HOOKS] = graph.pack(_told(self._hooks), self)
-        return [changing, late]
+        return [changing, late, removed]
 
     def _hooked(self) -> list[dict[Any, Any]]:
         modules = {name: type(module) for name, module in self.target._modules.items()}

@@ -23,7 +23,9 @@ own object under the same path is changed in place, and whoever else refers to i
 
 from __future__ import annotations
 
+import functools
 import sys
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
@@ -32,7 +34,7 @@ import torch
 
 from keepstep.errors import UsageError
 from keepstep.worker.script import blocks, frames, graph, read_witness, values
-from keepstep.worker.script.discovery import DEPTH_MAX, Discovery
+from keepstep.worker.script.discovery import DEPTH_MAX, Discovery, Named
 from keepstep.worker.script.encoding import FORMAT, encoded
 from keepstep.worker.script.frame_names import FrameNames
 from keepstep.worker.script.namespaces import FunctionNames, ModuleGlobals
@@ -53,9 +55,10 @@ class Variables:
         self,
         known: Callable[[Any], bool] = lambda _: False,
         attached: Callable[[torch.Tensor], bool] = lambda _: False,
+        names: Named | None = None,
     ) -> None:
         frames.refuse_unless_available()
-        self._graph = Discovery(known, attached)
+        self._graph = Discovery(known, attached, names)
         self._live: list[FrameNames] = []
         self._modules = 0, 0
         self._calls = 0
@@ -65,6 +68,7 @@ class Variables:
         self._watched: list[Any] = []
         self._warned: set[str] = set()
         self._handed_out: set[type] = set()  # classes
+        self._batches: dict[int, weakref.ref[torch.Tensor]] = {}  # tensors in them, by id
 
     # ------------------------------------------------------------------ the transaction
 
@@ -74,6 +78,27 @@ class Variables:
             if type(part) not in self._handed_out:
                 self._handed_out.add(type(part))
                 self._graph.leave_alone(type(part))
+        for key, item in _inside((batch,)).items():
+            if isinstance(item, torch.Tensor):
+                gone = functools.partial(self._batches.pop, key)
+                self._batches[key] = weakref.ref(item, lambda _, gone=gone: gone())  # type: ignore[misc]
+
+    def _handed(self, inside: dict[int, Any]) -> frozenset[int]:
+        """Those of a step's arguments that ks.batches has handed out, or that contain such."""
+        found = {
+            key
+            for key, item in inside.items()
+            if isinstance(item, torch.Tensor) and key in self._batches
+        }
+        for key, item in reversed(inside.items()):  # what is inside comes first
+            if isinstance(item, torch.Tensor):
+                continue
+            items = list(item.values() if isinstance(item, dict) else item)
+            if set(map(type, items)) <= values.SCALARS:
+                continue
+            if any(id(x) in found or not _looked_into(x) for x in items):
+                found.add(key)
+        return frozenset(found)
 
     def watch(self, function: Any) -> None:
         """A step or section function, when it is decorated: its closure is the script's too."""
@@ -86,12 +111,16 @@ class Variables:
         graph_.journal = None
         if function is not None:
             _refuse_collected(stack, function)
-        graph_.excluded = _inside(arguments)
+        inside = _inside(arguments)
+        graph_.excluded = frozenset(inside)
+        graph_.handed = self._handed(inside)
         graph_.deep = self._calls < blocks.FIRST or self._calls % blocks.EVERY == 0
         if function is not None:
             graph_.reads.begins(function, graph_.deep)
         graph_.read = graph_.reads.ids()
         self._enter(stack)
+        for node in tuple(graph_.fleeting):
+            node.hold(graph_)
         for node in tuple(graph_.fleeting):
             node.wake(graph_)
         graph_.scan()
@@ -231,7 +260,11 @@ class Variables:
     def of_optimizers(tree: bytes | None) -> list[str]:
         """Optimizers with objects that are carried as variables."""
         entries = values.decode(tree)[-1] if tree else []
-        return [str(key) for _, kind, _, key, *_ in entries if kind == OptimizerNames.kind]
+        return [
+            str(key)
+            for _, kind, _, key, *_, payload in entries
+            if kind == OptimizerNames.kind and payload is not None
+        ]
 
     def unknown(self) -> list[str]:
         """What step functions read, that changes from step to step, and that is not carried."""
@@ -308,18 +341,23 @@ def _path(node: VariableNode) -> list[Any]:
     return [node.label, *reversed(path)]
 
 
-def _inside(arguments: tuple[Any, ...]) -> frozenset[int]:
-    """A batch and what is in it: the walk has them from ks.batches."""
-    found: list[int] = []
+def _inside(arguments: tuple[Any, ...]) -> dict[int, Any]:
+    """A batch and what is in it: tensors and containers."""
+    found: dict[int, Any] = {}
     todo: list[Any] = list(arguments)
     while todo and len(found) < 256:
         item = todo.pop()
         if isinstance(item, torch.Tensor):
-            found.append(id(item))
+            found[id(item)] = item
         elif isinstance(item, dict | list | tuple):
-            found.append(id(item))
+            found[id(item)] = item
             todo.extend(item.values() if isinstance(item, dict) else item)
-    return frozenset(found)
+    return found
+
+
+def _looked_into(item: Any) -> bool:
+    kind = item.__class__
+    return kind in values.SCALARS or isinstance(item, torch.Tensor | dict | list | tuple)
 
 
 class OutsideSteps:

@@ -29,16 +29,18 @@ newcomer so, and it is stopped.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import enum
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable
-from types import CodeType, FrameType
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType, FrameType, ModuleType
 from typing import Any, Final
 
 import numpy
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from keepstep.errors import UsageError
 from keepstep.worker.device import cuda
@@ -188,6 +190,8 @@ def _scalar(value: Any) -> bool:
 
 def _same_here(value: Any) -> bool:
     """The newcomer's own function makes the same of it: functions, modules, and the like."""
+    if isinstance(value, ModuleType):
+        return True
     return callable(value) and not isinstance(value, torch.Tensor)
 
 
@@ -303,6 +307,12 @@ def _lose_gradient(tensor: torch.Tensor, mine: torch.Tensor) -> None:
         tensor.grad = LostGradient.of(tensor)
 
 
+def _autocast() -> bool:
+    """With copies of weights."""
+    on = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+    return on and torch.is_autocast_cache_enabled()
+
+
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -339,6 +349,7 @@ class Finishing:
         self._at_fence = at_fence
         self._reach = reach
         self.reached = False
+        self._cast = False  # the update is inside an autocast
         self._hidden: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
     def fence(
@@ -351,6 +362,7 @@ class Finishing:
         if self.reached:
             return
         self.reached = True
+        self._cast = _autocast()
         carried = set(map(id, self._at_fence()))
         for parameter in parameters:
             if id(parameter) not in carried:
@@ -367,6 +379,36 @@ class Finishing:
             )
         for frame, part in zip(running, self._published, strict=True):
             self._set(frame, part)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Forward passes behind the update, inside the autocast of before it."""
+        clear = torch.clear_autocast_cache
+
+        def cleared() -> None:
+            self._cast = False
+            clear()
+
+        watched = register_module_forward_pre_hook(self.forward)
+        torch.clear_autocast_cache = cleared  # an autocast calls it when it ends
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache = clear
+            watched.remove()
+
+    def forward(self, module: torch.nn.Module, _: Any) -> None:
+        """Autocast has copies of the weights of before the update: they are lost."""
+        if not (self._cast and _autocast()):
+            return
+        own = [p for p in module._parameters.values() if p is not None]
+        if any(p.requires_grad and p.dtype == torch.float32 for p in own):
+            raise UsageError(
+                f"a forward pass of {type(module).__name__} behind the update of step "
+                f"{self._site!r}, inside the autocast of before the update, on a newcomer of a "
+                "rank that was lost there",
+                hint="end that torch.autocast before the update, and open another one behind it",
+            )
 
     def before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """The update is made already: without gradients it changes nothing."""

@@ -24,7 +24,7 @@ ATTACHED: Final = "attached"  # before the name of a weight or buffer
 class Known:
     def __init__(self, rank: RankFacts) -> None:
         self._rank = rank
-        self._variables = Variables(self.knows, self.has_memory_of)
+        self._variables = Variables(self.knows, self.has_memory_of, self)
         # What is attached, by id and by the address of its memory. Both may be another's later.
         self._known: dict[int, Callable[[], Any]] = {}
         self._memory: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -67,10 +67,31 @@ class Known:
         """What has this name in this process. LookupError: nothing."""
         if name[0] != ATTACHED:
             return self._variables.reach(name, stack)
-        return dict(self._named())[name[1]]
+        return self.named(name[1])
 
-    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def name_of(self, thing: Any) -> str | None:
+        """Of a module, parameter or buffer that is attached."""
+        self._know()
+        return self._names.get(id(thing)) if self.knows(thing) else None
+
+    def names_by_id(self) -> dict[int, str]:
+        self._know()
+        there = {key for key, thing in self._known.items() if thing() is not None}
+        return {key: name for key, name in self._names.items() if key in there}
+
+    def owner_of(self, tensor: Any) -> tuple[str, Any] | None:
+        """The attached tensor in whose memory it lies, behind its name."""
+        owner = self._owner(tensor)
+        name = self._names.get(id(owner)) if owner is not None else None
+        return (name, owner) if name is not None else None
+
+    def named(self, name: str) -> Any:
+        return dict(self._named())[name]
+
+    def _named(self) -> Iterator[tuple[str, Any]]:
         for prefix, model in self._rank.models.items():
+            for name, module in model.named_modules():
+                yield f"{prefix}//{name}", module
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 yield f"{prefix}/{name}", tensor
 
@@ -84,7 +105,7 @@ class Known:
             tensors = [thing for thing in found if isinstance(thing, torch.Tensor)]
             self._known |= {id(thing): _weak(thing) for thing in self._saved()}
             self._memory = {_address(tensor): weakref.ref(tensor) for tensor in tensors}
-            self._names = {id(tensor): name for name, tensor in self._named()}
+            self._names = {id(thing): name for name, thing in self._named()}
 
     def _saved(self) -> list[torch.Tensor]:
         """Of registered objects: the script may hold them, too."""

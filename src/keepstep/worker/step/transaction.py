@@ -218,7 +218,8 @@ class Transactions:
         self.call.warming, self.call.site = True, "the rest of a step"
         self.live.tracker.finishing = True
         try:
-            return function()
+            with finishing.watching():
+                return function()
         finally:
             self.live.tracker.finishing = False
             finishing.end(self.live.parameters)
