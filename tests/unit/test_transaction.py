@@ -50,9 +50,11 @@ def world(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def make(verdict: Literal["RETRY", "COMMIT"]) -> tuple[Any, Broken, Transactions, Any]:
         parameter = torch.nn.Parameter(torch.zeros(2))
+        model = torch.nn.Module()
+        model.weight = parameter
         sgd = torch.optim.SGD([parameter], lr=1.0)
         live = MagicMock(
-            tick=0, version=0, generation=0, alone=True, world=1, models={},
+            tick=0, version=0, generation=0, alone=True, world=1, models={"0": model},
             optimizers={"0": sgd}, parameters=[parameter], objects={}, loops=[],
             tracker=Tracker(), gradients=Gradients([parameter]), streams=RankStreams(),
             rebuilding=False,
